@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Puts files into the page cache or out of it, and believes only what mincore says.
+//! Puts files into the page cache or out of it, and checks both with mincore.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -33,7 +33,7 @@ pub(crate) fn load_files(paths: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the kernel forget the files' clean pages; all the caches of the machine if asking for them is not enough.
+/// Makes the kernel drop the files' clean pages; all caches of the machine if that is not enough.
 ///
 /// # Errors
 /// They stay cached, as on tmpfs.
@@ -56,7 +56,7 @@ pub(crate) fn drop_files(paths: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is in a folder.
+/// The files of a folder.
 pub(crate) fn files(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let list = std::fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
     list.map(|entry| Ok(entry.with_context(|| format!("list {}", folder.display()))?.path())).collect()
@@ -74,7 +74,7 @@ fn cached_share(path: &Path) -> anyhow::Result<f64> {
     // SAFETY: the mapping is `length` bytes long and the vector has one byte for each of its pages.
     let result = unsafe { libc::mincore(map.as_ptr(), length.get(), present.as_mut_ptr()) };
     let error = std::io::Error::last_os_error();
-    // SAFETY: the mapping made above, used by nobody.
+    // SAFETY: the mapping made above, which nothing uses.
     unsafe { munmap(map, length.get()) }.context("munmap")?;
     if result != 0 {
         return Err(error).with_context(|| format!("mincore of {}", path.display()));

@@ -24,7 +24,7 @@ const LOG_LINES: usize = 15;
 /// A dumped process and the place of its image. The process can be restored any number of times, one after another.
 #[derive(Debug)]
 pub(crate) struct Image {
-    /// Of the process, before the dump and after every restore.
+    /// The pid of the process, before the dump and after every restore.
     pub(crate) pid: Pid,
     pub(crate) directory: PathBuf,
     /// `pages-*.img` that are not empty.
@@ -84,8 +84,8 @@ impl Image {
         Ok(server)
     }
 
-    /// Restores the process with `criu restore -d`, to which `more` arguments are added. `work` gets its log.
-    /// Gives the restored process and the exit of `criu restore`.
+    /// Restores the process with `criu restore -d` and the arguments `more`. `work` gets its log. Returns the
+    /// restored process and the exit of `criu restore`.
     pub(crate) fn restore(&self, criu: &Path, more: &[&str], work: &Path) -> anyhow::Result<(Process, Exit)> {
         let mut command = Command::new(criu);
         command.args(["restore", "-d"]).args(more).args(["-o", "restore.log", "-D"]).arg(&self.directory);

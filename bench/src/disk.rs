@@ -16,9 +16,9 @@ use crate::processes::Process;
 pub(crate) struct DiskLimits {
     /// One sequential reader, 1 MiB blocks, 16 in flight: GB/s.
     pub(crate) sequential_gb_per_s: f64,
-    /// One random 4 KiB read at a time and nothing else: the least that a cold fault can cost.
+    /// One random 4 KiB read at a time and nothing else: the minimum of a cold fault.
     pub(crate) random_alone: ReadLatency,
-    /// The same while the sequential reader runs: what a fault costs behind so deep a queue.
+    /// The same while the sequential reader runs: the cost of a fault with so deep a queue.
     pub(crate) random_beside: ReadLatency,
 }
 
@@ -57,7 +57,7 @@ pub(crate) fn sequential(file: &Path, work: &Path) -> anyhow::Result<f64> {
     rate(&report)
 }
 
-/// By which engine of fio, and its report.
+/// The engine of fio, and its report.
 fn sequential_by_the_best(file: &Path, work: &Path) -> anyhow::Result<(&'static str, String)> {
     // libaio where io_uring is switched off (sysctl kernel.io_uring_disabled).
     let (best, other) = ("--ioengine=io_uring", "--ioengine=libaio");
@@ -98,7 +98,7 @@ fn limits(sequential: &str, random: &str, both: &str) -> anyhow::Result<DiskLimi
     })
 }
 
-/// Of the sequential reader, in GB/s.
+/// The rate of the sequential reader, in GB/s.
 fn rate(report: &str) -> anyhow::Result<f64> {
     let rate = read_of(report, "sequential")?["bw_bytes"].as_f64();
     Ok(rate.context("fio reports no bw_bytes")? / 1e9)

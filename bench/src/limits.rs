@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the disk and the copy engines do alone, and what a serial loop makes of both: a buffer is copied, then written,
-//! or read, then copied, as the stock plugin does it, but past the page cache. All of it with as many bytes as are dumped
-//! later. And what the machine was made for.
+//! The rates of the disk and of the copy engines alone, and of a serial loop of both: a buffer is copied,
+//! then written, or read, then copied. The stock plugin does this, but through the page cache. All of it with
+//! as many bytes as are dumped later. And the machine's promised rates.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -22,17 +22,19 @@ use rewake_sdma_copy::{
 
 use crate::report::number;
 
-/// Bytes of a request to the disk or to an engine where nothing else goes on.
+/// Bytes of a request to the disk or to an engine without other load.
 const PIECE: u64 = 2 << 20;
-/// Bytes of a buffer of the serial loop, which copies and writes it whole. A disk with a rate limit does a tenth of a
-/// second's bytes ahead of time, and an engine's bandwidth is right on average only: smaller ones would not be serial.
+/// Bytes of a buffer of the serial loop, which copies and writes it whole. A disk with a rate limit does a
+/// tenth of a second's bytes ahead of time, and an engine's bandwidth is right on average only: smaller
+/// buffers would not be serial.
 const WHOLE: u64 = 32 << 20;
-/// Copies in flight where nothing else goes on.
+/// Copies in flight without other load.
 const DEPTH: usize = 4;
-/// Before each measurement: a disk with a rate limit gives a little at once after a rest, to plugins as well.
+/// Pause before each measurement: a disk with a rate limit gives a little at once after a rest, to plugins as
+/// well.
 const REST: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How far plain loops may be from what the machine was made for.
+/// How far plain loops may be from the machine's promised rates.
 const TRUST: f64 = 0.05;
 
 /// Both directions, in millions of bytes a second.
@@ -42,25 +44,25 @@ pub(crate) struct Rates {
     pub(crate) restore: f64,
 }
 
-/// What was measured.
+/// The measured rates.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) disk: Rates,
-    /// All GPUs together.
+    /// The rates of copies, of all GPUs together.
     pub(crate) copies: Rates,
     pub(crate) serial: Rates,
 }
 
-/// Speeds that the machine promises, in millions of bytes a second; none where nobody does.
+/// Rates that the machine promises, in millions of bytes a second; None without a promise.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct MadeFor {
     pub(crate) disk: Option<f64>,
-    /// All GPUs together.
+    /// The rate of copies, of all GPUs together.
     pub(crate) copies: Option<f64>,
 }
 
 impl MadeFor {
-    /// As `cargo xtask vm` says of its disk, and softgpu.ko of its copy engines.
+    /// From `cargo xtask vm`'s disk, and from softgpu.ko's parameters.
     pub(crate) fn of_this_machine(gpus: usize) -> Self {
         let parameter = |name: &str| {
             let text = std::fs::read_to_string(format!("/sys/module/softgpu/parameters/{name}")).ok()?;
@@ -75,7 +77,7 @@ impl MadeFor {
 }
 
 impl Limits {
-    /// A line each for a page. What is not as the machine was made is marked.
+    /// A line each for a page. A rate that differs from the promised one is marked.
     pub(crate) fn text(&self, made_for: MadeFor) -> String {
         let plain = [
             ("disk, written", self.disk.dump, made_for.disk, self.least().dump),
@@ -86,7 +88,7 @@ impl Limits {
         let mut text = String::new();
         for (name, rate, made_for, least) in plain {
             let made = made_for.map_or_else(String::new, |made| format!(", made for {}", number(made)));
-            // Of what does not decide, the rate does not matter.
+            // A rate that is not the limit does not matter.
             let far = rate <= least && made_for.is_some_and(|made| (rate / made - 1.0).abs() > TRUST);
             let mark = if far { " **NOT WHAT IT WAS MADE FOR: do not trust this run**" } else { "" };
             let _ = writeln!(text, "- plain loop, {name}: {} MB/s{made}{mark}", number(rate));
@@ -94,7 +96,7 @@ impl Limits {
         text
     }
 
-    /// What no dump or restore beats: the slower of the two.
+    /// The limit of every dump and restore: the slower of the two.
     pub(crate) fn least(&self) -> Rates {
         Rates {
             dump: self.disk.dump.min(self.copies.dump),
@@ -113,14 +115,14 @@ struct Gpu {
     _buffer: Buffer,
 }
 
-/// Everything that is measured with.
+/// Files, staging memory and engines of the measurements.
 struct Bench {
     gpus: Vec<Gpu>,
     _process: Arc<Gpus>,
     /// A slot for each GPU, of a whole buffer.
     staging: Staging,
     file: File,
-    /// Of each GPU.
+    /// The bytes of each GPU.
     bytes: u64,
 }
 
@@ -129,7 +131,7 @@ pub(crate) fn measure(gpus: usize, mib: u64, folder: &Path) -> anyhow::Result<Li
     let path = folder.join("limits");
     let mut bench = Bench::new(gpus, mib, &path)?;
     let disk = Rates { dump: bench.rate(Bench::write)?, restore: bench.rate(Bench::read)? };
-    // Memory of the software GPU is made when it is first written.
+    // Memory of the software GPU is allocated at its first write.
     bench.copy_in()?;
     let copies = Rates { dump: bench.rate(Bench::copy_out)?, restore: bench.rate(Bench::copy_in)? };
     let serial = Rates { dump: bench.rate(Bench::serial_out)?, restore: bench.rate(Bench::serial_in)? };
@@ -158,7 +160,7 @@ impl Bench {
             gpus.push(Gpu { engine, bo, flying: VecDeque::new(), _buffer: buffer });
         }
         let mut options = OpenOptions::new();
-        // Past the page cache.
+        // Bypasses the page cache.
         options.read(true).write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT);
         let file = options.open(path).with_context(|| format!("create {}", path.display()))?;
         Ok(Self { gpus, _process: process, staging, file, bytes })
@@ -257,17 +259,17 @@ impl Bench {
     }
 }
 
-/// Beginnings and lengths of what so many bytes are cut into.
+/// Starts and lengths of the parts of so many bytes.
 fn parts(bytes: u64, each: u64) -> impl Iterator<Item = (u64, u64)> {
     (0..bytes.div_ceil(each)).map(move |part| (part * each, each.min(bytes - part * each)))
 }
 
-/// The start of a slot that no engine works on.
+/// The start of a slot that no engine uses.
 fn memory(staging: &mut Staging, slot: Slot, bytes: u64) -> &mut [u8] {
     let bytes = usize::try_from(bytes).unwrap_or(0);
     let start = staging.pointer(StagingOffset { slot, at: 0 }, bytes);
-    // SAFETY: the slot's memory, which was checked to be so long, mapped as long as the staging is borrowed here. Copies are
-    // waited for before this is called, so that nothing else writes or reads there.
+    // SAFETY: the slot's memory, whose length was checked, stays mapped while the staging is borrowed here.
+    // Copies have ended before this is called, so that nothing else writes or reads it.
     unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes) }
 }
 

@@ -3,14 +3,15 @@
 //!
 //! * [`lazy`]: one comparison, from the dump to the samples of every round.
 //! * [`touch`]: the process that is dumped and restored; it measures its own page faults.
-//! * [`disk`], [`fill`]: what the machine itself can do, measured in the same run.
+//! * [`disk`], [`fill`]: the machine's own limits, measured in the same run.
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
-//! * [`programs`]: real programs, and when they answer.
+//! * [`programs`]: real programs, and the time of their first answer.
 //! * [`replicas`]: restores of one image at once.
-//! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: what disk and copies can do.
-//! * [`behind`]: this project's plugin, at once and with memory behind the process.
-//! * [`engine`]: what loads GPUs' memory, beside memcpy and the disk.
-//! * [`cache`]: what of a file is in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
+//! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: limits of disk and
+//!   copies.
+//! * [`behind`]: this project's plugin, with and without a background load.
+//! * [`engine`]: the engine that loads GPU memory, compared with memcpy and the disk.
+//! * [`cache`]: the share of a file in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
 mod behind;
@@ -43,16 +44,18 @@ struct Arguments {
 enum Command {
     /// Restores one image in turn through `criu lazy-pages` and `rewake lazy-pages` (needs root)
     Lazy(lazy::Options),
-    /// Restores a Python, a Node and a Java server in turn eagerly, through `criu lazy-pages` and through
-    /// `rewake lazy-pages`, and asks each for its first answer (needs root)
+    /// Restores a Python, a Node and a Java server alternately eagerly, through `criu lazy-pages` and through
+    /// `rewake lazy-pages`, and requests a first answer from each (needs root)
     Programs(programs::Options),
     /// Restores one image several times at once, by `rewake serve` and each by itself (needs root)
     Replicas(replicas::Options),
-    /// Dumps and restores a process on GPUs in turn with CRIU's own plugin and with rewake's (needs root, GPUs)
+    /// Dumps and restores a process on GPUs alternately with CRIU's own plugin and with rewake's (needs root,
+    /// GPUs)
     Plugin(plugin::Options),
-    /// Restores a process on a GPU in turn at once, with its GPU's memory behind it, and with all memory behind it (needs root, GPUs)
+    /// Restores a process on a GPU alternately at once, with a background load of GPU memory, and with one of
+    /// all memory (needs root, GPUs)
     Behind(behind::Options),
-    /// Loads an image of GPU memory into this machine's memory, in turn with memcpy and fio (needs root)
+    /// Loads an image of GPU memory into this machine's memory, alternately with memcpy and fio (needs root)
     Engine(engine::Options),
     /// The process that `lazy` dumps and restores
     #[command(hide = true)]

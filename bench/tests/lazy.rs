@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The bench against a real CRIU: it must measure two servers side by side, and must never report figures of a
+//! The bench with a real CRIU: it must measure two servers side by side, and must never report figures of a
 //! server that did not restore the memory. Needs root and CRIU (`criu` on the PATH, or REWAKE_CRIU).
 
 mod common;
@@ -20,7 +20,7 @@ fn bench(criu: &Path, rewake: &Path, directory: &Path) -> Output {
 }
 
 #[test]
-fn two_servers_are_measured_in_turn_and_nothing_is_left_behind() {
+fn two_servers_are_measured_in_turn_and_nothing_is_left() {
     let criu = need!(criu());
     let directory = tempfile::tempdir().unwrap();
     // The same server on both sides: pairs must exist, and no ratio may be far from one by construction.
@@ -36,7 +36,7 @@ fn two_servers_are_measured_in_turn_and_nothing_is_left_behind() {
         assert!(sample["cpu_s_per_gb"].as_f64().unwrap() > 0.0, "{sample}");
         assert!(sample["memory"]["largest"].as_u64().unwrap() > 1 << 20, "{sample}");
         assert!(sample["touched"]["touches"].as_u64().unwrap() > 0, "{sample}");
-        // On a busy machine all may be resident before the first touch.
+        // On a busy machine all may be resident before the first access.
         let faults = sample["touched"]["faults"].as_u64().unwrap();
         assert_eq!(faults > 0, sample["touched"]["latency"]["max"].as_u64().is_some(), "{sample}");
         assert_eq!(sample["touched"]["wrong_words"], 0, "{sample}");
@@ -79,7 +79,7 @@ fn a_server_that_dies_before_it_listens_is_named() {
 fn an_interrupted_run_leaves_nothing_behind() {
     let criu = need!(criu());
     let directory = tempfile::tempdir().unwrap();
-    // Ignores the status descriptor for longer than anybody would wait, and dies with the bench's cleaning up.
+    // Ignores the status descriptor for longer than any time limit, and ends when the bench cleans up.
     let script = "echo $$ > ../../server; exec sleep 600";
     let rewake = stand_in(directory.path(), &criu, script);
     let mut command = Command::new(env!("CARGO_BIN_EXE_rewake-bench"));

@@ -107,7 +107,7 @@ fn a_program_that_dies_after_its_restore_is_named_without_a_wait_for_the_time_li
     let criu = need!(criu());
     need!(numpy());
     let directory = tempfile::tempdir().unwrap();
-    // In the place of `criu`: a restored program is stopped, so that it cannot answer, and killed.
+    // Replaces `criu`: a restored program is stopped, so that it cannot answer, and killed.
     let script = r#"
         [ "$1" = restore ] || exec $CRIU "$@"
         $CRIU "$@" --leave-stopped --pidfile "$PWD/target" && kill -KILL $(cat target)"#;

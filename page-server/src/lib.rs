@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake`: the command line around [`rewake_streamer`].
 //!
-//! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for people and their scripts.
+//! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for users and their scripts.
 //! * [`agent`]: `rewake serve`, which starts streamers.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`sparse`]: what a dump leaves out.

@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            // Nowhere left to complain if stderr is closed.
+            // If stderr is closed, no message can be shown.
             let _ = writeln!(std::io::stderr(), "rewake: {error:#}");
             ExitCode::FAILURE
         }

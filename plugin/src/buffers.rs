@@ -53,7 +53,7 @@ impl Buffers {
     /// Returns the image's first buffer of a GPU that has `offset`.
     pub(crate) fn at(&self, gpu_id: u32, offset: u64) -> Option<usize> {
         let all = self.0.get(&gpu_id)?;
-        // The driver gives each buffer its own offsets. So usually one range is looked at.
+        // The driver gives each buffer its own offsets. So usually one range is compared.
         let before = &all[..all.partition_point(|range| range.start <= offset)];
         let near = before.iter().rev().take_while(|range| offset < range.max_end);
         near.filter(|range| offset < range.end).map(|range| range.buffer).min()

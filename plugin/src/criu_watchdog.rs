@@ -84,7 +84,7 @@ fn open_living_tasks(
 
 impl Drop for CriuWatchdog {
     fn drop(&mut self) {
-        // It is a child that was not waited for, so the pid is still its own. Neither call can fail.
+        // It is a child that was not reaped, so the pid is still its own. Neither call can fail.
         let _ = kill(self.0, Signal::SIGKILL);
         let _ = waitpid(self.0, Some(WaitPidFlag::__WALL));
     }

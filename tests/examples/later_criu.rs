@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The symbols of a CRIU after 4.2, as far as a plugin looks at them while it is loaded and in `RESTORE_EXT_FILE`.
+//! The symbols of a CRIU after 4.2 that a plugin reads while it is loaded and in `RESTORE_EXT_FILE`.
 
 /// `cr_plugin_ctl`: a list head, and one more for each of 15 hooks.
 #[unsafe(no_mangle)]

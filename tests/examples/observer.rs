@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A CRIU plugin that writes down every call, and keeps files and mappings of one device. From the environment:
 //!
-//! * `OBSERVER_LOG`: the file to append to; a line a call: the hook, what it was about, and how many threads the process has.
+//! * `OBSERVER_LOG`: the file to append to; a line a call: the hook, its subject, and how many threads the process has.
 //! * `OBSERVER_FAIL`, `OBSERVER_PANIC`: the call that fails or panics.
 
 use std::env;
@@ -15,13 +15,13 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use rewake_criu_plugin::{Answer, Host, MapSource, Plugin, Refusal, Restored, Stage, register};
 
-/// What is observed.
+/// The observed device.
 #[derive(Debug)]
 struct Observer;
 
 register!(Observer);
 
-/// Writes a call down and does what the environment asks.
+/// Logs a call, and fails or panics as the environment says.
 fn called(hook: &str, detail: impl Display) -> Answer {
     if let Some(log) = env::var_os("OBSERVER_LOG") {
         let threads = std::fs::read_dir("/proc/self/task")?.count();
@@ -99,7 +99,7 @@ impl Plugin for Observer {
         if env::var_os("OBSERVER_LATER").is_some() {
             return Ok(Restored::Later);
         }
-        // The way by the store that all tasks share.
+        // Uses the descriptor store that all tasks share.
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let id = host.store_fd(file.as_fd())?;
         Ok(Restored::File(host.stored_fd(id)?))

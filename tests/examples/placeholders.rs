@@ -3,8 +3,8 @@
 //! environment, at a restore:
 //!
 //! * `PLACEHOLDERS`: bit N: the mapping of the Nth 8 pages of the device becomes a placeholder.
-//! * `PLACEHOLDERS_SERVER`: a UNIX socket. A connection brings a fresh userfaultfd of the task (byte `u`), or tells
-//!   that all memory is in place (byte `l`, process id) and waits for a byte.
+//! * `PLACEHOLDERS_SERVER`: a UNIX socket. A message has a fresh userfaultfd of the task (byte `u`), or
+//!   reports that all memory is in place (byte `l`, process id), and waits for a byte.
 
 use std::env;
 use std::ffi::CStr;
@@ -21,11 +21,11 @@ use rewake_criu_plugin::{Answer, Host, MapSource, Plugin, Restored, Stage, regis
 
 /// Bytes of a mapping.
 const STEP: u64 = 8 * 4096;
-/// Size of the placeholders' file; what a mapping has at `offset` is at `SHIFT + offset` there.
+/// Size of the placeholders' file; the content of a mapping at `offset` is at `SHIFT + offset` there.
 const SIZE: u64 = 64 << 20;
 const SHIFT: u64 = 16 << 20;
 
-/// Where the placeholders' file is, in CRIU's store.
+/// The number of the placeholders' file in CRIU's store.
 #[derive(Debug)]
 struct Placeholders {
     stored: Option<i32>,
@@ -43,12 +43,12 @@ fn server() -> anyhow::Result<UnixStream> {
     Ok(UnixStream::connect(env::var("PLACEHOLDERS_SERVER")?)?)
 }
 
-/// A userfaultfd of this process, not yet told which features it has.
+/// A userfaultfd of this process, before UFFDIO_API.
 fn userfaultfd() -> std::io::Result<OwnedFd> {
     // SAFETY: the call takes flags only.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
     let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(std::io::Error::last_os_error)?;
-    // SAFETY: a fresh descriptor that nobody else owns.
+    // SAFETY: a fresh descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

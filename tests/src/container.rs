@@ -23,10 +23,10 @@ use rewake_testkit::programs;
 /// Time that one runc command may take: only so that none hangs for ever.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What the target's program wants of the host, read only.
+/// Folders of the host that the target's program needs, read only.
 const LIBRARIES: [&str; 3] = ["/usr", "/lib", "/lib64"];
 
-/// Numbers of containers differ, as their control groups are everybody's.
+/// Numbers of containers differ, since their control groups are visible to all containers.
 static NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// Whether runc makes containers on this machine.
@@ -39,18 +39,18 @@ pub fn runc_works(criu: &Criu) -> Result<(), String> {
     }
     let probe = || {
         let container = Container::new(criu, Network::Own, "none", 0)?;
-        // The target knows no such scenario, and says so: it ran.
+        // The target reports that no scenario has this name: it ran.
         container.start()?;
         until(ACT, || container.written().contains("no scenario").then_some(())).context("nothing ran")
     };
     probe().map_err(|error| format!("runc makes no container here: {error:#}"))
 }
 
-/// What network a container has.
+/// The network of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Network {
-    /// One of its own, which CRIU is told not to lock while it dumps: it would want iptables. It is told by a file that runc passes
-    /// on; CRIU 4.1.1 dies of this line in it.
+    /// One of its own, which CRIU must not lock while it dumps: that would need iptables. The option is in a
+    /// file that runc passes on; CRIU 4.1.1 fails on this line of it.
     Own,
     /// The host's.
     Hosts,
@@ -108,7 +108,7 @@ impl Container {
         Ok(container)
     }
 
-    /// What OCI's runtimes read.
+    /// The bundle's configuration for OCI runtimes.
     fn bundle(&self) -> anyhow::Result<Value> {
         let programs = programs::folder()?;
         let binds = LIBRARIES.iter().map(|path| (PathBuf::from(path), "ro"));
@@ -143,7 +143,7 @@ impl Container {
         }))
     }
 
-    /// CRIU's options that runc has none for.
+    /// CRIU's options for which runc has no option of its own.
     fn options(&self) -> PathBuf {
         self.dir.path().join("criu.conf")
     }
@@ -183,12 +183,12 @@ impl Container {
     /// Has runc dump it into its images directory.
     ///
     /// # Errors
-    /// runc failed, and the container runs on.
+    /// runc failed, and the container continues.
     pub fn dump(&self) -> anyhow::Result<()> {
         let mut command = self.runc("checkpoint");
         command.arg("--image-path").arg(self.images()).arg("--work-path").arg(self.work());
         self.finish(command)?;
-        // Its number must be free for the restore, and it is this process that collects it.
+        // Its number must be free for the restore, and this process collects it.
         self.verdict(END).map(drop)
     }
 
@@ -262,7 +262,7 @@ impl Container {
     /// How the target ended.
     ///
     /// # Errors
-    /// There is none.
+    /// No target was restored.
     pub fn verdict(&self, limit: Duration) -> anyhow::Result<Verdict> {
         let status = wait_pid(self.pid()?, limit).context("wait for the container's first process")?;
         Ok(Verdict::new(status, &self.written()))
@@ -277,7 +277,7 @@ impl Container {
     /// The target must see right bytes only, and the server end with status 0.
     ///
     /// # Errors
-    /// It is not so.
+    /// The target or the server failed.
     pub fn expect_good_end(&self, server: &mut Server) -> anyhow::Result<()> {
         let verdict = self.verdict(ACT)?;
         ensure!(verdict == Verdict::Ok, "the target: {verdict:?}");
@@ -326,7 +326,7 @@ impl Drop for Container {
         if std::thread::panicking() {
             eprintln!("{}: {:?}\n{}", self.id, self.arguments, self.logs());
         }
-        // What runc knows nothing of, too: a restore that was cut off, and its CRIU.
+        // Also kills a restore that was cut off, and its CRIU: runc knows neither.
         kill_all(&in_group(&self.id));
         let mut command = self.runc("delete");
         // There may be no container any more.
@@ -335,12 +335,12 @@ impl Drop for Container {
     }
 }
 
-/// Lets go of what a restore that was cut off has mounted in a folder that is to be removed.
+/// Unmounts, in a folder that is to be removed, what an interrupted restore has mounted.
 fn unmount_below(folder: &Path) {
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let places = mounts.lines().filter_map(|mount| mount.split(' ').nth(1));
     for place in places.filter(|place| Path::new(place).starts_with(folder)) {
-        // It may have gone with the one above it.
+        // The unmount above may have included it.
         let _ = Command::new("umount").args(["--lazy", place]).stderr(Stdio::null()).status();
     }
 }

@@ -80,7 +80,7 @@ impl Criu {
         command
     }
 
-    /// Dumps the tree below `pid` into `images`; the tree is gone afterwards.
+    /// Dumps the tree below `pid` into `images`; the tree ends.
     ///
     /// # Errors
     /// CRIU failed; with the end of its log.
@@ -121,7 +121,7 @@ impl Criu {
         }
     }
 
-    /// Fails unless two CRIUs are of different versions.
+    /// Checks that two CRIUs are of different versions.
     ///
     /// # Errors
     /// They are the same.

@@ -21,8 +21,9 @@ pub fn detached(daemon: &Daemon, criu: &Criu, scene: &Scene) -> anyhow::Result<C
     Ok(command)
 }
 
-/// A command that runs `inner` as the first process of new pid and mount namespaces, where the folder `files` lies over
-/// the target's own. The same image can run there beside itself. When the first process ends, all others are killed.
+/// A command that runs `inner` as the first process of new pid and mount namespaces, where the folder `files`
+/// lies over the target's own. Several copies of one image can run in this way. When the first process ends,
+/// the kernel kills all others.
 #[must_use]
 pub fn in_namespaces(inner: &Command, scene: &Scene, files: &Path) -> Command {
     let mut command = Command::new("unshare");
@@ -36,7 +37,7 @@ pub fn in_namespaces(inner: &Command, scene: &Scene, files: &Path) -> Command {
     command
 }
 
-/// Whether this machine has pid and mount namespaces to give.
+/// Whether this machine can make pid and mount namespaces.
 #[must_use]
 pub fn has_namespaces() -> bool {
     let mut probe = Command::new("unshare");

@@ -47,7 +47,7 @@ impl SilentMount {
     /// Waits for a request, takes it, and never answers. The process that made it cannot be killed from now on.
     ///
     /// # Errors
-    /// No request comes in time.
+    /// No request arrives in time.
     pub fn take_request(&mut self, limit: Duration) -> anyhow::Result<()> {
         self.receive(limit).map(drop)
     }

@@ -88,7 +88,7 @@ impl Gate {
         until(limit, || (waiting() == count).then_some(())).is_some()
     }
 
-    /// Lets CRIU tell the streamer that the restore has finished.
+    /// Lets CRIU notify the streamer that the restore has finished.
     ///
     /// # Errors
     /// The file cannot be written.

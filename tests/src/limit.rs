@@ -9,14 +9,15 @@ use nix::unistd::Pid;
 use crate::process::{MINUTE, until};
 
 /// A control group (version 1, which has `memory.oom_control`) below this process's own. Dropping it removes it, once
-/// its processes are gone.
+/// its processes have ended.
 #[derive(Debug)]
 pub struct MemoryLimit {
     group: PathBuf,
 }
 
 impl MemoryLimit {
-    /// A group whose processes may have `mib` MiB; beyond that the kernel says ENOMEM and kills nobody.
+    /// A group whose processes may have `mib` MiB; beyond that the kernel returns ENOMEM and kills no
+    /// process.
     ///
     /// # Errors
     /// Why this machine has no such groups.

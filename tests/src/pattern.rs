@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a page of a target holds: a function of seed, generation and page number, so that a zero page, a page
-//! of another place, a page shifted by a few bytes and a page from before the last write all look wrong.
+//! The content of a target's page: a function of seed, generation and page number. A zero page, another
+//! place's page, a shifted page and a page from before the last write all look wrong.
 
 use rewake_testkit::random::mix;
 
@@ -10,15 +10,15 @@ const _: () = assert!(PAGE as u64 == rewake_uffd::PAGE_SIZE);
 /// 64-bit words in a page.
 pub const WORDS: usize = PAGE / 8;
 
-/// Where every target maps its main region: fixed, so that a client that is not the target can stand in for it.
+/// The address of every target's main region: fixed, so that a test client can play a target's part.
 pub const BASE: usize = 0x1000_0000_0000;
 
 /// The content of one region at one time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pattern {
-    /// Tells regions apart.
+    /// Distinguishes regions.
     pub seed: u64,
-    /// Tells writes to one page apart; 0 is what was there when the image was made.
+    /// Distinguishes writes to one page; 0 is the content when the image was made.
     pub generation: u64,
 }
 

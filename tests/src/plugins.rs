@@ -24,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// Size of the device in bytes.
 const DEVICE: u64 = 1 << 20;
 
-/// The plugin that writes down what CRIU calls.
+/// The plugin that logs CRIU's calls.
 ///
 /// # Errors
 /// It is not built.
@@ -32,7 +32,7 @@ pub fn observer() -> anyhow::Result<PathBuf> {
     built("examples/libobserver.so")
 }
 
-/// The plugin that gives some mappings of a device a file of its own.
+/// The plugin that replaces some mappings of a device by mappings of a file of its own.
 ///
 /// # Errors
 /// It is not built.
@@ -85,7 +85,7 @@ fn built(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// A loop device on a file. Dropping it lets go of the file.
+/// A loop device on a file. Dropping it releases the file.
 #[derive(Debug)]
 pub struct Loop {
     /// `/dev/loopN`
@@ -109,7 +109,7 @@ impl Loop {
 
 impl Drop for Loop {
     fn drop(&mut self) {
-        // What still uses it was killed; losetup marks it for when that is gone.
+        // Its users were killed; losetup marks the device for removal when they have ended.
         let _ = Command::new("losetup").arg("--detach").arg(&self.path).status();
     }
 }
@@ -199,7 +199,7 @@ impl Rig {
     }
 
     fn finish(&self, mut command: Command, act: &str, environment: &[(&str, &str)]) -> anyhow::Result<()> {
-        // What an earlier attempt logged.
+        // Removes the log of an earlier attempt.
         let _ = fs::remove_file(self.path("calls"));
         let output = File::create(self.path("output"))?;
         command.arg("-D").arg(self.path("images")).arg("-L").arg(self.path("plugins"));
@@ -212,7 +212,7 @@ impl Rig {
         Ok(())
     }
 
-    /// Kills what was restored, for another restore.
+    /// Kills the restored process, for another restore.
     pub fn kill_restored(&self) {
         while let members = session(self.pid())
             && !members.is_empty()
@@ -223,7 +223,7 @@ impl Rig {
         let _ = wait_pid(self.pid(), LIMIT);
     }
 
-    /// What the observer wrote down since the last command.
+    /// The observer's log since the last command.
     #[must_use]
     pub fn calls(&self) -> Vec<String> {
         let text = fs::read_to_string(self.path("calls")).unwrap_or_default();
@@ -238,10 +238,10 @@ impl Rig {
         log.lines().filter(|line| line.contains(text)).map(str::to_owned).collect()
     }
 
-    /// Lets the target check everything, and tells how it ended.
+    /// Lets the target check everything, and returns how it ended.
     ///
     /// # Errors
-    /// It is not there.
+    /// The target does not exist.
     pub fn verdict(&self) -> anyhow::Result<Verdict> {
         fs::write(self.path("files/go"), "")?;
         let status = wait_pid(self.pid(), ACT).context("wait for the target")?;

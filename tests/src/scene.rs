@@ -22,14 +22,14 @@ use rewake_testkit::programs;
 /// Time that a target has for its preparation, and for its act after the restore.
 pub const ACT: Duration = MINUTE;
 
-/// Time that a server has to end once its target is done or gone.
+/// Time that a server has to end once its target is done or has ended.
 pub const END: Duration = MINUTE;
 
 /// Seeds of targets differ, so that one test's pages never look right in another's.
 static SEED: AtomicU64 = AtomicU64::new(1);
 
-/// A target that was dumped, in a directory of its own. Dropping it kills what was restored from it; when the test
-/// fails, the ends of all logs are printed first.
+/// A dumped target, in a directory of its own. Dropping it kills restored processes; when the test fails, the
+/// ends of all logs are printed first.
 #[derive(Debug)]
 pub struct Scene {
     dir: TempDir,
@@ -67,7 +67,8 @@ impl Scene {
         ensure!(ended.is_none(), "the target ended before the dump: {ended:?}\n{}", scene.written());
         scene.criu.dump(scene.pid, &scene.images())?;
         target.wait().context("collect the dumped target")?;
-        // Its children were killed too and have fallen to this process; their pids must be free for the restore.
+        // Its children were killed too, and are children of this process now; their pids must be free for the
+        // restore.
         scene.kill_restored();
         Ok(scene)
     }
@@ -178,8 +179,8 @@ impl Scene {
         self.criu.restore_with(&self.images(), &self.work(), options)
     }
 
-    /// Restores the target, and stops the server when it has the target's memory to bring and has not yet heard that the restore has
-    /// finished: the target runs then, and nothing comes until [`Server::goes_on`].
+    /// Restores the target, and stops the server before it has read that the restore has finished: the target
+    /// runs then, and no memory is loaded until [`Server::continues`].
     ///
     /// # Errors
     /// CRIU failed.
@@ -267,7 +268,7 @@ impl Scene {
         fs::create_dir(self.work()).context("create the work directory")
     }
 
-    /// Kills what is left of the target and collects it.
+    /// Kills remaining processes of the target and collects them.
     pub fn kill_restored(&self) {
         if self.pid.as_raw() > 0 {
             while let members = session(self.pid)

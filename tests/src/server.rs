@@ -74,21 +74,21 @@ impl Setup {
         })
     }
 
-    /// With one more option.
+    /// Adds an option.
     #[must_use]
     pub fn with(mut self, option: &str) -> Self {
         self.extra.push(option.to_owned());
         self
     }
 
-    /// With options spelled `--option=value` and in words, instead of `-o value`.
+    /// Spells options as `--option=value` and in words, instead of `-o value`.
     #[must_use]
     pub fn joined(mut self) -> Self {
         self.joined = true;
         self
     }
 
-    /// With its socket and log in the images directory, as it is without a work directory.
+    /// Puts the socket and the log into the images directory, as without a work directory.
     #[must_use]
     pub fn without_work_dir(mut self) -> Self {
         self.work.clone_from(&self.images);
@@ -164,7 +164,7 @@ impl Setup {
 }
 
 /// The same command with `--status-fd`. A shell puts the pipe at a number of its choice and then becomes the
-/// command, so that only this child inherits it and nothing of ours runs between fork and exec.
+/// command. So only this child inherits the pipe, and no code of ours runs between fork and exec.
 fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", "exec \"$@\" 7>&0 0</dev/null", "sh"]);
@@ -174,7 +174,7 @@ fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
     shell
 }
 
-/// A script for CRIU's `--action-script` that stops these processes once a task has arrived, which `log` says.
+/// A script for CRIU's `--action-script` that stops these processes once `log` reports a task.
 pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
     format!(
         "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
@@ -184,7 +184,7 @@ pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
     )
 }
 
-/// True when the byte that means "listening" came; false when the pipe was closed without it.
+/// True when the byte that means "listening" was received; false when the pipe was closed without it.
 fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
     let limit = PollTimeout::try_from(MINUTE).context("time limit")?;
     let came =
@@ -203,7 +203,7 @@ fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
 pub struct Server {
     child: Child,
     setup: Setup,
-    /// Every child it was seen to have: they outlive it when it is killed.
+    /// Every child it was seen to have: they may outlive it when it is killed.
     seen: Vec<Pid>,
 }
 
@@ -247,23 +247,24 @@ impl Server {
         self.ended(limit)?;
         let group = self.pid();
         until(limit, || {
-            // A worker whose starter has ended falls to this process, which has to collect it.
+            // A worker whose starter has ended becomes a child of this process, which has to collect it.
             let _ = waitpid(Pid::from_raw(-group.as_raw()), Some(WaitPidFlag::WNOHANG));
             killpg(group, None).is_err().then_some(())
         })
         .context("a worker outlives its starter")
     }
 
-    /// Lets a stopped server go on: the worker, then the process that was started, which cannot replace it before.
+    /// Resumes a stopped server: the worker, then the process that was started, which cannot replace the
+    /// worker before.
     ///
     /// # Errors
-    /// One of them is gone.
-    pub fn goes_on(&mut self) -> anyhow::Result<()> {
+    /// One of them has ended.
+    pub fn continues(&mut self) -> anyhow::Result<()> {
         let mut all = self.worker().into_iter().chain([self.pid()]);
         all.try_for_each(|pid| kill(pid, Signal::SIGCONT).context("SIGCONT to the server"))
     }
 
-    /// Kills the process that serves; false when there is none any more.
+    /// Kills the process that serves; false when it has none any more.
     pub fn kill_worker(&mut self) -> bool {
         let serving = if self.setup.stock { Some(self.pid()) } else { self.worker() };
         serving.is_some_and(|pid| kill(pid, Signal::SIGKILL).is_ok())
@@ -278,7 +279,7 @@ impl Server {
     /// Asks it to end.
     ///
     /// # Errors
-    /// It is gone already.
+    /// It has ended already.
     pub fn terminate(&self) -> anyhow::Result<()> {
         kill(self.pid(), Signal::SIGTERM).context("SIGTERM to the server")
     }
@@ -286,7 +287,7 @@ impl Server {
     /// Waits for its end.
     ///
     /// # Errors
-    /// It did not end in time; with what it wrote last.
+    /// It did not end in time; with its last output.
     pub fn ended(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         wait_child(&mut self.child, limit).with_context(|| format!("the server did not end within {limit:?}"))
     }
@@ -297,7 +298,7 @@ impl Server {
         self.setup.text()
     }
 
-    /// Waits until it has no children; its own end is not waited for.
+    /// Waits until it has no children; does not wait for its own end.
     #[must_use]
     pub fn childless(&mut self, limit: Duration) -> bool {
         until(limit, || self.worker().is_none().then_some(())).is_some()
@@ -307,7 +308,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.worker();
-        // A supervisor that sees its child die starts another: it goes first.
+        // A supervisor whose child ends starts another, so kill it first.
         let _ = self.child.kill();
         let _ = self.child.wait();
         kill_all(&self.seen);

@@ -41,25 +41,25 @@ pub fn folders() -> Vec<PathBuf> {
     paths.filter(|path| path.join("ledger").exists()).collect()
 }
 
-/// Whether every task of a tree has a socket, as no target of these tests opens one: the session's fd store.
+/// Whether every task of a tree has a socket: the session's fd store, as no target of these tests opens one.
 #[must_use]
 pub fn are_parked(leader: Pid) -> bool {
     let tasks = session(leader);
     !tasks.is_empty() && tasks.into_iter().all(holds_a_socket)
 }
 
-/// Waits until the first process of a tree is parked, which is enough for its session to be recovered: false when all
+/// Waits until the first process of a tree is parked, which is enough to recover its session: false when all
 /// memory is resident before that, as `is_over` says.
 ///
 /// # Errors
-/// Neither comes.
+/// Neither happens in time.
 pub fn parked(leader: Pid, mut is_over: impl FnMut() -> bool) -> anyhow::Result<bool> {
     let is_parked = || holds_a_socket(leader) && !is_traced(leader);
     until(ACT, || (is_parked() || is_over()).then_some(())).context("it is never parked")?;
     Ok(is_parked())
 }
 
-/// Whether a thread of a process has a tracer: the one that parks is killed with its target.
+/// Whether a thread of a process has a tracer: a process that parks is killed with its target.
 fn is_traced(pid: Pid) -> bool {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut statuses = threads.filter_map(|thread| fs::read_to_string(thread.path().join("status")).ok());
@@ -86,7 +86,7 @@ pub fn recover() -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// How many sessions a `rewake recover` has served again, by its own words.
+/// How many sessions a `rewake recover` has served again, from its log.
 #[must_use]
 pub fn served_again(output: &Output) -> usize {
     let text = String::from_utf8_lossy(&output.stderr);

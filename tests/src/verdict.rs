@@ -9,7 +9,7 @@ use nix::sys::wait::WaitStatus;
 pub enum Verdict {
     /// Every byte was right.
     Ok,
-    /// Wrong bytes were seen: the one thing that must never happen.
+    /// Wrong bytes were read: this must never happen.
     Bad(String),
     /// It, or a process below it, was killed (by SIGKILL, or by SIGBUS on access) without seeing wrong bytes. Any
     /// other signal is [`Verdict::Broken`]: a program whose pointers turned into zeros ends with SIGSEGV.

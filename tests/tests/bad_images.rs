@@ -119,7 +119,7 @@ fn a_pagemap_whose_entries_are_out_of_order() {
 }
 
 #[test]
-fn a_pagemap_entry_that_goes_round_the_address_space() {
+fn a_pagemap_entry_that_wraps_around_the_address_space() {
     refused_pagemap(|entries| entries.last_mut().unwrap().pages = u64::MAX);
 }
 
@@ -150,7 +150,7 @@ fn lazy_pages_that_are_in_no_file_without_a_page_server() {
     });
 }
 
-/// A server for a copy of the images, so that only its pages file gets cut, not the one that CRIU reads.
+/// A server for a copy of the images, so that only its pages file is cut, and not CRIU's.
 fn server_of_its_own_copy(criu: &Criu, scene: &Scene) -> (Server, PathBuf) {
     let own = scene.images().join("of-the-server");
     images::copy(&scene.images(), &own).unwrap();
@@ -171,7 +171,7 @@ fn a_truncated_pages_file_kills_the_target_and_shows_no_zeros() {
     cut_in_half(&pages);
     scene.go().unwrap();
     scene.stop().unwrap();
-    // The kernel itself touches lazy pages at the end of a restore: the target may be killed before it runs.
+    // The kernel itself accesses lazy pages at the end of a restore: the target may be killed before it runs.
     if scene.restore().is_ok() {
         let verdict = scene.verdict(ACT).unwrap();
         assert!(verdict.killed(), "{verdict:?}");
@@ -181,7 +181,7 @@ fn a_truncated_pages_file_kills_the_target_and_shows_no_zeros() {
     assert_eq!(status.code(), Some(1), "{}", server.text());
 }
 
-/// Bytes of the restored target that are in memory.
+/// Resident bytes of the restored target.
 fn resident(scene: &Scene) -> u64 {
     let pages = fs::read_to_string(format!("/proc/{}/statm", scene.pid())).unwrap();
     pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * PAGE
@@ -196,12 +196,12 @@ fn a_pages_file_that_is_cut_while_it_streams_never_shows_zeros() {
     scene.go().unwrap();
     scene.stop().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
-    // What the server has read and not given to the target yet is half of the image at most.
+    // The bytes that the server has read and not filled yet are half of the image at most.
     let resident = resident(&scene);
-    // One that has ended has none.
+    // A target that has ended has none.
     assert!((1..whole / 2).contains(&resident), "{resident} of {whole} bytes were in memory before the cut");
     images::truncate(&pages, PAGE).unwrap();
-    server.goes_on().unwrap();
+    server.continues().unwrap();
     let verdict = scene.verdict(ACT).unwrap();
     assert!(verdict.killed(), "{verdict:?}");
     assert!(!scene.written().contains("BAD"), "{}", scene.written());

@@ -11,7 +11,7 @@ use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Container, Criu, Verdict, images, need, sessions};
 
-/// The CRIU to work with, or the test is skipped.
+/// The CRIU for this test; without one the test is skipped.
 macro_rules! need_runc {
     ($criu:expr) => {{
         let criu = need!($criu);
@@ -23,11 +23,11 @@ macro_rules! need_runc {
 /// Enough that most is missing when the restore has finished.
 const MIB: usize = 512;
 
-/// Restores at most until a kill was not too late.
+/// Restores at most until a kill came early enough.
 const MOST: usize = 5;
 
-/// There and back.
-fn comes_back(criu: &Criu, network: Network, scenario: &str) {
+/// Dumps and restores a container.
+fn restores(criu: &Criu, network: Network, scenario: &str) {
     let container = Container::dumped(criu, network, scenario, 64).unwrap();
     let mut server = container.setup().unwrap().listening().unwrap();
     container.go().unwrap();
@@ -36,23 +36,23 @@ fn comes_back(criu: &Criu, network: Network, scenario: &str) {
 }
 
 #[test]
-fn memory_of_a_container_comes_back() {
-    comes_back(&need_runc!(Criu::main()), Network::Own, "plain");
+fn memory_of_a_container_is_restored() {
+    restores(&need_runc!(Criu::main()), Network::Own, "plain");
 }
 
 #[test]
-fn with_another_criu_and_the_host_s_network_it_does_as_well() {
-    comes_back(&need_runc!(Criu::alternative()), Network::Hosts, "plain");
+fn a_container_in_the_host_network_is_restored_by_another_criu() {
+    restores(&need_runc!(Criu::alternative()), Network::Hosts, "plain");
 }
 
 #[test]
-fn every_process_of_a_container_comes_back() {
-    comes_back(&need_runc!(Criu::main()), Network::Own, "tree");
+fn every_process_of_a_container_is_restored() {
+    restores(&need_runc!(Criu::main()), Network::Own, "tree");
 }
 
 #[test]
 fn a_container_forks_with_missing_memory_and_sees_right_bytes() {
-    comes_back(&need_runc!(Criu::main()), Network::Own, "fork");
+    restores(&need_runc!(Criu::main()), Network::Own, "fork");
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn without_a_work_path_the_socket_is_in_the_images_directory() {
 }
 
 #[test]
-fn without_a_page_server_nothing_runs_and_it_can_be_tried_again() {
+fn a_restore_without_a_page_server_fails_and_can_be_repeated() {
     let criu = need_runc!(Criu::main());
     let container = Container::dumped(&criu, Network::Own, "plain", 16).unwrap();
     container.go().unwrap();
@@ -96,7 +96,7 @@ fn a_successor_of_a_killed_worker_serves_the_container() {
     panic!("the worker was killed too late {MOST} times");
 }
 
-/// Leaves half of what the pages files hold.
+/// Cuts the pages files to half of their length.
 fn cut(images: &Path) {
     for file in fs::read_dir(images).unwrap() {
         let path = file.unwrap().path();
@@ -118,7 +118,7 @@ fn unreadable_bytes_kill_every_process_of_the_container() {
         let verdict = container.verdict(ACT).unwrap();
         let status = server.ended(END).unwrap();
         if status.success() {
-            // Everything had been read before the cut.
+            // The server had read everything before the cut.
             assert_eq!(verdict, Verdict::Ok);
             continue;
         }
@@ -140,7 +140,7 @@ fn a_dump_of_a_container_with_missing_memory_is_complete() {
         container.dump().unwrap();
         assert!(server.ended(END).unwrap().success(), "{}", server.text());
         let log = fs::read_to_string(container.work().join("dump.log")).unwrap();
-        // The first image's bytes came through open files; the second image has them all.
+        // The first image's bytes came through open files; the second image has all of them.
         let mut second = container.setup().unwrap().listening().unwrap();
         container.go().unwrap();
         container.restore().unwrap();

@@ -35,7 +35,7 @@ fn dumped(criu: &Criu, rig: &Rig) {
     wait_pid(rig.pid(), ACT).unwrap();
 }
 
-/// An open dma-buf of no file of this tree: the plugin is not asked for it.
+/// An open dma-buf of no file of this tree: CRIU does not ask the plugin for it.
 fn add_gpu_state(rig: &Rig) {
     fs::write(rig.path("images/amdgpu-dmabuf_99999.img"), b"\x02\0\0\0\0\0\0\0\x08\x05").unwrap();
 }
@@ -80,7 +80,7 @@ fn without_a_gpu_no_plugin_is_needed_and_options_reach_criu() {
 }
 
 #[test]
-fn a_failed_dump_quotes_criu_and_the_log_and_the_target_runs_on() {
+fn a_failed_dump_quotes_criu_s_log_and_the_target_continues() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let rig = need!(rig(&criu));
@@ -128,9 +128,12 @@ fn an_image_with_gpu_state_is_restored_without_a_page_server() {
         add_gpu_state(&rig);
         let mut command = restore(&criu, &rig.path("images")).unwrap();
         command.arg("-W").arg(rig.path("images")).arg("--plugin-dir").arg(rig.path("plugins"));
-        let told = timeline(&command.args(["--", "-d", "-v4"]).output().unwrap()).unwrap();
-        assert_eq!(told["session"], serde_json::Value::Null, "{told}");
-        assert!(told["all_resident_ms"].is_f64() && told["alive_ms"] == told["all_resident_ms"], "{told}");
+        let result = timeline(&command.args(["--", "-d", "-v4"]).output().unwrap()).unwrap();
+        assert_eq!(result["session"], serde_json::Value::Null, "{result}");
+        assert!(
+            result["all_resident_ms"].is_f64() && result["alive_ms"] == result["all_resident_ms"],
+            "{result}"
+        );
         assert!(rig.log_lines("restore", "lazy-pages.socket").is_empty());
         assert!(!rig.log_lines("restore", "amdgpu_plugin: ").is_empty());
         assert_eq!(rig.verdict().unwrap(), Verdict::Ok);

@@ -25,7 +25,7 @@ use Members::{All, Streamer};
 use Outcome::{Killed, Recovered, Served};
 use Phase::{BeforeItReturns, MemoryMissing};
 
-/// How far the restore is when the event comes.
+/// How far the restore is when the event happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// CRIU has made all tasks, and none has run.
@@ -45,7 +45,7 @@ enum Outcome {
     Killed,
 }
 
-/// An event that comes to a cgroup; the server's processes are in it.
+/// An event of a cgroup that has the server's processes.
 type Event = fn(&Cgroup, &Server);
 
 /// Which processes are in the cgroup.
@@ -103,9 +103,9 @@ fn kill_each(group: &Cgroup, _: &Server) {
 
 /// Memory of the target, in MiB: loading it takes longer than killing its streamer.
 const MIB: usize = 384;
-/// Restores at most until an event came while memory was missing.
+/// Restores at most until an event happened while memory was missing.
 const MOST: usize = 5;
-/// How long a target is watched that must not run.
+/// How long the test watches a target that must not run.
 const WATCHED: Duration = Duration::from_millis(200);
 
 /// Restores a scene with its streamer in a cgroup, and lets the event happen in a phase. None when all memory was resident
@@ -128,7 +128,7 @@ fn happens(
             session(scene.pid()).into_iter().chain(criu).for_each(|pid| group.take(pid).unwrap());
         }
         event(group, server);
-        // A signal is sent and has not ended a process yet. CRIU must not meet a streamer that is about to die.
+        // A signal takes time to end a process. CRIU must not connect to a streamer that is about to end.
         if outcome != Served {
             let ended = || streamer.iter().all(|pid| has_ended(*pid)).then_some(());
             until(END, ended).expect("the event ends the streamer");
@@ -143,7 +143,7 @@ fn happens(
         return Some(server);
     }
     let gate = Gate::closed(scene.work().join("gate")).unwrap();
-    // It fails where the streamer is dead, or the tasks are.
+    // It fails if the streamer or the tasks have ended.
     drop(gate.restore_and(scene, || now(&server)));
     Some(server)
 }
@@ -154,7 +154,7 @@ fn recovered() -> usize {
     served_again(&output)
 }
 
-/// Whether the event came while memory was missing, as it has to for [`Recovered`].
+/// Whether the event happened while memory was missing, as [`Recovered`] requires.
 fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) -> bool {
     let mut came = true;
     match outcome {
@@ -163,13 +163,13 @@ fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) -> bool {
             server.all_ended(END).unwrap();
             came = meets_a_missing_page(scene.pid());
             thread::sleep(WATCHED);
-            assert!(!came || waits_in_a_page_fault(scene.pid()), "it runs on: {}", scene.written());
+            assert!(!came || waits_in_a_page_fault(scene.pid()), "it still runs: {}", scene.written());
             assert!(recovered() == 1 || !came, "it waits, and is not recovered");
         }
         Killed => {
             server.all_ended(END).unwrap();
             assert_eq!(recovered(), 0);
-            // No child of this process any more, or one that was killed.
+            // No child of this process any more, or a killed one.
             assert!(scene.verdict(ACT).map_or(true, |verdict| verdict.killed()), "{}", scene.logs());
             assert_eq!((scene.written().as_str(), folders().len()), ("", 0));
             return came;
@@ -229,7 +229,7 @@ fn a_service_manager_s_stop_leaves_a_parked_target_unharmed() {
         server.processes().into_iter().for_each(|pid| group.take(pid).unwrap());
         scene.go().unwrap();
         scene.stop().unwrap();
-        // Not before: without a restore under way the streamer ends.
+        // Not earlier: without a restore in flight the streamer ends.
         let gate = Gate::closed(scene.work().join("gate")).unwrap();
         thread::scope(|scope| {
             let restored = gate.restore_and(&scene, || {
@@ -251,7 +251,7 @@ fn a_service_manager_s_stop_leaves_a_parked_target_unharmed() {
 fn out_of_memory(group: &Cgroup, _: &Server) {
     group.run_out_of_memory().unwrap();
     until(END, || group.processes().is_empty().then_some(())).expect("the kernel kills the group");
-    // Twice where a process of it ran out of memory before the one that is to.
+    // Twice where another process of it ran out of memory first.
     assert!((1..=2).contains(&group.group_kills()));
 }
 
@@ -279,14 +279,14 @@ fn first_process(unshare: u32) -> Pid {
     until(ACT, || children(unshare).first().copied()).expect("unshare has a child")
 }
 
-/// A restored target in namespaces, by its number outside.
+/// A restored target in namespaces, by its pid outside.
 fn target_of(scene: &Scene) -> Pid {
     let line = format!("target random --dir {}", scene.files().display());
     until(ACT, || processes_naming(&line).first().copied()).expect("the target is restored")
 }
 
-/// A container with `rewake restore` as its first process ends in a phase. `daemon`: the one outside that serves it; without
-/// it the streamer is inside. True when the event came in that phase.
+/// A container with `rewake restore` as its first process ends in a phase. `daemon`: the agent outside that
+/// serves it; without it the streamer is inside. True when the event happened in that phase.
 fn container_ends(criu: &Criu, scene: &Scene, daemon: Option<&Daemon>, phase: Phase) -> bool {
     let gate = Gate::closed(scene.work().join("gate")).unwrap();
     let files = scene.work().join("files");
@@ -313,11 +313,11 @@ fn container_ends(criu: &Criu, scene: &Scene, daemon: Option<&Daemon>, phase: Ph
     let left = until(END, || processes_naming(&line).is_empty().then_some(())).is_none();
     assert!(!left, "processes are left: {:?}", processes_naming(&line));
     let written = fs::read_to_string(files.join("verdict")).unwrap_or_default();
-    assert_eq!(written, "", "it read something before it was killed");
+    assert_eq!(written, "", "it read missing memory before it was killed");
     came
 }
 
-/// Ends a container in each phase; most of the second kind must have come while memory was missing.
+/// Ends a container in each phase; most of the second kind must happen while memory is missing.
 fn containers_end(daemon: Option<&Daemon>, mut after: impl FnMut(Phase)) {
     let criu = need!(Criu::main());
     let mut scene = Scene::dumped(&criu, "random", MIB).unwrap();
@@ -389,7 +389,7 @@ fn targets_of_a_stopped_streamer_wait_until_it_continues() {
             // With the plugin CRIU waits, and the target has not run. Without it the target waits.
             assert_eq!((restore.is_finished(), scene.written().as_str()), (!plugin, ""));
             assert!(plugin || waits_in_a_page_fault(scene.pid()), "{}", scene.logs());
-            server.goes_on().unwrap();
+            server.continues().unwrap();
             restore.join().unwrap().unwrap();
         });
         scene.stop().unwrap();
@@ -410,7 +410,7 @@ fn is_dumped(criu: &Criu, scene: &Scene, plugins: Option<&Path>) -> bool {
     run(&mut command, ACT).unwrap().success()
 }
 
-/// Without the plugin CRIU refuses a target that is parked, and no other: see the threat model.
+/// Without the plugin CRIU refuses parked targets alone: see the threat model.
 #[test]
 fn targets_of_a_stopped_streamer_are_not_dumped() {
     let criu = need!(Criu::main());
@@ -429,7 +429,7 @@ fn targets_of_a_stopped_streamer_are_not_dumped() {
         }
         let plugins = rewake_alone(&scene.work()).unwrap();
         assert!(!is_dumped(&criu, &scene, Some(&plugins)));
-        server.goes_on().unwrap();
+        server.continues().unwrap();
         scene.stop().unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
         assert_eq!(server.ended(END).unwrap().code(), Some(0), "{}", server.text());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Threads, trees of processes, processes that are born or gone while memory is missing.
+//! Threads, trees of processes, processes that start or end while memory is missing.
 
 use std::fs;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Restores that die on the way, and who owns the socket.
+//! Restores that end during the handshake, and which server owns the socket.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -25,7 +25,7 @@ fn a_restore_that_dies_before_its_finish_notice_kills_targets() {
     assert_eq!(status.code(), Some(1), "{}", server.text());
 }
 
-/// A client that connects, sends these bytes and goes away: the server must end, and not with success.
+/// A client that connects, sends these bytes and disconnects: the server must end, and not with success.
 fn cut_handshake(bytes: impl FnOnce(&Scene) -> Vec<u8>) {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 4).unwrap();
@@ -63,7 +63,7 @@ fn a_task_that_is_not_in_the_images_is_a_failure() {
 }
 
 #[test]
-fn a_server_to_which_no_restore_comes_ends_when_asked() {
+fn a_server_without_a_restore_ends_when_asked() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 4).unwrap();
     let mut server = scene.serve().unwrap();
@@ -77,7 +77,7 @@ fn a_server_to_which_no_restore_comes_ends_when_asked() {
 fn a_socket_file_without_a_listener_is_replaced() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 16).unwrap();
-    // No socket was ever bound to it: a child of another test may have a copy of one that is dropped.
+    // No socket was ever bound to this path: a child of another test may have a copy of a closed one.
     mknod(&scene.socket(), SFlag::S_IFSOCK, Mode::S_IRUSR | Mode::S_IWUSR, 0).unwrap();
     scene.play().unwrap();
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process is dumped again while its memory is loading. No image has zeros in the place of missing memory: `rewake dump`
-//! waits, CRIU with rewake_plugin.so waits, and CRIU without it refuses, and the program runs on.
+//! A process is dumped again while its memory is loading. No image has zeros in the place of missing memory.
+//! `rewake dump` waits, and so does CRIU with rewake_plugin.so. CRIU without the plugin refuses, and the
+//! program continues.
 //!
 //! `REWAKE_DUMPS` is the number of random moments for each version of CRIU (default 6).
 
@@ -74,7 +75,7 @@ fn a_dump_at_any_moment_waits_for_all_missing_memory() {
             assert!(dumped, "{log}");
             waited += usize::from(log.contains("the dump waits until all memory of its tree is resident"));
             assert!(server.ended(ACT).unwrap().success(), "{}", server.text());
-            // What it dumped is restored by CRIU alone. The pid must be free for that.
+            // CRIU alone restores the new image. The pid must be free for that.
             scene.kill_restored();
             let again = scene.work().join("again");
             let mut command = criu.command("restore");
@@ -101,7 +102,7 @@ fn without_the_plugin_criu_refuses_and_the_program_runs_on() {
             parked(scene.pid(), || server.text().contains("all CPU memory is resident")).unwrap();
             let (dumped, log) = dump(&criu, &scene, &By::Criu);
             if dumped {
-                // All was resident by then, and the store taken back.
+                // All memory was resident by then, and the store was unparked.
                 assert!(server.ended(ACT).unwrap().success(), "{log}");
             } else {
                 refused += 1;

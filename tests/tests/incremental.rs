@@ -13,7 +13,7 @@ fn plays(flags: u32, punch: bool) {
 }
 
 #[test]
-fn pages_of_the_parent_that_are_lazy_come_from_the_parent() {
+fn lazy_pages_of_the_parent_are_read_from_the_parent() {
     plays(PARENT | LAZY, false);
 }
 

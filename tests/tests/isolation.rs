@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A hostile image, or a process that dies, ends one restore and no other. In each test another restore of the same
-//! agent runs beside it, and its target sees right bytes only.
+//! A hostile image, or a process that dies, ends one restore and no other. In each test the same agent serves
+//! another restore meanwhile, and its target sees right bytes only.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -148,7 +148,8 @@ fn a_restore_of_another_dump_than_the_served_one_is_refused() {
     assert_eq!(scene.written(), "");
 }
 
-/// A restore of the bad scene that has connected. CRIU waits at the gate, and no memory is loaded before it opens.
+/// A restore of the bad scene that has connected. CRIU waits at the gate, and no memory is loaded before it
+/// opens.
 fn held(pair: &Pair) -> (Child, Gate) {
     let gate = Gate::closed(pair.bad.files().join("gate")).unwrap();
     let mut command = detached(&pair.daemon, &pair.criu, &pair.bad).unwrap();

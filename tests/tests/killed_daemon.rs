@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The page server is killed at random moments while a target's memory streams in. The target checks its memory all
-//! the time and ends well: a restore may fail, and no target is killed or sees a wrong byte.
+//! The page server is killed at random moments while a target's memory is loaded. The target checks its
+//! memory all the time and ends well: a restore may fail, and no target is killed or sees a wrong byte.
 //!
 //! `REWAKE_KILLS` is the number of kills (default 40), `REWAKE_SEED` repeats the moments of another run.
 
@@ -13,23 +13,23 @@ use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::END;
 use rewake_tests::{Criu, Scene, Server, Verdict, need};
 
-/// Time a target has to end after the last kill: far beyond what any of them needs.
+/// Time for a target to end after the last kill: far more than it needs.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Restores at most for each kill that is to hit.
 const MOST: usize = 4;
 
-/// Failed restores that chance allows in a short test, beside a quarter of all.
+/// Failed restores that a short test allows, beside a quarter of all.
 const FEW: usize = 8;
 
-/// Who is killed.
+/// Which processes are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Victim {
     /// The process that serves; every fourth time its successor too.
     Worker,
     /// The process that was started.
     Supervisor,
-    /// Nobody: the started process is asked to end (SIGTERM).
+    /// No process: the started one is asked to end (SIGTERM).
     Asked,
 }
 
@@ -39,9 +39,9 @@ struct Outcomes {
     good: usize,
     killed: usize,
     restore_failed: usize,
-    /// The server was done before the kill; counted besides the outcome.
+    /// The server had ended before the kill; counted besides the outcome.
     too_late: usize,
-    /// What must not happen: wrong bytes, hanging, anything unexplained.
+    /// Outcomes that must not happen: wrong bytes, hangs, unexplained errors.
     wrong: Vec<String>,
 }
 
@@ -76,7 +76,7 @@ fn undisturbed(scene: &mut Scene) -> Duration {
     took
 }
 
-/// Kills at a random moment within `span` of the restore's start; false when there was nobody left.
+/// Kills at a random moment within `span` of the restore's start; false when no process was left.
 fn kill(server: &mut Server, victim: Victim, span: Duration, random: &mut Random) -> bool {
     moment(span, random);
     let hit = match victim {
@@ -124,7 +124,7 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
     }
     let ended = server.ended(END);
     let childless = server.childless(END);
-    // A successor serves what is left, and says so with its exit code.
+    // A successor serves the rest, and its exit code shows that.
     if victim == Victim::Worker
         && let Ok(status) = ended
         && !status.success()
@@ -135,7 +135,7 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
         ));
     }
     if ended.is_err() || !childless {
-        sum.wrong.push(format!("the server, or a child of it, is still there\n{}", scene.logs()));
+        sum.wrong.push(format!("the server, or a child of it, still runs\n{}", scene.logs()));
     }
 }
 
@@ -158,7 +158,7 @@ fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) {
     // A kill before the userfaultfds have arrived costs the restore, and these moments are few.
     assert!(2 * sum.good >= restores, "too few targets ended well: {sum}");
     assert!(4 * sum.restore_failed <= restores + FEW, "too many restores failed: {sum}");
-    assert_eq!(sum.killed, 0, "one process of a streamer is left, and serves on: {sum}");
+    assert_eq!(sum.killed, 0, "one process of a streamer is left, and must serve: {sum}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ fn plays(scenario: &str, mib: usize) {
     Scene::dumped(&criu, scenario, mib).unwrap().play().unwrap();
 }
 
-/// The server must get done while the target lives.
+/// The server must finish while the target lives.
 fn server_ends_first(scenario: &str, mib: usize) {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, scenario, mib).unwrap();
@@ -30,17 +30,17 @@ fn missing_memory_can_be_moved_grown_and_shrunk() {
 }
 
 #[test]
-fn unmapped_memory_stays_gone_and_its_neighbours_come_back() {
+fn unmapped_memory_stays_unmapped_and_the_rest_is_restored() {
     plays("munmap", 32);
 }
 
 #[test]
-fn memory_given_back_with_dontneed_reads_zero_for_ever() {
+fn memory_after_madv_dontneed_reads_zero_for_ever() {
     plays("dontneed", 32);
 }
 
 #[test]
-fn memory_given_back_with_free_reads_old_bytes_or_zero() {
+fn memory_after_madv_free_reads_old_bytes_or_zero() {
     plays("free", 32);
 }
 

@@ -34,7 +34,7 @@ fn without_a_work_directory_socket_and_log_are_with_the_images() {
     scene.expect_good_end(&mut server).unwrap();
 }
 
-/// Kills a daemon that nobody else would.
+/// Kills a daemon, which no other code ends.
 struct Daemon(Pid);
 
 impl Drop for Daemon {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One process, ordinary images: every byte comes back.
+//! One process, ordinary images: every byte is restored.
 
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, images, need};
 
 #[test]
-fn memory_read_in_order_comes_back() {
+fn memory_read_in_order_is_restored() {
     let criu = need!(Criu::main());
     Scene::dumped(&criu, "plain", 64).unwrap().play().unwrap();
 }
 
 #[test]
-fn memory_read_in_random_order_while_it_streams_comes_back() {
+fn memory_read_in_random_order_while_it_loads_is_restored() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 64).unwrap();
     scene.stop().unwrap();
@@ -19,13 +19,13 @@ fn memory_read_in_random_order_while_it_streams_comes_back() {
 }
 
 #[test]
-fn pages_written_while_memory_streams_keep_what_was_written() {
+fn pages_written_while_memory_loads_keep_their_new_bytes() {
     let criu = need!(Criu::main());
     Scene::dumped(&criu, "rewrite", 32).unwrap().play().unwrap();
 }
 
 #[test]
-fn a_target_that_touches_nothing_is_filled_in_the_background() {
+fn a_target_without_page_faults_is_loaded_in_the_background() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 32).unwrap();
     let mut server = scene.serve().unwrap();
@@ -37,7 +37,7 @@ fn a_target_that_touches_nothing_is_filled_in_the_background() {
 }
 
 #[test]
-fn memory_in_transparent_huge_pages_comes_back() {
+fn memory_in_transparent_huge_pages_is_restored() {
     let criu = need!(Criu::main());
     Scene::dumped(&criu, "thp", 32).unwrap().play().unwrap();
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The built plugins as files, and in programs that are not the CRIU at hand. Needs no CRIU and no root.
+//! The built plugins as files, and in programs that are not the installed CRIU. Needs no CRIU and no root.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -18,7 +18,7 @@ fn plugins() -> [PathBuf; 3] {
     [amdgpu().unwrap(), rewake().unwrap(), observer().unwrap()]
 }
 
-/// What a program of binutils writes.
+/// The output of a program of binutils.
 fn output(program: &str, arguments: &[&str], file: &Path) -> String {
     let output = Command::new(program).args(arguments).arg(file).output().expect("binutils are installed");
     assert!(output.status.success(), "{program} {}", file.display());
@@ -60,7 +60,7 @@ fn every_undefined_symbol_is_the_c_library_s() {
     }
 }
 
-/// `cr_plugin_desc_t`, written down a second time.
+/// `cr_plugin_desc_t`, defined a second time.
 #[repr(C)]
 struct Descriptor {
     name: *const c_char,
@@ -93,10 +93,11 @@ fn threads() -> usize {
     fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// Runs `act` in a process of its own: what a plugin keeps, and the program's symbols, must not meet other tests.
+/// Runs `act` in a process of its own: a plugin's state, and the program's symbols, must not affect other
+/// tests.
 fn alone(act: impl FnOnce()) {
-    // SAFETY: the child runs `act`, which takes no lock that another thread of this test may hold but the allocator's, and
-    // glibc keeps that one usable.
+    // SAFETY: the child runs `act`, which takes no lock that another thread of this test may hold except the
+    // allocator's, and glibc keeps that one usable.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(act)).is_ok();
@@ -109,8 +110,8 @@ fn alone(act: impl FnOnce()) {
     assert_eq!(status, 0, "see above");
 }
 
-/// Sets a variable in a process that [`alone`] made. Another thread may have held the lock of the standard library's
-/// own way to do so when that was forked: nobody would ever let go of it there.
+/// Sets a variable in a process that [`alone`] made. At the fork another thread may have held the standard
+/// library's lock for the environment. It would stay locked in the child.
 fn set_variable(name: &CStr, value: &Path) {
     let value = CString::new(value.as_os_str().as_bytes()).unwrap();
     // SAFETY: terminated strings, which are copied. This process has one thread, and the test program never changes its
@@ -138,7 +139,8 @@ fn a_program_without_criu_s_symbols_gets_the_fewest_hooks() {
 fn a_plugin_that_stepped_aside_leaves_every_hook_to_others() {
     alone(|| {
         let descriptor = load(&amdgpu().unwrap());
-        // Before init, and after one that stepped aside: this program is no CRIU, so no image names the plugin.
+        // Before init, and after a plugin that stepped aside: this program is no CRIU, so no image names the
+        // plugin.
         let pause: extern "C" fn(c_int) -> c_int =
             // SAFETY: hook 10 takes a pid.
             unsafe { std::mem::transmute(descriptor.hooks[10]) };
@@ -168,7 +170,7 @@ fn a_later_criu_gets_all_hooks_and_a_second_argument() {
             let descriptor = load(&observer().unwrap());
             assert_eq!(descriptor.max_hooks, 15);
             assert_eq!((descriptor.init)(RESTORE), 0);
-            // Not initialised by CRIU: what it holds must not matter.
+            // CRIU does not initialise it: its content must not matter.
             for garbage in [false, true] {
                 let mut retry = garbage;
                 let answer = restore_file(descriptor)(id, &raw mut retry);
@@ -184,7 +186,7 @@ fn an_argument_that_an_earlier_criu_does_not_pass_is_not_used() {
     alone(|| {
         let descriptor = load(&observer().unwrap());
         assert_eq!((descriptor.init)(RESTORE), 0);
-        // No image directory here: it fails, without touching what happened to be in the second register.
+        // No image directory here: it fails, and must not use the content of the second register.
         assert_eq!(restore_file(descriptor)(7, ptr::without_provenance_mut(1)), -1);
     });
 }

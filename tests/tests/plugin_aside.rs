@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `amdgpu_plugin.so` where there is no GPU: it disturbs nobody, and CRIU's log says so.
+//! `amdgpu_plugin.so` on a machine without a GPU: it has no effect, and CRIU's log says so.
 
 use std::fs;
 use std::path::Path;
@@ -58,7 +58,7 @@ fn a_device_without_a_plugin_fails_the_dump() {
         let mut rig = need!(Rig::new(&criu, "device", &[amdgpu().unwrap()]).unwrap());
         rig.dump(&[]).expect_err("no plugin takes the device");
         assert!(rig.log_lines("dump", "Error (amdgpu_plugin)").is_empty());
-        assert_eq!(rig.verdict().unwrap(), Verdict::Ok, "the target goes on");
+        assert_eq!(rig.verdict().unwrap(), Verdict::Ok, "the target continues");
     }
 }
 
@@ -69,7 +69,7 @@ fn an_image_with_gpu_state_is_refused_with_the_file_s_name() {
         let criu = need!(criu);
         let mut rig = need!(Rig::new(&criu, "device", &[observer().unwrap()]).unwrap());
         rig.dump(&[]).unwrap();
-        // What the stock plugin would have left: its name in place of the observer's, and its file.
+        // The state of a stock plugin's image: its name in place of the observer's, and its file.
         let id = observed_file(&rig);
         let stock = "../crates/criu-images/fuzz/corpus/amdgpu-kfd/good-stock-4.2.1";
         let stock = Path::new(env!("CARGO_MANIFEST_DIR")).join(stock);

@@ -4,7 +4,7 @@
 use rewake_tests::plugins::{Rig, observer};
 use rewake_tests::{Criu, Verdict, need};
 
-/// A target with a device and the observer. Ends the test as skipped where that cannot be had.
+/// A target with a device and the observer. Ends the test as skipped where there is none.
 macro_rules! rig {
     ($criu:expr) => {{
         let criu = need!($criu);
@@ -41,11 +41,11 @@ fn hooks_come_in_order(mut rig: Rig, post_forking: bool) {
 
     rig.restore(&[]).unwrap();
     let mut found = calls(&rig);
-    // CRIU calls it beside what the tasks do.
+    // CRIU calls it while tasks are restored.
     let before = found.len();
     found.retain(|call| call != "POST_FORKING");
     assert_eq!(before - found.len(), usize::from(post_forking));
-    // In the order of addresses, or of offsets: no matter.
+    // In the order of addresses, or of offsets: both are right.
     found[2..4].sort();
     let restore = [
         "init Restore { named: true }",
@@ -60,14 +60,14 @@ fn hooks_come_in_order(mut rig: Rig, post_forking: bool) {
 }
 
 #[test]
-fn every_hook_comes_in_order_and_devices_come_back() {
+fn hooks_are_called_in_order_and_devices_are_restored() {
     let criu = need!(Criu::main());
     let post_forking = knows_post_forking(&criu);
     hooks_come_in_order(rig!(Ok::<_, String>(criu)), post_forking);
 }
 
 #[test]
-fn every_hook_comes_in_order_with_another_criu_version() {
+fn hooks_are_called_in_order_by_another_criu_version() {
     let criu = need!(Criu::main());
     let other = need!(Criu::alternative());
     criu.ensure_differs(&other).unwrap();
@@ -75,11 +75,11 @@ fn every_hook_comes_in_order_with_another_criu_version() {
     hooks_come_in_order(rig!(Ok::<_, String>(other)), post_forking);
 }
 
-/// The ways of a hook to go wrong: the variable that asks for it, and what must be in the log.
+/// The failures of a hook: the variable that causes it, and the text that must be in the log.
 const WAYS: [(&str, &str, &str); 2] =
     [("OBSERVER_FAIL", "", "asked to fail"), ("OBSERVER_PANIC", "panicked: ", ": asked to panic")];
 
-/// Exactly one line of the plugin's says which hook, and why.
+/// Exactly one line of the plugin names the hook and the reason.
 #[track_caller]
 fn said_once(rig: &Rig, act: &str, hook: &str, (way, start, end): (&str, &str, &str)) {
     let lines = rig.log_lines(act, "Error (observer): ");
@@ -97,7 +97,7 @@ fn errors_fail_the_dump(mut rig: Rig) {
             assert_eq!(ended, hook != "init", "{hook}: {:?}", calls(&rig));
         }
     }
-    assert_eq!(rig.verdict().unwrap(), Verdict::Ok, "the target goes on");
+    assert_eq!(rig.verdict().unwrap(), Verdict::Ok, "the target continues");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn errors_fail_the_restore(mut rig: Rig, post_forking: bool) {
             rig.kill_restored();
         }
     }
-    // CRIU does not look at what this one says.
+    // CRIU ignores the result of this hook.
     for way in WAYS {
         rig.restore(&[(way.0, "RESUME_DEVICES_LATE")]).unwrap();
         said_once(&rig, "restore", "RESUME_DEVICES_LATE", way);

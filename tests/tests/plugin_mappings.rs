@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mappings of one device of which a plugin restores some as placeholders, and what watches those: the ground of
-//! `docs/decisions/0010-placeholders.md`.
+//! Mappings of one device of which a plugin restores some as placeholders, and the userfaultfd that watches
+//! those: the basis of `docs/decisions/0010-placeholders.md`.
 
 use std::fs::{self, File};
 use std::io::{IoSliceMut, Read, Write};
@@ -23,9 +23,9 @@ use rewake_uffd::{FillPort, Message, RawMessage, Uffd, address_space_ended};
 const PAGES: usize = 8;
 /// Mappings of the target, in the order of their offsets.
 const COUNT: usize = 10;
-/// The one that is not for children.
+/// The mapping that forks do not inherit.
 const NOT_FOR_CHILDREN: usize = 4;
-/// Where the device's first byte is in the placeholders' file.
+/// Offset of the device's first byte in the placeholders' file.
 const SHIFT: u64 = 16 << 20;
 
 /// One mapping: a line of `/proc/PID/maps`.
@@ -58,13 +58,13 @@ fn maps(pid: Pid) -> Vec<Line> {
     fs::read_to_string(format!("/proc/{pid}/maps")).unwrap().lines().map(Line::parse).collect()
 }
 
-/// Those where the target has mapped its device.
+/// The target's mappings of its device.
 fn of_the_device(maps: &[Line]) -> Vec<Line> {
     let places = BASE as u64 + (1 << 36)..BASE as u64 + ((COUNT as u64 + 1) << 36);
     maps.iter().filter(|line| places.contains(&line.start)).cloned().collect()
 }
 
-/// What a process has open, sorted by name.
+/// The open files of a process, sorted by name.
 fn open_files(pid: Pid) -> Vec<PathBuf> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
     let mut files: Vec<_> = entries.map(|entry| fs::read_link(entry.unwrap().path()).unwrap()).collect();
@@ -80,17 +80,17 @@ fn is_not_for_children(pid: Pid, start: u64) -> bool {
     flags.split(' ').any(|flag| flag == "dc")
 }
 
-/// What the server of one restore saw until the target was gone.
+/// What the server of one restore saw until the target ended.
 #[derive(Debug)]
 struct Seen {
-    /// All mappings when the placeholders were registered: before CRIU let go.
+    /// All mappings when the placeholders were registered: before CRIU resumed the task.
     late: Vec<Line>,
     faults: usize,
     events: Vec<Message>,
 }
 
-/// Takes the userfaultfd that the plugin made in the task, makes it ready, and registers the placeholders when the plugin
-/// says so in CRIU's main process; then fills what is touched with the device's bytes.
+/// Receives the userfaultfd that the plugin made in the task, and initialises it. Registers the placeholders
+/// when the plugin asks for that in CRIU's main process; then fills accessed pages with the device's bytes.
 fn serve(listener: &UnixListener, device: &File) -> Seen {
     let uffd = userfaultfd_of(&listener.accept().unwrap().0);
     let mut wanted = Api { api: UFFD_API, features: FEATURES_CRIU, ioctls: 0 };
@@ -141,7 +141,7 @@ fn userfaultfd_of(socket: &UnixStream) -> OwnedFd {
         ControlMessageOwned::ScmRights(fds) => fds.first().copied(),
         _ => None,
     });
-    // SAFETY: the kernel has made this descriptor for the message, and nobody else has its number.
+    // SAFETY: the kernel has made this descriptor for the message, and nothing else owns it.
     unsafe { OwnedFd::from_raw_fd(fd.expect("a descriptor")) }
 }
 

@@ -25,7 +25,7 @@ use rewake_tests::{Criu, Scene, Server, Verdict, need};
 /// Memory of a target, in MiB: loading it takes longer than killing its streamer.
 const MIB: usize = 256;
 
-/// After the parking a streamer dies within this time.
+/// After the parking a streamer is killed within this time.
 const LATEST: Duration = Duration::from_millis(40);
 
 /// Restores at most until a streamer was killed while memory was missing.
@@ -57,7 +57,7 @@ fn deaths_in_some_order(server: &mut Server, random: &mut Random) {
         _ => {}
     }
     for process in processes {
-        // One that was replaced or has ended meanwhile is as good: the last line sees to the rest.
+        // A process that was replaced or has ended meanwhile is no error: the last line kills the rest.
         let _ = kill(process, Signal::SIGKILL);
     }
     let _ = server.signal_group(Signal::SIGKILL);
@@ -70,7 +70,8 @@ fn recovered() -> Output {
     output
 }
 
-/// What `rewake recover` says when the streamer died between the read of a fork event and the put of the child's userfaultfd.
+/// What `rewake recover` logs when the streamer died between the read of a fork event and the put of the
+/// child's userfaultfd.
 const FORK_LOST: &str = "the userfaultfd of a forked process of its session is lost";
 
 /// Whether the target was killed because a child's userfaultfd was lost. The child may have read zeros until `recover` ran
@@ -131,26 +132,26 @@ fn a_target_outlives_every_process_of_its_streamer() {
 }
 
 #[test]
-fn so_does_one_that_forks_drops_and_moves_memory() {
+fn a_target_that_forks_drops_and_moves_memory_outlives_it() {
     campaign("active", rounds());
 }
 
 #[test]
-fn so_do_the_processes_of_a_tree() {
+fn the_processes_of_a_tree_outlive_their_streamer() {
     campaign("tree", rounds() / 2);
 }
 
 #[test]
-fn so_do_threads_that_wait_in_page_faults() {
+fn threads_in_page_faults_outlive_their_streamer() {
     campaign("threads", rounds() / 2);
 }
 
 #[test]
-fn so_do_children_that_are_born_while_memory_is_missing() {
+fn children_forked_with_missing_memory_outlive_their_streamer() {
     campaign("fork", rounds() / 2);
 }
 
-/// A restored target whose streamer is dead, and which waits for missing memory.
+/// A restored target whose streamer was killed, and which waits for missing memory.
 fn orphaned(criu: &Criu, scenario: &str) -> Scene {
     own_sessions().unwrap();
     let mut scene = Scene::dumped(criu, scenario, 2 * MIB).unwrap();
@@ -177,11 +178,11 @@ fn ends_well(scene: &Scene) {
 }
 
 #[test]
-fn until_then_its_thread_waits_in_a_page_fault() {
+fn a_thread_waits_in_a_page_fault_until_it_is_recovered() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     sleep(Duration::from_millis(500));
-    assert!(waits_in_a_page_fault(scene.pid()) && scene.written().is_empty(), "it reads nothing else");
+    assert!(waits_in_a_page_fault(scene.pid()) && scene.written().is_empty(), "it reads no other byte");
     assert_eq!(served_again(&recovered()), 1);
     ends_well(&scene);
 }
@@ -195,7 +196,7 @@ fn a_process_whose_first_thread_has_ended_is_recovered() {
 }
 
 #[test]
-fn of_two_that_recover_at_once_one_serves() {
+fn of_two_concurrent_recovers_one_serves() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let both = [recover().unwrap().spawn().unwrap(), recover().unwrap().spawn().unwrap()];
@@ -206,7 +207,7 @@ fn of_two_that_recover_at_once_one_serves() {
 }
 
 #[test]
-fn a_daemon_that_starts_serves_what_others_have_left() {
+fn a_daemon_that_starts_recovers_orphaned_sessions() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let daemon = Daemon::start().unwrap();
@@ -215,7 +216,7 @@ fn a_daemon_that_starts_serves_what_others_have_left() {
 }
 
 #[test]
-fn of_a_target_that_has_ended_nothing_is_left() {
+fn nothing_is_left_of_a_target_that_has_ended() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     kill_all(&session(scene.pid()));
@@ -233,7 +234,7 @@ fn a_target_killed_while_recover_serves_it_ends_the_session() {
     until(END, || folders().is_empty().then_some(())).expect("the session ends with its target");
 }
 
-/// Every byte of the pages is another.
+/// Changes every byte of the pages.
 fn change_pages(images: &Path) {
     for entry in fs::read_dir(images).unwrap().map(Result::unwrap) {
         if entry.file_name().to_string_lossy().starts_with("pages-") {
@@ -244,7 +245,7 @@ fn change_pages(images: &Path) {
 }
 
 #[test]
-fn another_image_of_the_same_pid_in_its_place_is_not_served() {
+fn another_image_at_the_same_path_is_not_served() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let images = scene.images();
@@ -260,7 +261,7 @@ fn another_image_of_the_same_pid_in_its_place_is_not_served() {
 }
 
 #[test]
-fn an_image_that_was_removed_is_served_on() {
+fn a_session_continues_when_its_image_is_removed() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     fs::remove_dir_all(scene.images()).unwrap();
@@ -275,13 +276,14 @@ fn with_the_plugin_a_total_death_at_any_moment_costs_no_byte() {
     }
 }
 
-/// Total deaths at random moments of a restore with the plugin. At least a quarter of the targets must end well.
+/// Kills all processes at random moments of a restore with the plugin. At least a quarter of the targets must
+/// end well.
 fn deaths_at_any_moment(criu: &Criu) {
     own_sessions().unwrap();
     let seed = seed();
     let mut random = Random::new(seed);
     let mut scene = Scene::dumped(criu, "random", MIB).unwrap();
-    // How long a restore takes here and now: two thirds of the moments come after it.
+    // How long a restore takes here and now: two thirds of the moments are after its end.
     let server = scene.serve().unwrap();
     scene.go().unwrap();
     let start = Instant::now();
@@ -305,7 +307,7 @@ fn deaths_at_any_moment(criu: &Criu) {
         });
         let found = served_again(&recovered());
         scene.stop().unwrap();
-        // CRIU ignores what the hook says: the tasks may have been killed by it.
+        // CRIU ignores the hook's result: the hook may have killed the tasks.
         let killed = fs::read_to_string(scene.work().join("restore.log")).unwrap_or_default();
         let killed = killed.contains("the tasks are killed");
         if restored.is_err() || killed {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! When the machine or the image lets the server down: memory is refused for a while or for good, and the image is
-//! not there any more when a successor takes over.
+//! Failures of the machine or the image: memory is refused for a while or for good, and a successor finds the
+//! image removed.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -15,29 +15,29 @@ use rewake_tests::{Criu, Scene, Server, Verdict, need};
 /// Enough that most is missing when the restore has finished.
 const MIB: usize = 512;
 
-/// What the server says when it waits no longer.
+/// What the server logs when it gives up.
 const TOO_LONG: &str = "times within 2 s: raise the memory limit";
 
-/// More than the target has when it starts, less than it wants.
+/// More than the target has when it starts, less than it needs.
 const ALLOWED: usize = 48;
 
 /// Restores at most until a limit was lifted in time.
 const MOST: usize = 5;
 
-/// A restored target whose memory is refused from `ALLOWED` on, and its server.
+/// A restored target whose memory is refused beyond `ALLOWED`, and its server.
 fn starved(limit: &MemoryLimit, scene: &Scene) -> Server {
     let mut server = scene.serve().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
     limit.hold(scene.pid()).unwrap();
     scene.go().unwrap();
-    server.goes_on().unwrap();
+    server.continues().unwrap();
     until(END, || server.text().contains("no memory for a restored process").then_some(()))
         .expect("memory is refused");
     server
 }
 
 #[test]
-fn a_shortage_of_memory_that_passes_is_borne() {
+fn a_target_survives_a_short_lack_of_memory() {
     let criu = need!(Criu::main());
     for _ in 0..MOST {
         let limit = need!(MemoryLimit::new(ALLOWED));
@@ -47,7 +47,7 @@ fn a_shortage_of_memory_that_passes_is_borne() {
         limit.lift().unwrap();
         let borne = scene.expect_good_end(&mut server);
         let text = server.text();
-        // Otherwise this test itself stood still for so long.
+        // Otherwise this test itself was stopped for so long.
         if !text.contains(TOO_LONG) {
             borne.unwrap();
             assert!(text.contains("there is memory again"), "{text}");
@@ -71,8 +71,8 @@ fn a_lasting_shortage_of_memory_kills_the_target_with_an_error() {
     drop(scene);
 }
 
-/// The worker is killed when other things are at the image's path than the session was opened with: its successor serves
-/// the target from the files that the session has open.
+/// Kills the worker after another file has replaced the image. Its successor serves the target from the files
+/// that the session has open.
 fn served_on(change: impl FnOnce(&Scene)) {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
@@ -80,8 +80,8 @@ fn served_on(change: impl FnOnce(&Scene)) {
     scene.go().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
     change(&scene);
-    assert!(server.kill_worker(), "there is no worker: {}", server.text());
-    server.goes_on().unwrap();
+    assert!(server.kill_worker(), "no worker runs: {}", server.text());
+    server.continues().unwrap();
     scene.expect_good_end(&mut server).unwrap();
     assert!(server.text().contains("taking over"), "{}", server.text());
 }
@@ -94,7 +94,7 @@ fn pages_file_changes(change: impl FnOnce(&Path)) -> (Verdict, String) {
     scene.go().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
     change(&scene.images().join("pages-1.img"));
-    server.goes_on().unwrap();
+    server.continues().unwrap();
     let verdict = scene.verdict(ACT).unwrap();
     server.ended(END).unwrap();
     (verdict, server.text())
@@ -121,19 +121,19 @@ fn a_rewritten_pages_file_of_the_same_length_and_time_is_found() {
 }
 
 #[test]
-fn a_pages_file_that_is_removed_is_served_on() {
+fn a_session_continues_when_its_pages_file_is_removed() {
     need!(Criu::main());
     let (verdict, text) = pages_file_changes(|path| fs::remove_file(path).unwrap());
     assert_eq!(verdict, Verdict::Ok, "{text}");
 }
 
 #[test]
-fn when_the_image_is_gone_at_a_takeover_the_target_is_served_on() {
+fn a_successor_serves_a_target_whose_image_was_removed() {
     served_on(|scene| fs::remove_dir_all(scene.images()).unwrap());
 }
 
 #[test]
-fn a_successor_serves_on_with_another_image_at_the_path() {
+fn a_successor_serves_with_another_image_at_the_path() {
     let criu = need!(Criu::main());
     let other = Scene::dumped(&criu, "plain", 4).unwrap();
     served_on(|scene| {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Both plugins in one folder, as CRIU loads them, with a session that the test itself plays: a note, and an fd store whose
-//! queue holds a userfaultfd.
+//! Both plugins in one folder, as CRIU loads them, with a session that the test itself provides: a note, and
+//! an fd store whose queue holds a userfaultfd.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -30,12 +30,12 @@ const WAITS: &str = "has memory that streamer";
 /// A session.
 struct Session {
     note: SessionNote,
-    /// The store, and the end that the userfaultfd was sent from.
+    /// The store, and the socket that the userfaultfd was sent from.
     sockets: (OwnedFd, OwnedFd),
 }
 
 impl Session {
-    /// One whose page server listens in `work`.
+    /// A session whose page server listens in `work`.
     fn new(work: &Path) -> Self {
         let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
         let (other, store) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
@@ -56,13 +56,13 @@ impl Session {
         Self { note, sockets: (store, other) }
     }
 
-    /// Gives a process the store.
+    /// Parks the store in a process.
     fn park(&self, pid: Pid) {
         let store = self.sockets.0.as_fd();
         with_stopped(pid.as_raw(), PATIENCE, |stopped| stopped.give(store)).unwrap().unwrap();
     }
 
-    /// Takes it back, as when all is resident.
+    /// Unparks it, as when all is resident.
     fn unpark(&self, pid: Pid) {
         let number = self.held_by(pid).unwrap_or_else(|| panic!("process {pid} does not hold the store"));
         with_stopped(pid.as_raw(), PATIENCE, |stopped| stopped.close(number)).unwrap().unwrap();
@@ -100,7 +100,7 @@ fn restore(criu: &Criu, scene: &Scene) {
     criu.restore_with(&scene.images(), &scene.work(), &[OsStr::new("-L"), plugins.as_os_str()]).unwrap();
 }
 
-/// The real page server is the session here: the plugin parks in every task, and the page server takes it back.
+/// The real page server is the session here: the plugin parks in every task, and the page server unparks.
 fn restored_with_the_store(scenario: &str) {
     for criu in Criu::both() {
         let criu = need!(criu);
@@ -124,12 +124,12 @@ fn a_restored_task_has_the_fd_store_when_it_first_runs() {
 }
 
 #[test]
-fn a_task_with_threads_has_it_too() {
+fn a_task_with_threads_has_the_fd_store_too() {
     restored_with_the_store("threads");
 }
 
 #[test]
-fn every_task_of_a_tree_has_it() {
+fn every_task_of_a_tree_has_the_fd_store() {
     restored_with_the_store("tree");
 }
 
@@ -138,7 +138,7 @@ fn a_restore_that_no_session_serves_is_left_alone() {
     let criu = need!(Criu::main());
     own_sessions().unwrap();
     let scene = Scene::dumped(&criu, "plain", 4).unwrap();
-    // Another restore's.
+    // The note of another restore.
     let elsewhere = Session::new(&scene.images());
     let mut command = criu.command("restore");
     command.args(["-d", "-v4", "-o", "restore.log", "-D"]).arg(scene.images()).arg("-W").arg(scene.work());
@@ -188,7 +188,7 @@ impl Restored {
         lines(&self.image.join("dump.log"), text)
     }
 
-    /// Fails unless every task runs and nothing traces it.
+    /// Checks that every task runs and has no tracer.
     fn runs(&self) {
         for task in session(self.scene.pid()) {
             let status = fs::read_to_string(format!("/proc/{task}/status")).unwrap();
@@ -278,10 +278,10 @@ fn criu_refuses_to_dump_a_task_with_a_parked_userfaultfd() {
 }
 
 #[test]
-fn a_pre_dump_is_not_held_up() {
+fn a_pre_dump_does_not_wait() {
     let criu = need!(Criu::main());
     let of = Restored::new(&criu, "plain");
-    // It fails where the kernel does not track writes: that it got there is enough.
+    // It fails where the kernel does not track writes; reaching that point is enough.
     let mut pre_dump = of.dump(&criu, "pre-dump", &of.plugins).spawn().unwrap();
     let ended = until(ACT, || pre_dump.try_wait().unwrap());
     assert!(ended.is_some(), "{:?}", of.log("rewake_plugin"));

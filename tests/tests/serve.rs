@@ -33,7 +33,7 @@ fn session(status: &Value, state: &str) -> Option<Value> {
     live.chain(recent).find(|session| session["state"] == state).cloned()
 }
 
-/// A CRIU that cuts the pages file of the served copy in half, which the daemon has checked by then, and restores
+/// A CRIU that cuts the pages file of the served copy in half, after the daemon has checked it. It restores
 /// from the scene's own images: CRIU 4.2 reads a cut file in an endless loop.
 fn saboteur(criu: &Criu, scene: &Scene, served: &Path) -> PathBuf {
     let pages = served.join(pages_file(scene).file_name().unwrap());
@@ -50,7 +50,7 @@ fn work_folders(daemon: &Daemon) -> Vec<String> {
     names.filter(|name| name.starts_with("restore-")).collect()
 }
 
-/// Some once a restore has connected, and may not have ended.
+/// A directory exists once a restore has connected, and until it ends.
 fn under_way(daemon: &Daemon) -> Option<()> {
     let status = daemon.status().ok()?;
     let states = ["restoring", "running", "complete"];
@@ -65,11 +65,11 @@ fn one_daemon_serves_one_restore_after_another() {
     for round in 1..=2 {
         scene.go().unwrap();
         let output = detached(&daemon, &criu, &scene).unwrap().output().unwrap();
-        let told = timeline(&output).unwrap();
+        let result = timeline(&output).unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
-        assert_eq!(told["session"], round);
-        assert!(told["alive_ms"].is_f64() && told["all_resident_ms"].is_f64(), "{told}");
-        assert!(told["copied_bytes"].as_u64() >= Some(32 << 20), "{told}");
+        assert_eq!(result["session"], round);
+        assert!(result["alive_ms"].is_f64() && result["all_resident_ms"].is_f64(), "{result}");
+        assert!(result["copied_bytes"].as_u64() >= Some(32 << 20), "{result}");
         let status = daemon.status().unwrap();
         assert_eq!(status["agent"]["sessions_served"], round);
         assert_eq!(session(&status, "complete").unwrap()["images_dir"], scene.images().to_str().unwrap());
@@ -77,8 +77,8 @@ fn one_daemon_serves_one_restore_after_another() {
     }
 }
 
-/// Bytes that an agent's streamers have read from the disk, all of which have ended: a process counts what the children
-/// that it has waited for have read (proc(5)).
+/// Bytes that an agent's streamers have read from the disk. All have ended: the kernel adds the bytes of
+/// awaited children to their parent's (proc(5)).
 fn read_bytes(daemon: &Daemon) -> u64 {
     let io = fs::read_to_string(format!("/proc/{}/io", daemon.pid())).unwrap();
     io.lines().find_map(|line| line.strip_prefix("read_bytes: ")).unwrap().parse().unwrap()
@@ -124,8 +124,8 @@ fn three_restores_at_once_of_an_image_read_most_of_it_once() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
     for mib in [24, 256] {
-        // Alone each reads all of it: 3 images. A streamer that starts later may find that another has read past the
-        // page cache before.
+        // Alone each reads all of it: 3 images. A streamer that starts later may find that another has read
+        // past the page cache before.
         let mut rounds: Vec<(u64, u64)> = Vec::new();
         for _ in 0..3 {
             let (read, image) = restore_three_times(&criu, mib);
@@ -174,10 +174,10 @@ fn a_failing_session_harms_no_other() {
     );
 }
 
-/// Waits until a restore by this agent is under way in a scene; gives the restore.
+/// Waits until this agent serves a restore of a scene; returns the restore.
 fn restoring(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Child {
     let restoring = detached(daemon, criu, scene).unwrap().spawn().unwrap();
-    until(ACT, || under_way(daemon)).expect("a restore under way");
+    until(ACT, || under_way(daemon)).expect("a running restore");
     restoring
 }
 
@@ -225,8 +225,8 @@ fn a_restore_without_an_agent_starts_its_streamer() {
     let temp = tempfile::tempdir().unwrap();
     let mut command = restore(&criu, &scene.images()).unwrap();
     let output = command.args(["--", "-d"]).env("TMPDIR", temp.path()).output().unwrap();
-    let told = timeline(&output).unwrap();
-    assert_eq!(told["session"], Value::Null);
+    let result = timeline(&output).unwrap();
+    assert_eq!(result["session"], Value::Null);
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
     let ours = temp.path().to_str().unwrap();
     until(END, || processes_naming(ours).is_empty().then_some(())).expect("its streamer ends");
@@ -242,14 +242,14 @@ fn without_d_the_restore_lasts_as_long_as_the_tree() {
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
     let mut restoring = command.stderr(File::create(&said).unwrap()).spawn().unwrap();
     until(ACT, || session(&daemon.status().ok()?, "complete")).expect("all CPU memory is resident");
-    // Only when it knows of that may the tree, and CRIU with it, end.
+    // The tree, and CRIU with it, may end only after the client knows of that.
     let knows = || fs::read_to_string(&said).unwrap().contains("all memory is resident").then_some(());
-    until(ACT, knows).expect("it tells when all CPU memory is resident");
+    until(ACT, knows).expect("it prints when all CPU memory is resident");
     assert!(restoring.try_wait().unwrap().is_none(), "the tree still runs");
     scene.go().unwrap();
-    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
-    assert_eq!(told["criu_exit_code"], 0);
-    assert!(told["criu_ended_ms"].as_f64() >= told["all_resident_ms"].as_f64(), "{told}");
+    let result = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(result["criu_exit_code"], 0);
+    assert!(result["criu_ended_ms"].as_f64() >= result["all_resident_ms"].as_f64(), "{result}");
     assert_eq!(scene.written(), "OK\n");
 }
 
@@ -336,7 +336,7 @@ fn an_interrupted_restore_leaves_nothing() {
 }
 
 #[test]
-fn clients_that_speak_nonsense_are_closed_and_do_no_harm() {
+fn clients_with_invalid_messages_are_disconnected() {
     need!(Criu::main());
     let daemon = Daemon::start().unwrap();
     let silent = UnixStream::connect(daemon.socket()).unwrap();

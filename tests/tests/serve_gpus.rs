@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake serve` and images with memory of GPUs, as far as a machine without GPUs goes: a streamer for each, whatever becomes of the daemon.
-//! With GPUs: `tests/softgpu/tests/serve.rs`.
+//! `rewake serve` and images with GPU memory, as far as possible without GPUs: each has a streamer, which
+//! outlives the daemon. With GPUs: `tests/softgpu/tests/serve.rs`.
 
 use std::fs;
 use std::os::fd::AsRawFd as _;
@@ -14,21 +14,21 @@ use rewake_tests::process::{children, kill_all, until, write_program};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need};
 
-/// An image of a process without GPUs that looks as if it had some.
+/// An image of a process without GPUs, with files that look like GPU state.
 fn dumped(criu: &Criu) -> Scene {
     let scene = Scene::dumped(criu, "plain", 16).unwrap();
     fs::write(scene.images().join("amdgpu-kfd-1.img"), "").unwrap();
     scene
 }
 
-/// The same, of one that ends when it runs.
+/// The same, of a process that ends when it runs.
 fn scene(criu: &Criu) -> Scene {
     let scene = dumped(criu);
     scene.go().unwrap();
     scene
 }
 
-/// `rewake restore` in the scene's work directory, by a CRIU that begins when `starter` is there.
+/// `rewake restore` in the scene's work directory, by a CRIU that begins when `starter` exists.
 fn late(daemon: &Daemon, criu: &Criu, scene: &Scene, starter: &Path) -> Command {
     let program = criu.command("").get_program().to_owned();
     let text = format!(
@@ -40,7 +40,7 @@ fn late(daemon: &Daemon, criu: &Criu, scene: &Scene, starter: &Path) -> Command 
     write_program(&late, &text).unwrap();
     let mut command = daemon.restore(criu, &scene.images()).unwrap();
     command.arg("-W").arg(scene.work()).arg("--criu").arg(late).args(["--", "-d", "-v4"]);
-    // No plugin: it would read what looks like its images.
+    // No plugin: it would read those files as images of its own.
     command.env("CRIU_LIBS_DIR", scene.work());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -63,8 +63,8 @@ fn the_streamer_of_an_image_with_gpu_memory_outlives_the_agent() {
     daemon.replace().unwrap();
     until(ACT, || open(&daemon)).expect("the next agent has it, too");
     fs::write(&starter, "").unwrap();
-    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
-    assert_eq!(told["session"], 1);
+    let result = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(result["session"], 1);
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
     let ended = until(END, || daemon.status().unwrap()["recent"].as_array()?.first().cloned()).unwrap();
     assert_eq!((&ended["session"], &ended["reason"]), (&1.into(), &serde_json::Value::Null), "{ended}");
@@ -88,10 +88,10 @@ fn a_restore_that_fails_leaves_no_streamer() {
 }
 
 #[test]
-fn what_a_streamer_complains_of_is_the_answer() {
+fn an_error_of_a_streamer_is_the_agent_s_answer() {
     let criu = need!(Criu::main());
     let (scene, daemon) = (scene(&criu), Daemon::start().unwrap());
-    // Somebody's streamer is there already.
+    // A streamer of another restore already listens there.
     let path = scene.work().join("rewake-gpu.socket");
     let listener = socket::socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::empty(), None).unwrap();
     socket::bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
@@ -104,7 +104,7 @@ fn what_a_streamer_complains_of_is_the_answer() {
 }
 
 #[test]
-fn a_tree_that_outlives_the_daemon_ends_as_it_does() {
+fn a_tree_that_outlives_the_daemon_ends_with_its_own_status() {
     let criu = need!(Criu::main());
     let (scene, mut daemon) = (dumped(&criu), Daemon::start().unwrap());
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
@@ -112,18 +112,18 @@ fn a_tree_that_outlives_the_daemon_ends_as_it_does() {
     let restoring = command.spawn().unwrap();
     let log = || fs::read_to_string(scene.work().join("restore.log")).unwrap_or_default();
     until(ACT, || log().contains("Restore finished successfully").then_some(())).expect("the tree runs");
-    // Nobody depends on it: nothing was handed over to its streamer.
+    // No process depends on it: the streamer got no handoff.
     daemon.terminate().unwrap();
     assert!(daemon.ended(END).unwrap().success(), "{}", daemon.logs());
     scene.go().unwrap();
-    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
-    assert_eq!(told["criu_exit_code"], 0);
+    let result = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(result["criu_exit_code"], 0);
     assert_eq!(scene.written(), "OK\n");
 }
 
-/// Whether the daemon or the client goes: nobody else would end the streamer.
+/// Kills the daemon or the client: no other process would end the streamer.
 #[test]
-fn a_streamer_to_which_no_restore_comes_is_ended() {
+fn a_streamer_without_a_restore_is_ended() {
     let criu = need!(Criu::main());
     let never = Path::new("/never");
     let scenes = [dumped(&criu), dumped(&criu)];
@@ -131,7 +131,7 @@ fn a_streamer_to_which_no_restore_comes_is_ended() {
     for (daemon, scene) in [&daemon, &killed].into_iter().zip(&scenes) {
         let mut client = late(daemon, &criu, scene, never).spawn().unwrap();
         until(ACT, || daemon.status().ok()?["sessions"].as_array()?.first().cloned()).expect("a session");
-        // It, and what is to be its CRIU.
+        // The client, and the process that becomes its CRIU.
         let waiting = children(Pid::from_raw(client.id().cast_signed()));
         client.kill().unwrap();
         client.wait().unwrap();

@@ -18,7 +18,7 @@ use rewake_tests::{Criu, Scene, Verdict, need};
 use Outcome::{Ends, ServesOn, ServesThenEnds};
 use Phase::{BeforeItConnects, BeforeItReturns, MemoryMissing};
 
-/// How far the restore is when the signals come.
+/// How far the restore is when the signals are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// No restore has connected.
@@ -29,10 +29,10 @@ enum Phase {
     MemoryMissing,
 }
 
-/// What becomes of the target, and of the command that got the signals.
+/// What becomes of the target, and of the command that receives the signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
-    /// The target is served to its end, byte for byte. The command runs as if no signal had come.
+    /// The target is served to its end, byte for byte. The command runs as if no signal had been sent.
     ServesOn,
     /// The target is served to its end, byte for byte. Then the command ends.
     ServesThenEnds,
@@ -40,10 +40,10 @@ enum Outcome {
     Ends,
 }
 
-/// Signals that come together.
+/// Signals that are sent together.
 type Signals = &'static [Signal];
 
-/// What a terminal, a script or a service manager sends, and no process of a streamer uses.
+/// Signals that terminals, scripts and service managers send, and that no process of a streamer uses.
 const UNUSED: Signals = &[
     Signal::SIGHUP,
     Signal::SIGQUIT,
@@ -53,11 +53,12 @@ const UNUSED: Signals = &[
     Signal::SIGPIPE,
     Signal::SIGPWR,
 ];
-/// Twice: a service manager asks every process, and a person asks again.
+/// Twice: a service manager sends it to every process, and a person repeats it.
 const STOP: Signals = &[Signal::SIGTERM, Signal::SIGTERM];
 const INTERRUPT: Signals = &[Signal::SIGINT, Signal::SIGINT];
 
-/// `rewake restore` serves nothing: its daemon does. It ends by any signal, and takes CRIU along before the target runs.
+/// `rewake restore` serves nothing: its daemon does. It ends by any signal, and ends CRIU before the target
+/// runs.
 #[rustfmt::skip]
 const TABLE: [(Signals, Phase, [Outcome; 3]); 9] = [
     // to the group of                 rewake lazy-pages  rewake serve    rewake restore
@@ -75,7 +76,7 @@ const TABLE: [(Signals, Phase, [Outcome; 3]); 9] = [
 /// Memory of the target, in MiB: loading it takes longer than sending some signals.
 const MIB: usize = 512;
 
-/// Every row of the table, for one command. Most rows of the last phase must have come while memory was missing.
+/// Every row of the table, for one command. Most rows of the last phase must happen while memory is missing.
 fn table(command: usize, play: fn(&Criu, &Scene, Signals, Phase, Outcome) -> bool) {
     let criu = need!(Criu::main());
     let mut scene = Scene::dumped(&criu, "random", MIB).unwrap();
@@ -99,7 +100,7 @@ fn gate(scene: &Scene) -> Gate {
     Gate::closed(scene.work().join("gate")).unwrap()
 }
 
-/// Whether the signals came while memory was missing.
+/// Whether the signals were sent while memory was missing.
 fn lazy_pages(_: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Outcome) -> bool {
     let mut server = scene.serve().unwrap();
     let group = server.pid();
@@ -196,7 +197,7 @@ impl Restoring {
         Self { child: command.spawn().unwrap(), gate, late, starter }
     }
 
-    /// Lets it get to a phase. Whether memory is missing then.
+    /// Lets it reach a phase. Returns whether memory is missing then.
     fn reach(&self, phase: Phase, daemon: &Daemon, scene: &Scene) -> bool {
         let late = format!("sh {}", self.late.display());
         until(ACT, || (!processes_naming(&late).is_empty()).then_some(())).expect("CRIU begins");
@@ -248,7 +249,7 @@ fn restore(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: 
         let reported = status.code() == Some(1) && failed;
         assert!(stopped || reported || status.signal().is_some_and(|signal| signal != 0), "{output:?}");
         until(END, || processes_naming(&late).is_empty().then_some(())).expect("its CRIU ends");
-        // No child of this process any more, or one that was killed.
+        // No child of this process any more, or a killed one.
         assert!(scene.verdict(ACT).map_or(true, |verdict| verdict.killed()), "{}", scene.logs());
         assert_eq!(scene.written(), "");
     } else {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the machine's apt configuration says about where packages come from: both file formats of
-//! sources.list(5), read only as far as set-up needs them, to ask the same archive for another suite.
+//! Reads from the machine's apt configuration where packages come from. It parses both file formats of
+//! sources.list(5), only as far as set-up needs them, to ask the same archive for another suite.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use anyhow::Context as _;
 
 /// Debian's own keys, for entries that name none.
 const DEBIAN_KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
-/// Options that choose what to download from an entry: set-up chooses for itself.
+/// Options that choose what to download from an entry: set-up chooses by itself.
 const SELECTING: [&str; 6] = ["architectures", "arch", "languages", "lang", "targets", "target"];
 
 /// One enabled entry for binary packages.
@@ -48,7 +48,7 @@ impl Entry {
         found.map(|(_, value)| value.as_str())
     }
 
-    /// How surely this is Debian's archive and not somebody's extra packages under the same suite name.
+    /// How surely this is Debian's archive, and not extra packages under the same suite name.
     fn likelihood(&self, all: &[Self], codename: &str) -> u32 {
         let updates = format!("{codename}-updates");
         let same = |other: &&Self| other.uris.iter().any(|uri| self.uris.contains(uri));
@@ -99,7 +99,7 @@ fn text_of(path: &Path) -> anyhow::Result<String> {
     fs::read_to_string(path).with_context(|| format!("read {}", path.display()))
 }
 
-/// `deb [option=value ...] uri suite component ...`; lines of any other shape are not ours to judge.
+/// `deb [option=value ...] uri suite component ...`; lines of any other shape are ignored.
 fn parse_one_line(text: &str) -> Vec<Entry> {
     text.lines().filter_map(|line| one_line(line.split('#').next().unwrap_or_default().trim())).collect()
 }
@@ -264,7 +264,7 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
     }
 
     #[test]
-    fn debian_comes_before_third_parties_that_use_its_suite_names() {
+    fn debian_is_before_third_parties_that_use_its_suite_names() {
         let third = "deb [signed-by=/usr/share/keyrings/vpn.gpg] https://vpn.test/stable/debian bookworm main\n\
             deb https://docker.test/linux/debian bookworm stable\n";
         let mut entries = parse_one_line(third);

@@ -18,7 +18,7 @@ const FILE: &str = "tests/expected-skips";
 /// How surely a test does not run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sure {
-    /// Never there.
+    /// Never on that machine.
     Always,
     /// Only where the host cannot; for machines that are not made by this repository.
     Maybe,
@@ -75,8 +75,8 @@ impl Expected {
         self.machines.keys().map(String::as_str)
     }
 
-    /// What a run on that machine did against the list. Where all tests ran that the machine has, a listed one that
-    /// does not exist counts too.
+    /// Compares a run on that machine with the list. If all tests of the machine ran, a listed test that does
+    /// not exist counts too.
     pub(crate) fn against(&self, machine: &str, record: &Record, whole: bool) -> Vec<String> {
         let none = BTreeMap::new();
         let listed = self.machines.get(machine).unwrap_or(&none);

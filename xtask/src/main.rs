@@ -32,16 +32,16 @@ cargo xtask <command>
   bench programs [options]   a Python, a Node and a Java server, restored eagerly, through stock `criu lazy-pages` and
                              through rewake: when each answers; `bench programs --help`
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
-  bench behind               how soon a process runs whose memory comes behind it, and its first answer; at which rate its GPU's memory
-                             comes; how long a touch waits: in virtual machines; 15 minutes
-  bench engine [options]     what loads GPUs' memory, without a GPU, beside memcpy and fio; `bench engine --help`
+  bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
+                             of GPU memory; how long a page fault waits: in virtual machines; 15 minutes
+  bench engine [options]     the loader of GPU memory, without a GPU, compared with memcpy and fio; `bench engine --help`
   plugin [--release]         build the CRIU plugins and print their folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
   vm test [filter] [--machine NAME]
                              the tests of the software GPU, in every machine of the suite or in one
-  tidy                       the style rules that rustfmt and clippy do not know
+  tidy                       style rules beyond rustfmt and clippy
   figures                    product lines, type names that several types have, import circles
-  codegen                    write the code generated from proto/ anew
+  codegen                    write the code generated from proto/ again
 
 setup, test, demo, bench and vm need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
 ";

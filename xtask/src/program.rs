@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Starting other programs, with errors that say which program, and what it said last.
+//! Starts other programs, with errors that name the program and quote its last output.
 
 use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context as _, bail};
 
-/// Lines that are printed of a step that failed.
+/// Lines that are printed of a failed step.
 const LAST_LINES: usize = 15;
 
 /// Runs to the end with this terminal; an exit status other than 0 is an error.
@@ -17,7 +17,7 @@ pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs to the end in silence and gives standard output; the error quotes what the program complained about.
+/// Runs to the end in silence and returns standard output; the error quotes the program's error output.
 pub(crate) fn capture(command: &mut Command) -> anyhow::Result<String> {
     let output = command.stdin(Stdio::null()).output().with_context(|| cannot_start(command))?;
     if !output.status.success() {
@@ -26,7 +26,7 @@ pub(crate) fn capture(command: &mut Command) -> anyhow::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A step that failed: one line that quotes what it complained about, and its last lines.
+/// A failed step: one line that quotes its error output, and its last lines.
 #[derive(Debug)]
 pub(crate) struct Failed {
     error: String,
@@ -34,13 +34,13 @@ pub(crate) struct Failed {
 }
 
 impl Failed {
-    /// Prints its last lines, each behind `prefix`; gives the error.
+    /// Prints its last lines, each after `prefix`; returns the error.
     pub(crate) fn shown(&self, prefix: &str) -> anyhow::Error {
         self.last.iter().for_each(|line| eprintln!("{prefix}| {line}"));
         anyhow::anyhow!("{}", self.error)
     }
 
-    /// Whether its last lines have that.
+    /// Whether its last lines contain that text.
     pub(crate) fn says(&self, words: &str) -> bool {
         self.last.iter().any(|line| line.contains(words))
     }
@@ -62,13 +62,13 @@ pub(crate) fn step(command: &mut Command) -> Result<(), Failed> {
     Err(Failed { error, last: last_lines(&text).into_iter().map(str::to_owned).collect() })
 }
 
-/// The lines at the end of a log that say why.
+/// The lines at the end of a log that give the reason.
 pub(crate) fn last_lines(text: &str) -> Vec<&str> {
     let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     lines[lines.len().saturating_sub(LAST_LINES)..].to_vec()
 }
 
-/// Runs to the end with this terminal for what it complains about, and gives standard output.
+/// Runs to the end with this terminal for error output, and returns standard output.
 pub(crate) fn listen(command: &mut Command) -> anyhow::Result<String> {
     let output = command.stderr(Stdio::inherit()).output().with_context(|| cannot_start(command))?;
     if !output.status.success() {
@@ -114,7 +114,7 @@ fn complaint(output: &Output) -> String {
     let text = match (errors.is_empty(), lines.last()) {
         (false, _) => errors.join("; "),
         (true, Some(last)) => (*last).to_owned(),
-        (true, None) => "it said nothing".to_owned(),
+        (true, None) => "it printed nothing".to_owned(),
     };
     text.trim_end_matches('.').to_owned()
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What test programs print, read line by line: which program ran for how long, which tests ran, which did not.
+//! Reads the output of test programs line by line: which program ran for how long, which tests ran, which did
+//! not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Read};
@@ -24,10 +25,10 @@ pub(crate) struct Program {
     pub(crate) time: Duration,
 }
 
-/// What the output told so far.
+/// The events in the output so far.
 #[derive(Debug, Default)]
 pub(crate) struct Record {
-    /// In the order of their runs.
+    /// The programs, in the order of their runs.
     pub(crate) programs: Vec<Program>,
     /// Tests that the programs have run, as `PROGRAM::TEST`; those that were skipped among them.
     pub(crate) tests: BTreeSet<String>,
@@ -36,7 +37,7 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// Reads one line that came at that moment.
+    /// Reads one line that was printed at that moment.
     pub(crate) fn line(&mut self, line: &str, now: Instant) {
         let line = line.trim_end();
         if let Some(name) = program(line) {
@@ -56,7 +57,8 @@ impl Record {
         }
     }
 
-    /// All that a command prints, which appears here too, behind the prefix; gives whether it succeeded.
+    /// Reads all that a command prints, and prints it here too, after the prefix; returns whether it
+    /// succeeded.
     ///
     /// # Errors
     /// It does not start, or its output cannot be read.
@@ -65,7 +67,7 @@ impl Record {
         command.stdout(end.try_clone().context("share the pipe")?).stderr(end);
         let name = command.get_program().to_string_lossy().into_owned();
         let mut child = command.spawn().with_context(|| format!("start `{name}`"))?;
-        // The pipe ends when its last writer has ended: this process is none.
+        // The pipe ends when its last writer has ended: this process does not write.
         command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
         let printed = self.read(output, prefix)?;
         let status = child.wait().with_context(|| format!("wait for `{name}`"))?;
@@ -94,7 +96,7 @@ pub(crate) struct Ended {
     pub(crate) printed: String,
 }
 
-/// The program that the line says is started next: a script's, or cargo's `Running` and `Doc-tests`.
+/// The program that the line announces: a script's, or cargo's `Running` and `Doc-tests`.
 fn program(line: &str) -> Option<String> {
     if let Some(path) = line.strip_prefix(PROGRAM) {
         return Some(without_hash(path));
@@ -113,7 +115,7 @@ pub(crate) fn without_hash(path: &str) -> String {
     name.rsplit_once('-').map_or_else(|| name.clone(), |(name, _)| name.to_owned())
 }
 
-/// `test NAME ... OUTCOME`; the outcome may come in a later line.
+/// `test NAME ... OUTCOME`; the outcome may be in a later line.
 fn test(line: &str) -> Option<(&str, &str)> {
     let (name, outcome) = line.strip_prefix("test ")?.split_once(" ...")?;
     let name = name.strip_suffix(" - should panic").unwrap_or(name);
@@ -125,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_tests_and_skips_are_read_from_what_cargo_and_the_harness_print() {
+    fn programs_tests_and_skips_are_read_from_the_output() {
         let output = "     Running unittests src/lib.rs (target/debug/deps/rewake_uffd-0123456789abcdef)\n\
             \nrunning 2 tests\ntest a::one ... ok\ntest two - should panic ... ok\n\
             test result: ok. 2 passed; 0 failed\n\

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where things lie in this repository, and cargo commands that run in it.
+//! Paths of this repository, and cargo commands that run in it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ pub(crate) fn root() -> &'static Path {
     xtask.parent().unwrap_or(xtask)
 }
 
-/// What set-up and the demo make; ignored by git, may be deleted at any time.
+/// The folder of set-up and demo; ignored by git, may be deleted at any time.
 pub(crate) fn scratch() -> PathBuf {
     root().join(".rewake")
 }
@@ -24,7 +24,7 @@ pub(crate) fn scratch() -> PathBuf {
 pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let mut command = Command::new(program);
-    // Set by `cargo run` for this program alone; they would be wrong for the commands below it.
+    // Set by `cargo run` for this program alone; they would be wrong for its commands.
     command.env_remove("CARGO_MANIFEST_DIR").env_remove("CARGO_PKG_NAME").current_dir(root());
     command
 }

@@ -32,7 +32,7 @@ pub(crate) fn become_root() -> anyhow::Result<()> {
             "this needs root (CRIU, packages) and `sudo true` fails: allow sudo, or run the same command as root"
         );
     }
-    // What cargo still has to download belongs to the user.
+    // Cargo must download as the user, so that the user owns the files.
     program::run(repository::cargo().args(["fetch", "--quiet", "--target", TARGET]))?;
     Err(again_under_sudo()?.exec()).context("start `sudo` with this program")
 }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-/// What is generated: the file in `proto/`, its package, and the Rust file from the repository's root.
+/// The generated files: the file in `proto/`, its package, and the Rust file from the repository's root.
 const GENERATED: &[(&str, &str, &str)] = &[
     ("criu.proto", "rewake.criu", "crates/criu-images/src/generated/criu.rs"),
     ("amdgpu.proto", "rewake.amdgpu", "crates/criu-images/src/generated/amdgpu.rs"),

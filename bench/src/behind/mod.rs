@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One server, restored again and again from one image on a disk and with copy engines of known speed: at once, with its GPU's memory
-//! behind it, and with all of its memory behind it. `cargo xtask bench behind` makes machines where disk and copies are so slow that
-//! they decide, and not the processor.
+//! One server, restored again and again from one image, on a disk and with copy engines of known speed. It is
+//! restored at once, with a background load of GPU memory, and with a background load of all memory. `cargo
+//! xtask bench behind` makes machines where disk and copies are so slow that they are the limit, and not the
+//! processor.
 //!
-//! * [`round`]: a restore. [`table`]: the figures, and what is wanted of them.
+//! * [`round`]: a restore. [`table`]: the figures, and their required values.
 //!
-//! The first table has seconds since the start of `criu restore`: until it returns, until an answer that is asked for at once has come
-//! and is right, and until all memory is there (the streamer has ended; at once: `criu restore` has). Beside them how long an answer takes when all is
-//! there. The second one has the rate of the GPU's memory, in bytes that are not zero, and its share of the slower of disk and copies, each by plain loops of
-//! the same run: from the first engine's opening to the last byte, as whoever loads it says, and, behind, from the
-//! hand-over to the last byte (`rewake-timeline.json`, which is up to 20 ms late). Between the hand-over and the load the plugin loads what
-//! comes first, waits for memory of CPUs that is registered with the GPU, and lets the process run. Of several processes
-//! each goes on when its own memory is there: when the first and the last did is beside that. With all of the memory behind,
-//! that of the CPU comes from the same disk at the same time. An emulated processor takes tenths of a second for engines, staging memory and CRIU.
+//! The first table has seconds since the start of `criu restore`. It shows when that returns, when the first
+//! answer has arrived and is right, and when all memory is resident (the streamer has ended; at once: `criu
+//! restore` has). Beside them it shows how long an answer takes afterwards. The second table has the rate of
+//! GPU memory, in bytes that are not zero, and its share of the slower of disk and copies, each measured by
+//! plain loops of the same run. The rate is from the first engine's opening to the last byte, as the loader
+//! logs it. In the background it is also from the handoff to the last byte (`rewake-timeline.json`, which is
+//! up to 20 ms late). Between handoff and load the plugin loads the first buffers, waits for CPU memory that
+//! is registered with the GPU, and lets the process run. With several processes each is resumed when its own
+//! memory is resident: the table has the first and the last. If all memory is loaded in the background, CPU
+//! memory comes from the same disk at the same time. An emulated processor takes tenths of a second for
+//! engines, staging memory and CRIU.
 
 mod round;
 mod table;
@@ -25,17 +29,17 @@ use gpu_app::shape::{Mode, Shape};
 use crate::limits::{self, Limits, MadeFor};
 use round::{Sample, Subject, Way};
 
-/// Buffers that weights are in.
+/// Buffers of weights.
 const LAYERS: u64 = 4;
 
-/// Arguments of `rewake-bench behind`. Of an option that is given twice the second counts.
+/// Arguments of `rewake-bench behind`. The last value of a repeated option counts.
 #[derive(Debug, clap::Args)]
 #[command(args_override_self = true)]
 pub(crate) struct Options {
-    /// Weights of the server in MiB, all random, which no CPU reaches
+    /// Weights of the server in MiB, all random, which no CPU can access
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]
     mib: u64,
-    /// Memory of its CPU in MiB, all random, which no GPU reaches
+    /// Memory of its CPU in MiB, all random, which no GPU can access
     #[arg(long, default_value_t = 0)]
     own_mib: u64,
     /// Processes, each with its share of the weights, all on one GPU
@@ -49,13 +53,13 @@ pub(crate) struct Options {
     dir: PathBuf,
 }
 
-/// All of one run.
+/// All results of one run.
 #[derive(Debug)]
 struct Run {
     mib: u64,
     own_mib: u64,
     rounds: u64,
-    /// Bytes of the image, that of CPUs' memory alone and all of it.
+    /// Bytes of the image: of CPU memory, and of everything.
     image: (u64, u64),
     made_for: MadeFor,
     limits: Limits,
@@ -84,7 +88,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let mut samples = Vec::new();
     for round in 1..=options.rounds {
         for way in Way::ALL {
-            let sample = subject.comes_back(way);
+            let sample = subject.restores(way);
             samples.push(sample.with_context(|| format!("round {round}, {way:?}"))?);
         }
     }

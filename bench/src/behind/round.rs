@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A server that was dumped once, and its restores, each out of a disk whose bytes are in no cache; every token and every byte of its own is
-//! checked.
+//! A server that was dumped once, and its restores, each from a disk whose bytes are in no cache. Every token
+//! and every byte of its own memory is checked.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -16,18 +16,18 @@ use softgpu_tests::{Judge, Streamer};
 use crate::cache::{drop_files, files};
 use crate::plugin::log::Contents;
 
-/// What is asked: one token goes through all weights.
+/// The request: one token goes through all weights.
 const PROMPT: [u32; 1] = [141];
 const TOKENS: usize = 1;
 
-/// What comes behind the process.
+/// What a restore loads in the background.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     /// Nothing.
     AtOnce,
-    /// Memory of its GPU.
+    /// GPU memory.
     Gpu,
-    /// That, and memory of its CPU.
+    /// GPU and CPU memory.
     Both,
 }
 
@@ -41,30 +41,30 @@ pub(super) struct Sample {
     pub(super) way: Way,
     /// `criu restore` has returned.
     pub(super) alive: Duration,
-    /// An answer has come.
+    /// The first answer has arrived.
     pub(super) answered: Duration,
-    /// Nothing is left to be brought.
+    /// All memory is resident.
     pub(super) resident: Duration,
     /// How long another answer took then.
     pub(super) answer: Duration,
-    /// The GPU's memory, as told by whoever loaded it.
+    /// The load of GPU memory, from the log of the process that did it.
     pub(super) contents: Contents,
-    /// Of what comes behind.
+    /// Times of the background load.
     pub(super) behind: Option<Behind>,
 }
 
-/// Seconds since the hand-over.
+/// Seconds since the handoff.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Behind {
-    /// The process runs, and its GPU's memory begins to be loaded.
+    /// The process runs, and the background load of GPU memory begins.
     pub(super) runs: f64,
-    /// The last byte of that is there.
+    /// The last byte of that is resident.
     pub(super) last: f64,
-    /// The GPU goes on for the first process, and for the last one.
+    /// Queues of the first process are resumed, and of the last one.
     pub(super) gates: [f64; 2],
 }
 
-/// The server, with what it answers.
+/// The server, and its right answer.
 #[derive(Debug)]
 pub(super) struct Subject {
     app: App,
@@ -92,7 +92,7 @@ impl Subject {
         Ok(Self { app, pid, criu, answer, own: shape.own_mib > 0, _folder: folder })
     }
 
-    /// Bytes of the image: of CPUs' memory, and all.
+    /// Bytes of the image: of CPU memory, and of everything.
     pub(super) fn image(&self) -> anyhow::Result<(u64, u64)> {
         let (mut pages, mut all) = (0, 0);
         for file in self.files()? {
@@ -110,8 +110,8 @@ impl Subject {
         Ok(all.into_iter().filter(|file| file.is_file()).collect())
     }
 
-    /// Restores it, asks it, and ends it.
-    pub(super) fn comes_back(&self, way: Way) -> anyhow::Result<Sample> {
+    /// Restores it, sends requests, and ends it.
+    pub(super) fn restores(&self, way: Way) -> anyhow::Result<Sample> {
         drop_files(&self.files()?)?;
         let mut streamer = match way {
             Way::AtOnce => None,
@@ -140,20 +140,21 @@ impl Subject {
         self.answers()?;
         let answer = again.elapsed();
         let said = streamer.as_ref().map_or_else(|| self.criu.log("restore"), Streamer::said);
-        let contents = Contents::of_rewake(&said).with_context(|| format!("nothing of contents: {said}"))?;
+        let contents =
+            Contents::of_rewake(&said).with_context(|| format!("no line about contents: {said}"))?;
         let behind = streamer.map(|_| self.behind()).transpose()?;
         self.ends()?;
         Ok(Sample { way, alive, answered, resident, answer, contents, behind })
     }
 
-    /// One answer, which is right.
+    /// Requests one answer, which must be right.
     fn answers(&self) -> anyhow::Result<()> {
         let found = client::generate(self.app.socket(), &PROMPT, TOKENS)?;
         ensure!(found == self.answer, "the restored process answers {found:?}, expected {:?}", self.answer);
         Ok(())
     }
 
-    /// Takes the timeline away, so that the next one's is its own.
+    /// Removes the timeline, so that the next restore writes its own.
     fn behind(&self) -> anyhow::Result<Behind> {
         let path = self.criu.images().join("rewake-timeline.json");
         let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
@@ -161,7 +162,7 @@ impl Subject {
         let timeline: serde_json::Value = serde_json::from_str(&text).context("the timeline")?;
         let memory = timeline["memory"].as_array().context("the timeline has no memory")?;
         let last = memory.iter().filter_map(|of| of["resident_us"].as_u64()).max();
-        let last = last.context("the memory was never there")? as f64 / 1e6;
+        let last = last.context("the memory was never resident")? as f64 / 1e6;
         let runs =
             timeline["processes"][0]["runs_us"].as_u64().context("the process never ran")? as f64 / 1e6;
         let processes = timeline["processes"].as_array().into_iter().flatten();
@@ -170,7 +171,7 @@ impl Subject {
         Ok(Behind { runs, last, gates: [first, all].map(|at| at as f64 / 1e6) })
     }
 
-    /// Looks at its own memory, every byte, and ends it.
+    /// Checks its own memory, every byte, and ends it.
     fn ends(&self) -> anyhow::Result<()> {
         if self.own {
             client::ask(self.app.socket(), "own")?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as two Markdown tables: when what is there, and how fast the GPU's memory comes.
+//! The figures of a run as two Markdown tables: times of the restore, and the rate of GPU memory.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -8,7 +8,8 @@ use super::Run;
 use super::round::{Behind, Sample, Way};
 use crate::report::{Spread, number, spread};
 
-/// Of the slower of disk and copies, from the hand-over to the last byte, where nothing else is on the disk.
+/// Required share of the slower of disk and copies, from the handoff to the last byte, where nothing else
+/// uses the disk.
 const WANTED_SHARE: f64 = 0.95;
 
 impl Way {
@@ -41,7 +42,7 @@ fn heading(run: &Run) -> String {
 }
 
 fn times(samples: &[Sample]) -> String {
-    let mut text = "| seconds since the start of `criu restore` | it runs | the first answer is right | all is there | an answer takes then |\n\
+    let mut text = "| seconds since the start of `criu restore` | it runs | the first answer is right | all is resident | an answer takes then |\n\
                     |---|---|---|---|---|\n"
         .to_owned();
     for way in Way::ALL {
@@ -57,11 +58,11 @@ fn times(samples: &[Sample]) -> String {
 
 fn rates(run: &Run) -> String {
     let least = run.limits.least().restore;
-    let mut text = "| GPU memory | MB/s, by whoever loads it | of the slower of disk and copies | since the hand-over, MB/s \
-                    | of the slower | wanted | met | of that time before it runs, s | first process's GPU goes on, s | last one's |\n|---|---|---|---|---|---|---|---|---|---|\n"
+    let mut text = "| GPU memory | MB/s, by the log | of the slower of disk and copies | since the handoff, MB/s \
+                    | of the slower | wanted | met | of that time before it runs, s | first process's queues resumed, s | last one's |\n|---|---|---|---|---|---|---|---|---|---|\n"
         .to_owned();
     for way in Way::ALL {
-        let told = figures(&run.samples, way, |sample| Some(sample.contents.rate()));
+        let rates = figures(&run.samples, way, |sample| Some(sample.contents.rate()));
         let whole = figures(&run.samples, way, since_handover);
         let share = |figure: Option<Spread>| figure.map(|figure| figure.of_whole(least));
         let (wanted, met) = match (way, share(whole)) {
@@ -69,7 +70,7 @@ fn rates(run: &Run) -> String {
             (Way::Gpu, _) => (number(WANTED_SHARE), "**MISSED**"),
             _ => (String::new(), ""),
         };
-        let cells = [told, share(told), whole, share(whole)].map(spread).join(" | ");
+        let cells = [rates, share(rates), whole, share(whole)].map(spread).join(" | ");
         let of = |time: fn(&Behind) -> f64| {
             spread(figures(&run.samples, way, |sample| sample.behind.as_ref().map(time)))
         };
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_has_its_own_times_and_rates() {
+    fn each_kind_of_restore_has_times_and_rates_of_its_own() {
         let text = text(&run(2.6));
         let behind = "| GPU memory in the background | 0.500 (0.500 .. 0.500) | 5.00 (5.00 .. 5.00) | 4.00 (4.00 .. 4.00) \
                       | 0.750 (0.750 .. 0.750) |";
@@ -144,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missed_is_marked() {
+    fn a_missed_figure_is_marked() {
         assert_eq!(text(&run(2.7)).matches("MISSED").count(), 1);
     }
 }

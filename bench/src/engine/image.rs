@@ -20,18 +20,18 @@ use super::view::View;
 /// The process's number in the image.
 pub(super) const ID: u32 = 1;
 pub(super) const GPU: u32 = 7;
-/// Of a render node that is not opened.
+/// N of a render node that is not opened.
 pub(super) const MINOR: u32 = 128;
 /// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM`
 pub(super) const VRAM: u32 = 1;
-/// Bytes that come before the buffers' in a pages file: their length.
+/// The header before the buffers' bytes in a pages file: their length.
 pub(super) const HEADER: u64 = 8;
-/// What is generated, and compared, at a time.
+/// Bytes that are generated, and compared, at a time.
 pub(super) const PIECE: usize = 2 << 20;
 const KIB: u64 = 1 << 10;
 pub(super) const MIB: u64 = 1 << 20;
 
-/// An image directory, and memory for what is in it.
+/// An image directory, and memory for its buffers.
 pub(super) struct Image {
     directory: PathBuf,
     kfd: KfdImage,
@@ -40,8 +40,8 @@ pub(super) struct Image {
     device: Arc<MemoryDevice>,
 }
 
-/// Sizes of buffers, as inference servers have them: 256 pages, 32 of 64 KiB, 8 of 2 MiB and some bytes that end in no
-/// chunk's border, and large ones for all the rest.
+/// Sizes of buffers, as inference servers have them: 256 pages, 32 of 64 KiB, 8 of 2 MiB and some bytes that
+/// end inside a chunk, and large ones for the rest.
 fn sizes(mib: u64) -> Vec<u64> {
     let groups = [(256, 4 * KIB), (32, 64 * KIB), (8, 2 * MIB + 4 * KIB)];
     let mut sizes: Vec<u64> = groups.iter().flat_map(|(count, size)| vec![*size; *count]).collect();
@@ -74,7 +74,8 @@ impl Words {
 }
 
 impl Image {
-    /// Writes one, of the GPU of a render node that is not opened, to a directory that is there and empty. All of it is on the disk then.
+    /// Writes an image, of the GPU of a render node that is not opened, to an empty directory. All of it is
+    /// on the disk then.
     pub(super) fn make(directory: &Path, mib: u64, minor: u32) -> anyhow::Result<Self> {
         let mut address = 0x7000_0000_0000;
         let buffer = |size: u64| {
@@ -96,10 +97,10 @@ impl Image {
         Self::open(directory, minor)
     }
 
-    /// As the streamer reads it; with memory that is all there.
+    /// The image as the streamer reads it, with memory that is resident.
     fn open(directory: &Path, minor: u32) -> anyhow::Result<Self> {
         let kfd =
-            ImageDir::open(directory)?.kfd(ID)?.context("the image that was just written is not there")?;
+            ImageDir::open(directory)?.kfd(ID)?.context("the image that was just written is missing")?;
         let folder = File::open(directory).context("open the image directory")?;
         let file = GpuPagesFile::open(folder.as_fd(), ID, &kfd, GPU, minor)?;
         let memfds: Vec<OwnedFd> =
@@ -109,17 +110,17 @@ impl Image {
         Ok(Self { directory: directory.to_owned(), kfd, files: vec![file], memfds, device })
     }
 
-    /// What is to be loaded, and what into.
+    /// The files to load, and the memory for them.
     pub(super) fn to_load(&self) -> ([ProcessBuffers<'_>; 1], &Arc<MemoryDevice>) {
         ([ProcessBuffers { files: &self.files, dmabufs: &self.memfds }], &self.device)
     }
 
-    /// The file that all of the buffers' bytes are in.
+    /// The file that has all buffers' bytes.
     pub(super) fn pages(&self) -> PathBuf {
         self.directory.join(pages_name(ID, GPU))
     }
 
-    /// Of all buffers.
+    /// The bytes of all buffers.
     pub(super) fn bytes(&self) -> u64 {
         self.kfd.buffers.iter().map(|buffer| buffer.size).sum()
     }
@@ -142,13 +143,13 @@ impl Image {
         self.kfd.buffers.iter().zip(&self.memfds).map(view).collect()
     }
 
-    /// Overwrites all memory with what the image has nowhere.
+    /// Overwrites all memory with bytes that the image does not have.
     pub(super) fn poison(&self) -> anyhow::Result<()> {
         self.views()?.iter_mut().for_each(|(_, view)| view.bytes_mut().fill(0));
         Ok(())
     }
 
-    /// Compares all memory with what was written to the image.
+    /// Compares all memory with the bytes of the image.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let (mut words, mut right) = (Words::new(), vec![0; PIECE]);
         for (offset, view) in self.views()? {
@@ -156,7 +157,7 @@ impl Image {
                 let right = &mut right[..piece.len()];
                 words.fill(right);
                 let at = offset + (index * PIECE) as u64;
-                ensure!(piece == right, "what was loaded is not what is in the image from {at:#x} on");
+                ensure!(piece == right, "the loaded bytes differ from the image from {at:#x} on");
             }
         }
         Ok(())
@@ -180,11 +181,11 @@ fn write_pages(path: &Path, kfd: &KfdImage) -> anyhow::Result<()> {
     file.into_inner().context("write the last bytes")?.sync_all().context("sync")
 }
 
-/// A memfd of so many bytes, all in memory.
+/// A memfd of so many bytes, all resident.
 pub(super) fn memory(bytes: u64) -> anyhow::Result<OwnedFd> {
     let memfd = memfd_create(c"bench memory", MFdFlags::MFD_CLOEXEC).context("memfd_create")?;
     fallocate(&memfd, FallocateFlags::empty(), 0, bytes.cast_signed())
-        .context("get memory: is there enough?")?;
+        .context("get memory: does the machine have enough?")?;
     Ok(memfd)
 }
 
@@ -198,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_image_is_what_the_engine_takes_and_a_wrong_word_is_seen() {
+    fn the_engine_loads_the_image_and_a_wrong_word_is_found() {
         let directory = tempfile::tempdir().unwrap();
         let image = Image::make(directory.path(), 24, MINOR).unwrap();
         assert_eq!(image.bytes(), 24 * MIB);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine that loads GPUs' memory (`crates/bo-contents`), on this machine and without a GPU: from an image of real files into
-//! memory that stands in for one. Beside it, in turns: memcpy where the image is in the page cache, `fio` where it is not.
+//! The engine that loads GPU memory (`crates/bo-contents`), on this machine and without a GPU: from an image
+//! of real files into ordinary memory in a GPU's place. Compared, alternately, with memcpy where the image is
+//! in the page cache, and with `fio` where it is not.
 //!
-//! * [`image`]: the files and the memory, through [`view`]s. [`pass`]: one pass over all of it. [`table`]: the figures, and what is wanted of them.
+//! * [`image`]: the files and the memory, through [`view`]s. [`pass`]: one pass over all of it. [`table`]:
+//!   the figures, and their required values.
 //! * [`replicas`]: GPUs that have the same bytes.
-//! * [`far`]: what is at the far end of a large image, and wanted first.
+//! * [`far`]: a demand load of a large image's last buffer.
 
 mod far;
 mod image;
@@ -64,7 +66,7 @@ struct Cold {
     engine: Pass,
 }
 
-/// All of one run.
+/// All results of one run.
 #[derive(Debug)]
 struct Comparison {
     mib: u64,
@@ -94,7 +96,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// As behind processes, where no memory of CPUs comes beside it.
+/// The I/O budget of a background load without CPU memory.
 fn pace() -> anyhow::Result<Arc<IoBudget>> {
     Ok(Arc::new(IoBudget::new(Vec::new())?))
 }
@@ -105,7 +107,7 @@ fn compare(options: &Options, work: &Path) -> anyhow::Result<Comparison> {
     let pages = [image.pages()];
     let (mut warm, mut cold) = (Vec::new(), Vec::new());
     load_files(&pages)?;
-    // The host finds pages for memory that was never touched: once, and before anything is measured.
+    // The host allocates pages at the first access: once, before anything is measured.
     pass::engine(&image)?;
     for round in 0..options.rounds {
         check_interrupted()?;
@@ -121,7 +123,7 @@ fn compare(options: &Options, work: &Path) -> anyhow::Result<Comparison> {
     Ok(Comparison { mib: options.mib, buffers: image.buffers(), warm, cold })
 }
 
-/// Who comes first changes from round to round.
+/// The order changes from round to round.
 fn warm_round(image: &Image, round: u64) -> anyhow::Result<Warm> {
     load_files(&[image.pages()])?;
     let (first, memcpy) = if round.is_multiple_of(2) {

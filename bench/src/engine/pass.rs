@@ -16,18 +16,18 @@ use super::pace;
 use super::view::View;
 use crate::processes::high_water_mark;
 
-/// What one pass took.
+/// The cost of one pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Pass {
     pub(super) gb_per_s: f64,
-    /// Of all of the bench's threads, user and system.
+    /// CPU time of all of the bench's threads, user and system.
     pub(super) cpu_s_per_gb: f64,
-    /// Resident memory at its largest, above what there was before: bytes.
+    /// Peak of resident memory, above the value before: bytes.
     pub(super) memory: u64,
 }
 
-/// The engine as it works behind processes, where no memory of CPUs comes beside it, from its opening to its end. Every byte that it loaded is
-/// compared.
+/// The engine as in a background load without CPU memory, from its opening to its end. Every byte that it
+/// loaded is compared.
 pub(super) fn engine(image: &Image) -> anyhow::Result<Pass> {
     image.poison()?;
     let (processes, device) = image.to_load();
@@ -36,14 +36,14 @@ pub(super) fn engine(image: &Image) -> anyhow::Result<Pass> {
         let loading = BackgroundLoad::into_memory(&processes, device, Some(pace()?))?;
         loading
             .run(|of| whole += usize::from(matches!(of, LoadEvent::Buffer { .. })))?
-            .context("there is nothing to load")
+            .context("the image has nothing to load")
     })?;
-    ensure!(whole == image.buffers(), "the engine told of {whole} of {} buffers", image.buffers());
+    ensure!(whole == image.buffers(), "the engine reported {whole} of {} buffers", image.buffers());
     image.check()?;
     Ok(pass)
 }
 
-/// One memcpy for each buffer, out of a mapping of the file; both sides were mapped and in memory before.
+/// One memcpy for each buffer, out of a mapping of the file; both sides were mapped and resident before.
 pub(super) fn memcpy(image: &Image) -> anyhow::Result<Pass> {
     let file = File::open(image.pages()).context("open the pages file")?;
     let length = usize::try_from(file.metadata()?.len())?;
@@ -60,7 +60,7 @@ pub(super) fn memcpy(image: &Image) -> anyhow::Result<Pass> {
     })
 }
 
-/// One `pread` for each buffer, into memory that was mapped and there before.
+/// One `pread` for each buffer, into memory that was mapped and resident before.
 pub(super) fn pread(image: &Image) -> anyhow::Result<Pass> {
     let file = File::open(image.pages()).context("open the pages file")?;
     let mut views = image.views()?;
@@ -68,7 +68,7 @@ pub(super) fn pread(image: &Image) -> anyhow::Result<Pass> {
 }
 
 fn measured<T>(bytes: u64, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<Pass> {
-    // The high-water mark is what is resident now.
+    // The high-water mark is now the resident memory.
     std::fs::write("/proc/self/clear_refs", "5").context("reset the high-water mark")?;
     let resident = || high_water_mark(Pid::this()).context("VmHWM");
     let (before, cpu, start) = (resident()?, cpu_seconds()?, Instant::now());
@@ -96,8 +96,8 @@ mod tests {
     fn a_pass_has_a_rate_the_cpu_time_of_all_threads_and_the_memory_that_it_had_for_a_while() {
         let bytes = 256 << 20;
         let pass = measured(1_000_000_000, || {
-            // The thread's own time: other tests use the process's meanwhile. Some more than is asked for below: the
-            // kernel rounds.
+            // The thread's own time: other tests use the process's meanwhile. Slightly more than the test
+            // needs: the kernel rounds.
             let used = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap());
             let spin = |time: Duration| {
                 let start = used();
@@ -110,7 +110,7 @@ mod tests {
         .unwrap();
         assert!(pass.gb_per_s > 0.1 && pass.gb_per_s < 5.1, "{pass:?}");
         assert!(pass.cpu_s_per_gb >= 0.2, "{pass:?}");
-        // Other tests get and free some meanwhile.
+        // Other tests allocate and free some meanwhile.
         assert!(pass.memory >= bytes as u64 / 2, "{pass:?}");
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Replicas of a model, a process and a GPU each, that have the same bytes: loaded from the disk with all files read, and with those of one.
+//! Replicas of a model, a process and a GPU each, with the same bytes: loaded from the disk with all files
+//! read, and with one file read.
 
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
@@ -16,13 +17,13 @@ use crate::processes::check_interrupted;
 use crate::report::{Spread, spread};
 
 const COUNT: u32 = 4;
-/// Times shorter, by the median: what is copied is not less.
+/// Required speed-up, by the median: the bytes to copy stay the same.
 const WANTED: f64 = 0.75 * COUNT as f64;
 
 /// Sets of buffers with the same bytes.
 type Sets = Vec<Vec<(usize, usize)>>;
 
-/// All of them, with `mib` together; the figures as a Markdown table.
+/// Measures all replicas, with `mib` together; the figures as a Markdown table.
 pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<String> {
     let each = mib / u64::from(COUNT);
     eprintln!("{COUNT} replicas of {each} MiB");
@@ -55,7 +56,7 @@ pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<String> 
     Ok(table(each, [each_read, once, Spread::of(shorter)], looked))
 }
 
-/// Those of the buffers that are long enough to be compared, and how long it took to find them.
+/// Sets of duplicates among buffers that are long enough to compare, and how long the search took.
 fn sets(images: &mut [Image]) -> anyhow::Result<(Sets, Duration)> {
     let files: Vec<_> = images.iter_mut().map(|image| std::mem::take(&mut image.files)).collect();
     let start = Instant::now();
@@ -73,7 +74,7 @@ fn load(images: &[Image], device: &Arc<MemoryDevice>, sets: Sets) -> anyhow::Res
         images.iter().map(|image| ProcessBuffers { files: &image.files, dmabufs: &image.memfds }).collect();
     let start = Instant::now();
     let loading = BackgroundLoad::into_memory(&processes, device, Some(pace()?))?.duplicates(sets);
-    loading.run(|_| ())?.context("there is nothing to load")?;
+    loading.run(|_| ())?.context("the image has nothing to load")?;
     let took = start.elapsed();
     images.iter().try_for_each(Image::check)?;
     Ok(took)

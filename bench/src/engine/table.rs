@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as a Markdown table, each with what is wanted of it. What misses it is marked.
+//! The figures of a run as a Markdown table, each with its required value. A figure that misses it is marked.
 
 use std::fmt::Write as _;
 
@@ -7,16 +7,16 @@ use super::pass::Pass;
 use super::{Cold, Comparison, Warm};
 use crate::report::{Spread, number, spread};
 
-/// Of memcpy, and of fio.
+/// Required share of memcpy, and of fio.
 const WANTED_SHARE: f64 = 0.9;
 /// 16 MiB of staging memory, and as much again for everything else.
 const WANTED_MIB: f64 = 32.0;
 const MIB: f64 = (1 << 20) as f64;
 
-/// One figure: its name, its values, and whether it is what is wanted.
+/// One figure: its name, its values, and whether they meet the requirement.
 struct Row(&'static str, Vec<f64>, Wanted);
 
-/// By the median.
+/// The required value of a figure's median.
 enum Wanted {
     AtLeast(f64),
     AtMost(f64),
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_of_one_round_and_what_misses_the_mark_is_marked() {
+    fn shares_are_of_one_round_and_a_missed_figure_is_marked() {
         let pass = |gb_per_s| Pass { gb_per_s, cpu_s_per_gb: 0.5, memory: 40 << 20 };
         let warm = |memcpy, engine| Warm { memcpy: pass(memcpy), pread: pass(1.0), engine: pass(engine) };
         let cold = vec![Cold { fio_gb_per_s: 2.0, engine: pass(1.9) }];

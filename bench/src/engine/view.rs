@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mappings of files that the bench alone reads and writes, all pages there from the start.
+//! Mappings of files that the bench alone reads and writes, all pages resident from the start.
 
 use std::num::NonZeroUsize;
 use std::os::fd::BorrowedFd;
@@ -16,7 +16,7 @@ pub(super) struct View {
 }
 
 impl View {
-    /// Nobody else writes the file while the view lives, and it gets no shorter: the bench sees to both.
+    /// No other process writes the file while the view lives, and it gets no shorter: the bench ensures both.
     pub(super) fn writable(file: BorrowedFd<'_>, length: usize) -> anyhow::Result<Self> {
         Self::new(file, length, true)
     }
@@ -37,14 +37,14 @@ impl View {
     }
 
     pub(super) fn bytes(&self) -> &[u8] {
-        // SAFETY: mapped until the view is dropped; the constructor's rule keeps others from writing meanwhile.
+        // SAFETY: mapped until the view is dropped; the constructor's rule excludes writers meanwhile.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.length) }
     }
 
     /// # Panics
-    /// The view is to be read only.
+    /// The view is read-only.
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-        assert!(self.writable, "the view is to be read only");
+        assert!(self.writable, "the view is read-only");
         // SAFETY: as above, and mapped writable.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }

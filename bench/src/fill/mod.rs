@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The machine's limit for filling memory: UFFDIO_COPY from a buffer that is in the CPU's cache into another
-//! process. No server that fills through userfaultfd with as many threads can be faster.
+//! The machine's limit for filling memory: UFFDIO_COPY from a buffer in the CPU's cache into another process.
+//! A server that fills through userfaultfd with as many threads cannot be faster.
 
 mod target;
 
@@ -20,7 +20,7 @@ pub(crate) use target::{TargetOptions, run_target};
 
 /// Bytes of one UFFDIO_COPY: small enough to stay in the second-level cache, large enough to amortise the call.
 const PIECE: u64 = 256 << 10;
-/// More would only take longer.
+/// A larger size only takes longer.
 const MAX_MIB: u64 = 1024;
 const TARGET_EXIT: Duration = Duration::from_secs(10);
 
@@ -79,7 +79,7 @@ fn receive(socket: &UnixStream) -> anyhow::Result<(u64, Uffd)> {
         _ => None,
     });
     let descriptor = descriptor.context("the fill target closed its socket without sending one")?;
-    // SAFETY: the kernel made this descriptor for this message; nobody else knows it.
+    // SAFETY: the kernel made this descriptor for this message; nothing else owns it.
     let uffd = Uffd::adopt(unsafe { OwnedFd::from_raw_fd(descriptor) })?;
     Ok((u64::from_ne_bytes(address), uffd))
 }

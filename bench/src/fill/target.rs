@@ -19,7 +19,7 @@ pub(crate) struct TargetOptions {
 }
 
 /// Maps the memory, sends its address (native-endian u64) and userfaultfd over the socket that is standard
-/// input, and waits until the other end closes.
+/// input, and waits until the bench closes it.
 pub(crate) fn run_target(options: &TargetOptions) -> anyhow::Result<()> {
     let bytes = options.size_mib << 20;
     let length = usize::try_from(bytes).ok().and_then(NonZeroUsize::new).context("no memory asked for")?;

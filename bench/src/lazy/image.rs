@@ -18,8 +18,8 @@ pub(crate) struct Image {
     report: PathBuf,
 }
 
-/// Bound of any act that moves the whole memory once. Generous because stock's cost of a fault grows with the number
-/// of ranges that earlier faults have cut: its time grows faster than the size.
+/// Time limit of an operation that moves the whole memory once. Generous, because stock's cost of a fault
+/// grows with the number of ranges that earlier faults have split: its time grows faster than the size.
 fn time_limit(size_mib: u64) -> Duration {
     Duration::from_secs(120 + size_mib / 4)
 }
@@ -33,7 +33,7 @@ impl Image {
         Ok(Self { dumped, size_mib, report })
     }
 
-    /// What CRIU made of it.
+    /// The image that CRIU wrote.
     pub(crate) fn dumped(&self) -> &criu::Image {
         &self.dumped
     }
@@ -72,7 +72,10 @@ fn start_toucher(base: &Path, report: &Path, size_mib: u64, pause_us: u64) -> an
     while !ready.exists() {
         check_interrupted()?;
         if let Ok(exit) = toucher.wait(Duration::from_millis(5)) {
-            bail!("the process to dump ended early ({}): is there memory for {size_mib} MiB?", exit.status);
+            bail!(
+                "the process to dump ended early ({}): does the machine have memory for {size_mib} MiB?",
+                exit.status
+            );
         }
         if Instant::now() > deadline {
             bail!("the process to dump was not ready within {:?}", time_limit(size_mib));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One comparison: dump a process once, restore it in turn through each server, collect what both sides saw.
+//! One comparison: dumps a process once, restores it alternately through each server, collects the figures of
+//! both sides.
 
 mod image;
 mod round;
@@ -30,7 +31,7 @@ pub(crate) struct Options {
     /// Memory of the restored process in MiB
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     size_mib: u64,
-    /// Microseconds that the process sleeps between two touches. Without a pause, stock CRIU hardly loads in the
+    /// Microseconds that the process sleeps between two accesses. Without a pause, stock CRIU hardly loads in the
     /// background.
     #[arg(long, default_value_t = 0)]
     pause_us: u64,
@@ -54,7 +55,7 @@ pub(crate) struct Options {
     keep: bool,
 }
 
-/// Who serves a round.
+/// Which server serves a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Server {
@@ -95,7 +96,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
 fn measure(options: &Options, directory: &Path) -> anyhow::Result<Comparison> {
     let programs = Programs::find(options)?;
     let setting = Setting::of_this_machine(programs.versions()?, options.size_mib);
-    // A restored process is handed to the nearest such ancestor: this one then sees its end.
+    // An orphaned process becomes a child of the nearest such ancestor: this one can then wait for it.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     eprintln!("filling and dumping {} MiB", options.size_mib);
     let image = Image::dump(&programs.criu, directory, options.size_mib, options.pause_us)?;
@@ -118,7 +119,7 @@ fn measure(options: &Options, directory: &Path) -> anyhow::Result<Comparison> {
     Ok(Comparison { setting, cold: options.cold, limits, samples })
 }
 
-/// What the machine can do, on the same memory, disk and file, in the same run.
+/// The machine's limits, on the same memory, disk and file, in the same run.
 fn limits(options: &Options, image: &Image, directory: &Path) -> anyhow::Result<Limits> {
     eprintln!("measuring the machine's limits");
     let fill_gb_per_s = [fill::measure(options.size_mib, 1)?, fill::measure(options.size_mib, 2)?];
@@ -147,7 +148,7 @@ impl Programs {
         Ok(Self { criu: absolute(&options.criu)?, rewake })
     }
 
-    /// In the order of a round.
+    /// The servers, in the order of a round.
     fn servers(&self) -> impl Iterator<Item = (Server, &Path)> {
         let rewake = self.rewake.iter().map(|path| (Server::Rewake, path.as_path()));
         std::iter::once((Server::Stock, self.criu.as_path())).chain(rewake)

@@ -14,7 +14,7 @@ use crate::criu::server_log;
 use crate::processes::{PeakMemory, Process, Sampler};
 use crate::touch;
 
-/// What one restore took. Times in seconds; GB is 10^9 bytes of the touched memory.
+/// The figures of one restore. Times in seconds; GB is 10^9 bytes of the touched memory.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Sample {
     pub(crate) server: Server,
@@ -27,13 +27,13 @@ pub(crate) struct Sample {
     pub(crate) rate_from_start: f64,
     /// Rate from the restore's return to the daemon's end; none if the daemon ended first.
     pub(crate) rate_from_return: Option<f64>,
-    /// User and system seconds of the daemon and the processes that it waited for, per GB.
+    /// User and system seconds of the daemon and the processes that it reaped, per GB.
     pub(crate) cpu_s_per_gb: f64,
     pub(crate) memory: PeakMemory,
     pub(crate) touched: touch::Report,
 }
 
-/// Restores the image through `program lazy-pages`, the process touching its memory meanwhile.
+/// Restores the image through `program lazy-pages`, while the process accesses its memory.
 pub(crate) fn run(
     image: &Image,
     criu: &Path,
@@ -69,7 +69,7 @@ pub(crate) fn run(
     })
 }
 
-/// Stops the touching and reads what the process found.
+/// Stops the accesses and reads the process's report.
 fn stop(target: &mut Process, image: &Image) -> anyhow::Result<touch::Report> {
     target.signal(Signal::SIGUSR2)?;
     let exit = target.wait(image.dumped().limit)?;

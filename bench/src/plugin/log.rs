@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What logs tell about the memory of buffers: this project's plugin counts, in CRIU's, and its streamer in its own; the stock plugin only says when.
+//! What logs report of BO contents. This project's plugin counts them in CRIU's log, and its streamer in its
+//! own; the stock plugin logs times only.
 
-/// What a plugin moved between files and buffers, in one go.
+/// Bytes that a plugin moved between files and BOs in one operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Contents {
     pub(crate) bytes: u64,
@@ -12,7 +13,7 @@ pub(crate) struct Contents {
 }
 
 impl Contents {
-    /// The line of this project's plugin, or of the streamer; all of them together, if several processes were dumped.
+    /// The line of this project's plugin, or of the streamer; their sum, if several processes were dumped.
     pub(crate) fn of_rewake(log: &str) -> Option<Self> {
         log.lines().filter_map(Self::of_line).reduce(|all, one| Self {
             bytes: all.bytes + one.bytes,
@@ -25,15 +26,15 @@ impl Contents {
 
     /// `... contents saved: 9 bytes, 0 of them zero, 1 submissions for 1 buffers, 0.100 s, 0.1 MiB/s`
     fn of_line(line: &str) -> Option<Self> {
-        let (_, told) = line.split_once(" contents ")?;
-        let (_, numbers) = told.split_once(": ")?;
+        let (_, rest) = line.split_once(" contents ")?;
+        let (_, numbers) = rest.split_once(": ")?;
         let whole: Vec<u64> = numbers.split(' ').filter_map(|word| word.parse().ok()).collect();
         let [bytes, zero, submissions, buffers] = whole[..] else { return None };
         let seconds = numbers.split(", ").find_map(|part| part.strip_suffix(" s")?.parse().ok())?;
         Some(Self { bytes, zero, submissions, buffers, seconds })
     }
 
-    /// Millions of bytes a second of what is not zero: that goes all the way.
+    /// Millions of bytes a second that are not zero: these pass through disk and copies.
     pub(crate) fn rate(&self) -> f64 {
         (self.bytes - self.zero) as f64 / self.seconds / 1e6
     }

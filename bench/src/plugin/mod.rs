@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One process on GPUs, dumped and restored in turn by CRIU with its own plugin and with this project's, on a disk and
-//! with copy engines of known speed. `cargo xtask bench plugin` makes machines where both are so slow that they decide,
-//! and not the processor.
+//! One process on GPUs, dumped and restored alternately by CRIU with its own plugin and with this project's.
+//! Disk and copy engines have known rates. `cargo xtask bench plugin` makes machines where both are so slow
+//! that they are the limit, and not the processor.
 //!
-//! * [`round`]: a dump and a restore. [`log`]: what CRIU's log tells of them.
-//! * [`table`]: the figures, and what is wanted of them.
+//! * [`round`]: a dump and a restore. [`log`]: figures from their logs.
+//! * [`table`]: the figures, and their required values.
 
 pub(crate) mod log;
 mod round;
@@ -20,12 +20,12 @@ use crate::limits::{self, Limits, MadeFor};
 use crate::processes::catch_interrupts;
 use round::{Sample, Subject};
 
-/// Buffers that weights are in: two for each of two GPUs.
+/// Buffers of weights: two for each of two GPUs.
 const LAYERS: u64 = 4;
-/// KiB of a layer of a process whose memory is no load.
+/// KiB of a layer of a process with almost no memory.
 const TINY_KIB: u64 = 4;
 
-/// Arguments of `rewake-bench plugin`. Of an option that is given twice the second counts.
+/// Arguments of `rewake-bench plugin`. The last value of a repeated option counts.
 #[derive(Debug, clap::Args)]
 #[command(args_override_self = true)]
 pub(crate) struct Options {
@@ -46,19 +46,19 @@ pub(crate) struct Options {
     dir: PathBuf,
 }
 
-/// All of one run.
+/// All results of one run.
 #[derive(Debug)]
 struct Comparison {
     mib: u64,
     gpus: usize,
     rounds: u64,
-    /// What the machine was made for, in millions of bytes a second.
+    /// The machine's promised rates, in millions of bytes a second.
     made_for: MadeFor,
     limits: Limits,
-    /// Of a process without a load, one of each plugin.
+    /// Samples of a process with tiny weights, one of each plugin.
     tiny: Vec<Sample>,
     samples: Vec<Sample>,
-    /// Of a process with small buffers.
+    /// A sample of a process with small buffers.
     small: Option<Sample>,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         "rewake-bench plugin dumps processes with CRIU: run it as root"
     );
     catch_interrupts()?;
-    // A restored process is handed to the nearest such ancestor: this one then sees its end.
+    // An orphaned process becomes a child of the nearest such ancestor: this one can then wait for it.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     let comparison = measure(options)?;
     print!("{}", table::text(&comparison));
@@ -110,13 +110,13 @@ fn measure(options: &Options) -> anyhow::Result<Comparison> {
     })
 }
 
-/// A process of this shape, dumped and restored with the plugins in turn.
+/// A process of this shape, dumped and restored with the plugins alternately.
 fn rounds(shape: &Shape, options: &Options, count: u64, plugins: &[Plugin]) -> anyhow::Result<Vec<Sample>> {
     let mut subject = Subject::start(shape, &options.dir)?;
     let mut samples = Vec::new();
     for round in 1..=count {
         for plugin in plugins {
-            let sample = subject.there_and_back(*plugin);
+            let sample = subject.dump_and_restore(*plugin);
             samples.push(sample.with_context(|| format!("round {round} with {plugin:?}"))?);
         }
     }

@@ -19,13 +19,13 @@ use super::log::{Contents, between};
 use crate::cache::{drop_files, files};
 use crate::processes::{Exit, Process, high_water_mark};
 
-/// What is asked before a dump and after each restore; one token goes through all weights.
+/// The request before a dump and after each restore; one token goes through all weights.
 const PROMPT: [u32; 2] = [3, 141];
 const TOKENS: usize = 1;
-/// What the stock plugin says when it begins and ends to move a GPU's memory.
+/// What the stock plugin logs when it begins and ends to move a GPU's memory.
 const STOCK_BEGINS: &str = "] started";
 const STOCK_ENDS: &str = "] done num_bos:";
-/// How often memory is looked at: growth in a process's last moment can be missed.
+/// The sampling interval of memory: growth in a process's last moment can be missed.
 const GLANCE: Duration = Duration::from_millis(50);
 /// For one dump or restore.
 const LIMIT: Duration = Duration::from_secs(180);
@@ -33,15 +33,15 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// A dump, or a restore.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Act {
-    /// From CRIU's start to its end, in seconds.
+    /// Time from CRIU's start to its end, in seconds.
     pub(crate) whole_s: f64,
-    /// From CRIU's start until everything is on the disk; of a dump.
+    /// Time from a dump's start until everything is on the disk.
     pub(crate) durable_s: f64,
-    /// Of this project's plugin.
+    /// The counts of this project's plugin.
     pub(crate) contents: Option<Contents>,
-    /// Of the stock plugin: how long it moved memory, in seconds.
+    /// How long the stock plugin moved memory, in seconds.
     pub(crate) phase_s: Option<f64>,
-    /// Largest resident memory of CRIU and, in a restore, of the task: bytes, the sum of both.
+    /// Peak of resident memory of CRIU and, in a restore, of the task: bytes, the sum of both.
     pub(crate) peak: u64,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct Sample {
     pub(crate) restore: Act,
 }
 
-/// The process, with what it answered first.
+/// The process, with its first answer.
 #[derive(Debug)]
 pub(crate) struct Subject {
     app: App,
@@ -78,7 +78,7 @@ impl Subject {
     }
 
     /// Dumps it and restores it. The image is not in the page cache when it is restored.
-    pub(crate) fn there_and_back(&mut self, plugin: Plugin) -> anyhow::Result<Sample> {
+    pub(crate) fn dump_and_restore(&mut self, plugin: Plugin) -> anyhow::Result<Sample> {
         let images = self.folder.join("images");
         let criu = Criu::with(plugin, Version::V4_2, &images)?;
         let pid = self.pid.to_string();
@@ -134,15 +134,15 @@ fn run(criu: &Criu, plugin: Plugin, arguments: &[&str]) -> anyhow::Result<Act> {
     Ok(Act { whole_s, durable_s, contents: Contents::of_rewake(&log), phase_s, peak })
 }
 
-/// Waits for the end of a process, and tells its largest resident memory in bytes. Not by `wait4`: that counts what this
-/// program had when it started the other one.
+/// Waits for the end of a process, and returns its peak resident memory in bytes. Not by `wait4`: that counts
+/// this program's memory before the exec.
 fn watched(process: &mut Process) -> anyhow::Result<(Exit, u64)> {
     let (pid, over) = (process.pid(), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let peak = scope.spawn(|| {
             let mut peak = 0;
             while !over.load(Ordering::Relaxed) {
-                // None when it is gone; the kernel never lowers it.
+                // None when it has ended; the kernel never lowers the peak.
                 peak = high_water_mark(pid).unwrap_or(peak);
                 std::thread::sleep(GLANCE);
             }
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn the_memory_of_a_process_is_its_own_alone() {
-        // Resident here, and of no account there.
+        // This memory is resident here, and must not count.
         let ballast = vec![1_u8; 200 << 20];
         let peak = |mib: u32| {
             // Its buffer is one block; the kernel ends it after a second.
@@ -173,7 +173,7 @@ mod tests {
             command.args(["-c", &script]).stderr(std::process::Stdio::null());
             watched(&mut Process::spawn(&mut command).unwrap()).unwrap().1 >> 20
         };
-        // The kernel's count lags by up to a MiB. A process that is looked at too seldom is seen small.
+        // The kernel's count lags by up to a MiB. Too long an interval would miss memory.
         let peaks = (0..TRIES).map(|_| (peak(8), peak(64)));
         let seen = |(small, large): &(u64, u64)| (4..50).contains(small) && (60..120).contains(large);
         let last = peaks.inspect(|peaks| eprintln!("{peaks:?} MiB")).find(seen);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as a Markdown table, each with what is wanted of it. What misses it is marked.
+//! The figures of a run as a Markdown table, each with its required value. A figure that misses it is marked.
 
 use std::fmt::Write as _;
 
@@ -9,15 +9,15 @@ use super::Comparison;
 use super::round::{Act, Sample};
 use crate::report::{Spread, number, spread};
 
-/// Of the slower of disk and copies.
+/// Required share of the slower of disk and copies.
 const WANTED_SHARE: f64 = 0.9;
-/// Above a process without a load.
+/// Memory above that of a process with tiny weights.
 const WANTED_MIB: f64 = 64.0;
 /// Submissions for each small buffer.
 const WANTED_SUBMISSIONS: f64 = 1.0 / 16.0;
 const MIB: f64 = (1 << 20) as f64;
 
-/// What a figure should be.
+/// The required value of a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Wanted {
     AtLeast(f64),
@@ -49,7 +49,7 @@ impl Row {
 }
 
 impl Wanted {
-    /// By the median. What was not measured is not met.
+    /// Compares the median. A figure without samples is not met.
     fn is_met(self, figure: Option<Spread>) -> bool {
         figure.is_some_and(|figure| match self {
             Self::AtLeast(value) => figure.median >= value,
@@ -146,7 +146,7 @@ fn rates(comparison: &Comparison, direction: Direction) -> [Row; 3] {
     ]
 }
 
-/// Bytes that are not zero: the same for both plugins, and only one of them tells.
+/// Bytes that are not zero: the same for both plugins, and only one of them logs them.
 fn bytes(comparison: &Comparison, act: fn(&Sample) -> Act) -> Option<f64> {
     let contents = comparison.samples.iter().find_map(|sample| act(sample).contents)?;
     Some((contents.bytes - contents.zero) as f64)
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_stand_beside_what_is_wanted_of_them() {
+    fn figures_are_shown_with_their_required_values() {
         let text = text(&comparison(1.05, 60));
         let row = "| dump: of the slower of disk and copies | 0.625 (0.625 .. 0.625) | 0.660 | 0.952 (0.952 .. 0.952) \
                    | at least 0.900 | yes |";
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missed_or_was_not_measured_is_marked() {
+    fn a_missed_or_unmeasured_figure_is_marked() {
         let slow = text(&comparison(1.2, 60));
         assert_eq!(slow.matches("MISSED").count(), 2, "{slow}");
         let large = text(&comparison(1.0, 75));
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_is_not_what_it_was_made_for_is_told() {
+    fn a_machine_without_its_promised_rates_is_reported() {
         let mut busy = comparison(1.0, 60);
         busy.limits.disk.dump = 94.0;
         let text = super::text(&busy);

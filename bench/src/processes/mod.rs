@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Processes that end with the bench, waits that end, CPU time and memory.
+//! Processes that end with the bench, waits with a limit, CPU time and memory.
 
 mod tree;
 
@@ -17,9 +17,9 @@ use nix::unistd::Pid;
 
 pub(crate) use tree::{PeakMemory, Sampler, descendants, high_water_mark, page_faults};
 
-/// Time in which a killed process must be gone.
+/// Time in which a killed process must have ended.
 const KILL_WAIT: Duration = Duration::from_secs(10);
-/// How long an interruption may go unnoticed.
+/// The longest time until an interruption is noticed.
 const SLICE: Duration = Duration::from_millis(200);
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
@@ -27,7 +27,7 @@ extern "C" fn on_interrupt(_: libc::c_int) {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// From here on SIGINT and SIGTERM make waits fail, so that whoever waits cleans up behind itself.
+/// From here on SIGINT and SIGTERM make waits fail, so that callers clean up.
 pub(crate) fn catch_interrupts() -> anyhow::Result<()> {
     let action = SigAction::new(SigHandler::Handler(on_interrupt), SaFlags::SA_RESTART, SigSet::empty());
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
@@ -38,7 +38,7 @@ pub(crate) fn catch_interrupts() -> anyhow::Result<()> {
 }
 
 /// # Errors
-/// SIGINT or SIGTERM came.
+/// Whether SIGINT or SIGTERM was received.
 pub(crate) fn check_interrupted() -> anyhow::Result<()> {
     if INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
@@ -60,7 +60,7 @@ pub(crate) struct Process {
 pub(crate) struct Exit {
     pub(crate) success: bool,
     pub(crate) status: ExitStatus,
-    /// User and system time of the process and of those descendants that it waited for, in seconds.
+    /// User and system time of the process and of those descendants that it reaped, in seconds.
     pub(crate) cpu_seconds: f64,
     /// When the wait returned.
     pub(crate) at: Instant,
@@ -82,7 +82,7 @@ impl Process {
             let error = std::io::Error::last_os_error();
             return Err(error).with_context(|| format!("pidfd_open of {name}, pid {pid}"));
         }
-        // SAFETY: a fresh descriptor that nobody else owns.
+        // SAFETY: a fresh descriptor that nothing else owns.
         let pidfd = unsafe { OwnedFd::from_raw_fd(RawFd::try_from(fd)?) };
         Ok(Self { name: name.to_owned(), pid, pidfd, reaped: false })
     }
@@ -163,8 +163,8 @@ impl Drop for Process {
         if self.reaped {
             return;
         }
-        // Descendants first read, then killed: their parents' death would hide them. Failures mean that they
-        // are gone, which is what is wanted.
+        // Reads the descendants first, then kills them: their parents' death would hide them. A failure means
+        // that a process has ended already.
         let descendants = tree::descendants(self.pid);
         for pid in descendants.iter().chain([&self.pid]) {
             let _ = kill(*pid, Signal::SIGKILL);

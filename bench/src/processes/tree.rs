@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use nix::unistd::Pid;
 
 const INTERVAL: Duration = Duration::from_millis(20);
-/// A tree deeper than this is none that the bench started.
+/// The bench starts no tree deeper than this.
 const MAX_PROCESSES: usize = 256;
 
 /// All live descendants of `root`, parents before children. Empty when the kernel lacks CONFIG_PROC_CHILDREN.
@@ -35,7 +35,7 @@ fn children(pid: Pid) -> Vec<Pid> {
 /// Peak resident memory of a tree of processes, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct PeakMemory {
-    /// Of the largest process.
+    /// The peak of the largest process.
     pub(crate) largest: u64,
     /// Sum of every process's own peak; memory that two processes share counts twice.
     pub(crate) sum: u64,
@@ -74,7 +74,7 @@ impl Sampler {
         Self { stop, thread: Some(thread) }
     }
 
-    /// Stops and says what was seen.
+    /// Stops and returns the peaks.
     pub(crate) fn finish(mut self) -> PeakMemory {
         self.stop.store(true, Ordering::Relaxed);
         let thread = self.thread.take().expect("taken only here, and finish consumes");
@@ -93,7 +93,7 @@ impl Drop for Sampler {
     }
 }
 
-/// Largest resident memory of a process so far, in bytes; none if it is gone.
+/// Largest resident memory of a process so far, in bytes; None if it has ended.
 pub(crate) fn high_water_mark(pid: Pid) -> Option<u64> {
     parse_high_water_mark(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
@@ -107,7 +107,7 @@ fn parse_high_water_mark(status: &str) -> Option<u64> {
 /// Page faults of all threads of a live process and its descendants so far, minor and major.
 ///
 /// # Errors
-/// A process is gone.
+/// A process has ended.
 pub(crate) fn page_faults(root: Pid) -> anyhow::Result<u64> {
     [vec![root], descendants(root)].concat().into_iter().map(page_faults_of).sum()
 }

@@ -20,7 +20,7 @@ const SLICE: Duration = Duration::from_millis(200);
 /// Where a program listens, and when its client gives up.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Client<'a> {
-    /// Of the program.
+    /// The socket of the program.
     pub(super) socket: &'a Path,
     pub(super) deadline: Instant,
     /// Set when the program has failed and will not answer.

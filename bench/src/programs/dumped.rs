@@ -17,7 +17,7 @@ use crate::processes::{Process, check_interrupted};
 /// The longest path of a unix socket, in bytes: its address has 108, with a zero at the end.
 const SOCKET_PATH: usize = 107;
 
-/// A question and the only answer that is right.
+/// A question and the only right answer.
 #[derive(Debug)]
 pub(super) struct Check {
     pub(super) question: Question,
@@ -44,9 +44,9 @@ impl Check {
 pub(super) struct Dumped {
     pub(super) image: Image,
     pub(super) socket: PathBuf,
-    /// Asked from the start of a restore on.
+    /// The request from the start of a restore on.
     pub(super) first: Check,
-    /// Asked when all memory is resident.
+    /// The request when all memory is resident.
     pub(super) whole: Check,
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Real programs, restored in turn from one image by CRIU alone, through `criu lazy-pages` and through
-//! `rewake lazy-pages`: when does the first right answer arrive?
+//! Real programs, restored alternately from one image by CRIU alone, through `criu lazy-pages` and through
+//! `rewake lazy-pages`. The figure is the time of the first right answer.
 //!
-//! * [`program`]: the three programs, what they run on and what they are asked. [`answer`]: the right answers.
-//! * [`dumped`]: a program from its start to its dump. [`client`]: the client that asks it.
+//! * [`program`]: the three programs, their runtimes and their requests. [`answer`]: the right answers.
+//! * [`dumped`]: a program from its start to its dump. [`client`]: the client that sends requests.
 //! * [`round`]: one restore. [`table`]: from samples to Markdown tables.
 
 mod answer;
@@ -52,7 +52,7 @@ pub(crate) struct Options {
     json: Option<PathBuf>,
 }
 
-/// All of one run; this, as JSON, is the machine-readable result.
+/// All results of one run; this, as JSON, is the machine-readable result.
 #[derive(Debug, Serialize)]
 struct Results {
     setting: Setting,
@@ -62,17 +62,17 @@ struct Results {
     samples: Vec<Sample>,
 }
 
-/// A program as it was dumped.
+/// A dumped program.
 #[derive(Debug, Serialize)]
 struct ProgramImage {
     program: Program,
-    /// Of what the program runs on.
+    /// Version of the program's runtime.
     version: String,
-    /// Of all `pages-*.img`.
+    /// The size of all `pages-*.img`.
     page_bytes: u64,
 }
 
-/// What dumps, restores and serves.
+/// The programs that dump, restore and serve.
 #[derive(Debug)]
 struct Tools {
     criu: PathBuf,
@@ -85,7 +85,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         bail!("rewake-bench programs dumps and restores processes with CRIU: run it as root");
     }
     catch_interrupts()?;
-    // A restored process becomes a child of the nearest such ancestor, which then sees its end.
+    // A restored process becomes a child of the nearest such ancestor, which can then wait for it.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let absolute = |path: &Path| path.canonicalize().with_context(|| path.display().to_string());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The programs: what each runs on, how it is started and what it is asked first.
+//! The programs: their runtimes, their commands and their first requests.
 
 use std::fmt;
 use std::path::Path;
@@ -68,10 +68,10 @@ impl Program {
         }
     }
 
-    /// What the program runs on, with its version.
+    /// The program's runtime, with its version.
     ///
     /// # Errors
-    /// It is not installed.
+    /// The runtime is not installed.
     pub(super) fn version(self) -> anyhow::Result<String> {
         let (name, arguments): (_, &[&str]) = match self {
             Self::Python => (
@@ -105,7 +105,7 @@ impl Program {
         Question { seed: FIRST_SEED, count }
     }
 
-    /// A question that reads all that the program filled.
+    /// A question that reads all of the program's memory.
     pub(super) fn whole_question(self, mib: u64) -> Question {
         Question { seed: WHOLE_SEED, count: self.units(mib) }
     }
@@ -127,8 +127,9 @@ impl Program {
             let compiled = Command::new("javac").arg(&path).output().context("start javac")?;
             let errors = String::from_utf8_lossy(&compiled.stderr);
             ensure!(compiled.status.success(), "javac {}: {}", path.display(), errors.trim());
-            // Twice the arrays, so that the heap has room while it grows. Without UsePerfData no file in /tmp is
-            // mapped: another JVM deletes that file when the program has been dumped, and no restore finds it.
+            // Twice the arrays, so that the heap has space while it grows. Without UsePerfData no file in
+            // /tmp is mapped: another JVM deletes that file when the program has been dumped, and no restore
+            // finds it.
             command.arg(format!("-Xmx{}m", 2 * mib + 64)).arg("-XX:-UsePerfData");
             command.arg("-cp").arg(directory).arg("HeapServer");
         } else {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One restore of a dumped program, with a client that asks from its start on.
+//! One restore of a dumped program, with a client that sends requests from its start on.
 
 use std::fmt;
 use std::path::Path;
@@ -16,7 +16,7 @@ use super::program::Program;
 use crate::criu::server_log;
 use crate::processes::{Exit, Process, page_faults};
 
-/// Time between two looks at a program that has not answered yet: has it ended?
+/// Polling interval for the end of a program that has not answered yet.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// How a restore gets the program's memory.
@@ -57,7 +57,8 @@ pub(super) struct Sample {
     pub(super) figures: Figures,
 }
 
-/// What one restore took; the first three in seconds since the start of `criu restore`. All answers were right.
+/// The figures of one restore; the first three in seconds since the start of `criu restore`. All answers were
+/// right.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Figures {
     /// The first answer had arrived.
@@ -68,14 +69,14 @@ pub(super) struct Figures {
     pub(super) resident_s: f64,
     /// Seconds that an answer takes which reads all memory, when all is resident.
     pub(super) whole_answer_s: f64,
-    /// User and system seconds of the server and of the processes that it waited for, for each 10^9 bytes of the
+    /// User and system seconds of the server and of the processes that it reaped, for each 10^9 bytes of the
     /// image's pages; none without a server.
     pub(super) server_cpu_s_per_gb: Option<f64>,
     /// Page faults of the program, minor and major, from the return of `criu restore` to the first answer.
     pub(super) faults: u64,
 }
 
-/// What the client saw of the first answer.
+/// The client's figures of the first answer.
 struct First {
     answer: String,
     at: Instant,
@@ -83,7 +84,7 @@ struct First {
     faults: u64,
 }
 
-/// What the restoring side saw.
+/// The figures of the restoring side.
 struct Restored {
     target: Process,
     returned: Exit,
@@ -92,8 +93,8 @@ struct Restored {
     served: Option<Exit>,
 }
 
-/// Restores the program and asks it from the start on, then again when all memory is resident, and ends it.
-/// `work` gets the logs.
+/// Restores the program and sends requests from the start on, then again when all memory is resident, and
+/// ends it. `work` gets the logs.
 ///
 /// # Errors
 /// A command fails or takes too long, the program ends, or an answer is wrong or missing.

@@ -7,7 +7,7 @@ use super::round::{Sample, Way};
 use super::{ProgramImage, Results};
 use crate::report::{Better, Figure, spread};
 
-/// In the order of the tables.
+/// The figures, in the order of the tables.
 const FIGURES: [Figure<Sample>; 6] = [
     lower("first right answer after", "s", |sample| Some(sample.figures.answered_s)),
     lower("criu restore returns after", "s", |sample| Some(sample.figures.returned_s)),
@@ -55,7 +55,7 @@ pub(super) fn text(results: &Results) -> String {
     text
 }
 
-/// As tables and folders name it.
+/// The name of a cache state in tables and folders.
 pub(super) fn cache_state(cold: bool) -> &'static str {
     if cold { "cold" } else { "warm" }
 }
@@ -71,7 +71,7 @@ fn of_way(samples: &[Sample], way: Way) -> impl Iterator<Item = &Sample> {
     samples.iter().filter(move |sample| sample.way == way)
 }
 
-/// Of every round the sample of `way` and that of rewake.
+/// The sample of `way` and that of rewake, of every round.
 fn pairs(samples: &[Sample], way: Way) -> impl Iterator<Item = (&Sample, &Sample)> {
     of_way(samples, way).filter_map(move |first| {
         let mut rewake = of_way(samples, Way::Rewake).filter(|other| other.round == first.round);
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn rewake_is_compared_with_each_other_way_round_by_round() {
+    fn rewake_is_compared_with_the_others_round_by_round() {
         let samples = vec![
             sample(Way::Eager, false, 1, 3.0),
             sample(Way::Stock, false, 1, 8.0),
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_way_does_not_have_is_a_dash() {
+    fn a_missing_figure_is_a_dash() {
         let text =
             text(&results(vec![sample(Way::Eager, false, 1, 3.0), sample(Way::Rewake, false, 1, 4.0)]));
         let cpu = text.split("### server CPU, s/GB\n").nth(1).expect("its table");

@@ -12,7 +12,7 @@ use crate::processes::descendants;
 
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// Adds what each of them has at intervals; memory that several share counts once (`Pss`, proc(5)).
+/// Sums their memory at intervals; memory that several share counts once (`Pss`, proc(5)).
 #[derive(Debug)]
 pub(super) struct Sampler {
     stop: Arc<AtomicBool>,
@@ -34,7 +34,7 @@ impl Sampler {
         Self { stop, thread }
     }
 
-    /// In bytes.
+    /// Ends the sampling; returns the peak in bytes.
     pub(super) fn finish(self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().expect("the sampler cannot panic: it only reads files and adds")

@@ -41,14 +41,15 @@ pub(crate) struct Options {
     dir: Option<PathBuf>,
 }
 
-/// What n restores at once have cost.
+/// The cost of n restores at once.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
-    /// Bytes that the disk was asked for, by all processes.
+    /// Bytes that all processes have read from the disk.
     read: u64,
     /// Peak memory of all processes of rewake, in bytes.
     memory: u64,
-    /// When the first and the last of the processes ran, and when the last had all its memory, in milliseconds.
+    /// When the first and the last of the processes ran, and when the last had all its memory, in
+    /// milliseconds.
     first_runs_ms: f64,
     last_runs_ms: f64,
     all_ms: f64,
@@ -61,7 +62,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         "rewake-bench replicas dumps and restores with CRIU: run it as root"
     );
     catch_interrupts()?;
-    // Processes whose parents have ended are handed to this one: what they have read is counted here.
+    // Orphans become children of this process: the bytes that they have read are counted here.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir).canonicalize()?;
     let directory = tempfile::Builder::new().prefix("rewake-bench-").tempdir_in(&parent)?;
@@ -95,7 +96,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
                 values.sort_by(f64::total_cmp);
                 values[values.len() / 2]
             };
-            #[expect(clippy::cast_precision_loss, reason = "for people")]
+            #[expect(clippy::cast_precision_loss, reason = "for users")]
             let (read, memory) = (
                 median(|of| of.read as f64) / image.bytes() as f64,
                 median(|of| of.memory as f64) / f64::from(1 << 20),
@@ -138,8 +139,8 @@ fn sample(options: &Options, image: &Image, served: bool, work: &Path) -> anyhow
         if !output.status.success() {
             bail!("rewake restore: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
         }
-        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let time = |name: &str| told[name].as_f64().with_context(|| format!("no {name} in {told}"));
+        let result: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let time = |name: &str| result[name].as_f64().with_context(|| format!("no {name} in {result}"));
         times.push((time("alive_ms")?, time("all_resident_ms")?));
     }
     let memory = memory.finish();
@@ -174,14 +175,14 @@ fn start_agent(program: &Path, socket: &Path, work: &Path) -> anyhow::Result<Pro
     Ok(agent)
 }
 
-/// Takes the status of every child that has ended: only then the kernel counts here what it has read.
+/// Reaps every child that has ended: only then the kernel adds its reads here.
 fn reap() {
     while nix::sys::wait::waitpid(None, Some(nix::sys::wait::WaitPidFlag::WNOHANG))
         .is_ok_and(|status| status.pid().is_some())
     {}
 }
 
-/// Bytes that this process and the children that it has waited for have read from disks: proc(5).
+/// Bytes that this process and the children that it has reaped have read from disks: proc(5).
 fn read_bytes() -> anyhow::Result<u64> {
     let text = std::fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
     let line = text.lines().find_map(|line| line.strip_prefix("read_bytes: "));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures that are compared and how: spread of each server's, ratio pair by pair.
+//! The compared figures: spread of each server's, ratio pair by pair.
 
 use crate::lazy::{Sample, Server};
 
@@ -13,7 +13,7 @@ pub(crate) struct Figure<S> {
     pub(crate) value: fn(&S) -> Option<f64>,
 }
 
-/// Which of two values of a figure is the good one.
+/// Which of two values of a figure is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Better {
     Lower,
@@ -33,7 +33,7 @@ macro_rules! figure {
     };
 }
 
-/// In the order of the table.
+/// The figures, in the order of the table.
 pub(crate) const FIGURES: [Figure<Sample>; 14] = [
     figure!("criu restore returns after", "s", Some(Lower), |s| Some(s.restore_s)),
     figure!("all memory resident after", "s", Some(Lower), |s| Some(s.resident_s)),
@@ -69,7 +69,7 @@ impl Spread {
         Some(Self { min, median: f64::midpoint(low, high), max })
     }
 
-    /// As shares of something.
+    /// The values as shares of `whole`.
     pub(crate) fn of_whole(self, whole: f64) -> Self {
         Self { min: self.min / whole, median: self.median / whole, max: self.max / whole }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! From samples to what people read.
+//! Makes reports for users from samples.
 
 mod figures;
 mod text;
@@ -11,7 +11,7 @@ use crate::lazy::Sample;
 pub(crate) use figures::{Better, Figure, Spread};
 pub(crate) use text::{markdown, number, spread, terminal};
 
-/// All of one run; this, as JSON, is the machine-readable result.
+/// All results of one run; this, as JSON, is the machine-readable result.
 #[derive(Debug, Serialize)]
 pub(crate) struct Comparison {
     pub(crate) setting: Setting,
@@ -24,12 +24,12 @@ pub(crate) struct Comparison {
 /// Where and how the samples were taken.
 #[derive(Debug, Serialize)]
 pub(crate) struct Setting {
-    /// What each server says of its version, stock first.
+    /// Each server's version text, stock first.
     pub(crate) versions: Vec<String>,
     pub(crate) kernel: String,
     pub(crate) cpu: String,
     pub(crate) cpus: usize,
-    /// Of one process.
+    /// The memory of one process.
     pub(crate) size_mib: u64,
 }
 
@@ -49,11 +49,11 @@ impl Setting {
     }
 }
 
-/// What the machine can do, measured in the same run. GB is 10^9 bytes.
+/// The machine's limits, measured in the same run. GB is 10^9 bytes.
 #[derive(Debug, Serialize)]
 pub(crate) struct Limits {
     /// UFFDIO_COPY from a cached buffer with one and with two threads.
     pub(crate) fill_gb_per_s: [f64; 2],
-    /// Only for cold runs.
+    /// Measured for cold runs only.
     pub(crate) disk: Option<DiskLimits>,
 }

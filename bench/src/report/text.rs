@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_stand_beside_the_results_and_the_lower_one_counts() {
+    fn limits_are_shown_with_the_results_and_the_lower_one_counts() {
         assert!(terminal(&comparison(false)).contains("Rewake reaches 25 % of the lower limit"));
         let cold = terminal(&comparison(true));
         assert!(cold.contains("1.50 GB/s sequential"), "{cold}");

@@ -17,7 +17,8 @@ fn map(bytes: u64, sharing: MapFlags) -> anyhow::Result<NonNull<u64>> {
     Ok(start.with_context(|| format!("mmap of {bytes} bytes"))?.cast())
 }
 
-/// Private anonymous memory full of the pattern: the memory that comes back lazily. Lives as long as the process.
+/// Private anonymous memory full of the pattern: the memory that is restored lazily. Lives as long as the
+/// process.
 #[derive(Debug)]
 pub(crate) struct Memory {
     start: NonNull<u64>,
@@ -78,8 +79,8 @@ pub(crate) fn touched_word(page: u64) -> u64 {
     page * WORDS + page.wrapping_mul(7) % WORDS
 }
 
-/// Where latencies go while the clock runs: shared anonymous memory, which CRIU restores before the process
-/// runs and never lazily, made present before the first sample.
+/// Buffer for latencies during the measurement: shared anonymous memory, which CRIU restores before the
+/// process runs and never lazily, made resident before the first sample.
 #[derive(Debug)]
 pub(crate) struct Samples {
     start: NonNull<u64>,
@@ -88,13 +89,13 @@ pub(crate) struct Samples {
 }
 
 impl Samples {
-    /// Room for `capacity` samples, not present yet.
+    /// Space for `capacity` samples, not resident yet.
     pub(crate) fn with_capacity(capacity: u64) -> anyhow::Result<Self> {
         let start = map(capacity * 8, MapFlags::MAP_SHARED)?;
         Ok(Self { start, capacity: usize::try_from(capacity)?, used: 0 })
     }
 
-    /// Makes all of it present, so that recording takes no fault.
+    /// Makes all of it resident, so that recording takes no fault.
     pub(crate) fn make_present(&mut self) {
         // SAFETY: the whole mapping, writable and exclusively ours.
         unsafe { self.start.write_bytes(0, self.capacity) };
@@ -108,7 +109,7 @@ impl Samples {
         self.used += 1;
     }
 
-    /// What was recorded.
+    /// The recorded latencies.
     pub(crate) fn recorded(&mut self) -> &mut [u64] {
         // SAFETY: the first `used` words were written by `push`; the borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.used) }
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_touch_reads_the_word_that_the_pattern_foretells() {
+    fn an_access_reads_the_word_of_the_pattern() {
         let memory = Memory::filled(64).unwrap();
         assert!((0..64).all(|page| memory.touch(page) == word(touched_word(page))));
         memory.spoil(touched_word(9));
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_come_back_as_recorded() {
+    fn samples_are_read_as_recorded() {
         let mut samples = Samples::with_capacity(3).unwrap();
         samples.make_present();
         samples.push(5);

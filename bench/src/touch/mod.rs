@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The process that is dumped and restored. It fills memory with a known pattern, waits, touches its pages in
-//! random order on SIGUSR1, stops on SIGUSR2, verifies all of it and writes a [`Report`].
+//! The process that is dumped and restored. It fills memory with a known pattern and waits. On SIGUSR1 it
+//! accesses its pages in random order, on SIGUSR2 it stops. Then it verifies all of it and writes a
+//! [`Report`].
 
 mod memory;
 mod pattern;
@@ -28,23 +29,23 @@ pub(crate) struct Options {
     /// File to write the report to
     #[arg(long)]
     pub(crate) report: PathBuf,
-    /// Microseconds to sleep between two touches
+    /// Microseconds to sleep between two accesses
     #[arg(long, default_value_t = 0)]
     pub(crate) pause_us: u64,
 }
 
-/// What the process saw of its own restore. Latencies in nanoseconds.
+/// The process's figures of its own restore. Latencies in nanoseconds.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Report {
-    /// Pages touched before the stop.
+    /// Pages accessed before the stop.
     pub(crate) touches: u64,
-    /// Touches that took a page fault.
+    /// Accesses that took a page fault.
     pub(crate) faults: u64,
-    /// Of these, counted by the kernel as major faults.
+    /// The number of these that the kernel counted as major faults.
     pub(crate) major_faults: u64,
-    /// Latency of the touches that faulted; none without a fault.
+    /// Latency of the accesses that faulted; none without a fault.
     pub(crate) latency: Option<Percentiles>,
-    /// Touches that read the wrong bytes.
+    /// Accesses that read the wrong bytes.
     pub(crate) wrong_touches: u64,
     /// 64-bit words of the whole memory that were wrong at the end.
     pub(crate) wrong_words: u64,
@@ -82,7 +83,7 @@ const WAIT: u8 = 0;
 const TOUCH: u8 = 1;
 const STOP: u8 = 2;
 static PHASE: AtomicU8 = AtomicU8::new(WAIT);
-/// A process that nobody stops ends by itself: an interrupted bench leaves nothing behind for longer than this.
+/// A process without a stop signal ends by itself: an interrupted bench leaves nothing for longer than this.
 const LIFETIME_SLEEPS: u32 = 900_000;
 const SLEEP: Duration = Duration::from_millis(1);
 
@@ -95,7 +96,7 @@ extern "C" fn on_signal(signal: libc::c_int) {
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     // CRIU dumps whole sessions, and no descriptor that a caller left open by mistake.
     nix::unistd::setsid().context("setsid of the touched process")?;
-    // SAFETY: nothing in this process has opened a descriptor above 2 yet, so nobody's is closed.
+    // SAFETY: nothing in this process has opened a descriptor above 2 yet, so all of them are leaked ones.
     unsafe { libc::close_range(3, u32::MAX, 0) };
     let action = SigAction::new(SigHandler::Handler(on_signal), SaFlags::SA_RESTART, SigSet::empty());
     for signal in [Signal::SIGUSR1, Signal::SIGUSR2] {
@@ -122,12 +123,13 @@ fn sleep_until(phase: u8) -> anyhow::Result<()> {
         }
         std::thread::sleep(SLEEP);
     }
-    anyhow::bail!("nobody sent the signal for phase {phase}: the bench is gone");
+    anyhow::bail!("no process sent the signal for phase {phase}: the bench has ended");
 }
 
-/// (major, minor) faults of this thread so far. A missing page of a userfaultfd range is usually counted as major,
-/// because the kernel retries the access, but as minor when the first look was under the VMA's lock alone; a
-/// page that UFFDIO_COPY has put in place is mapped and takes neither. So either count says "this one waited".
+/// (major, minor) faults of this thread so far. A missing page of a userfaultfd range usually counts as
+/// major, because the kernel retries the access. It counts as minor when the first attempt was under the
+/// VMA's lock alone. A page that UFFDIO_COPY has filled is mapped and takes neither. So either count means
+/// that this access waited.
 fn faults_so_far() -> (i64, i64) {
     // SAFETY: rusage is plain integers, for which zeros are valid.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
@@ -139,7 +141,7 @@ fn faults_so_far() -> (i64, i64) {
 fn touch_all(memory: &Memory, samples: &mut Samples, pause: Duration) -> Report {
     let mut report =
         Report { touches: 0, faults: 0, major_faults: 0, latency: None, wrong_touches: 0, wrong_words: 0 };
-    // Not measured: this first pass also faults in the code and the stack that the loop stands on.
+    // Not measured: this first pass also faults in the loop's code and stack.
     std::hint::black_box((memory.touch(0), faults_so_far(), Instant::now().elapsed(), word(0)));
     let mut before = faults_so_far();
     for page in Permutation::new(memory.pages()) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the memory holds and in which order its pages are touched: both computed, neither stored.
+//! The content of memory and the order of accesses: both computed, neither stored.
 
 /// 64-bit words in a 4 KiB page.
 pub(crate) const WORDS: u64 = 512;
 
-/// The word that belongs at `index` (counted over the whole memory): random bits that no server can compress,
-/// guess or take from a neighbour, and that any reader can recompute (the `SplitMix64` finaliser).
+/// The word at `index` (counted over the whole memory): random bits that no server can compress, guess or
+/// take from a neighbour, and that any reader can recompute (the `SplitMix64` finaliser).
 pub(crate) fn word(index: u64) -> u64 {
     let mut x = index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -13,8 +13,8 @@ pub(crate) fn word(index: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Every page exactly once, in an order without locality. Needs no memory of its own, which would come back
-/// lazily too: a bijection of the next power of two, values past the end skipped.
+/// Every page exactly once, in an order without locality. Needs no memory of its own, which would be lazy
+/// too: a bijection of the next power of two, values past the end skipped.
 #[derive(Debug)]
 pub(crate) struct Permutation {
     pages: u64,
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_page_is_touched_exactly_once() {
+    fn every_page_is_accessed_exactly_once() {
         for pages in [1, 2, 3, 255, 256, 1000, 65_536, 100_003] {
             let mut seen: Vec<u64> = Permutation::new(pages).collect();
             seen.sort_unstable();
@@ -81,6 +81,6 @@ mod tests {
         words.sort_unstable();
         words.dedup();
         assert_eq!(words.len(), 100_000);
-        assert!(!words.contains(&0), "a zero word could not be told from a page served as zeros");
+        assert!(!words.contains(&0), "a zero word would look like a page served as zeros");
     }
 }

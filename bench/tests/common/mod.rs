@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What tests of the bench share: a CRIU that works, programs in the place of `rewake`, what a run has left.
+//! Shared by tests of the bench: a CRIU that works, programs in the place of `rewake`, leftovers of a run.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};

@@ -148,7 +148,7 @@ impl Common {
 
     /// Waits until the GPU has read all but `left` of what was written.
     fn wait(&self, left: u64, limit: Duration) -> Result<(), Error> {
-        // Polls are counted, because a clock runs on while a process is in an image.
+        // Polls are counted, because a clock continues while a process is in an image.
         for _ in 0..=limit.as_micros() / POLL_INTERVAL.as_micros() {
             if self.written.saturating_sub(self.read_pointer()) <= left {
                 return Ok(());

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_group_comes_when_earlier_ones_are_not_ready() {
+    fn a_later_group_is_chosen_when_earlier_ones_are_not_ready() {
         let mut schedule = in_groups(&[2, 1, 2], vec![vec![2], vec![0, 1]]);
         assert_eq!(take(&mut schedule, |file| file != 2), Some((0, 0)));
         assert_eq!(take(&mut schedule, |_| true), Some((2, 0)));
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn demands_come_before_all_others_and_in_their_order() {
+    fn demand_loads_are_first_and_in_their_order() {
         let mut schedule = schedule(&[100, 3]);
         assert_eq!(take(&mut schedule, |_| true), Some((0, 0)));
         schedule.demand(0, 98..=99);
@@ -289,13 +289,13 @@ mod tests {
     }
 
     #[test]
-    fn chunks_with_most_small_buffers_come_first() {
+    fn chunks_with_most_small_buffers_are_first() {
         assert_eq!(small_first(&[0, 0, 9, 0, 700, 9, 0]), [4, 2, 5, 0, 1, 3, 6]);
         assert_eq!(small_first(&[]), [0; 0]);
     }
 
     #[test]
-    fn prioritized_chunks_come_once_before_the_rest() {
+    fn prioritized_chunks_are_loaded_once_and_before_the_rest() {
         assert_eq!(prioritize(&[3, 1, 3, 9, u64::MAX, 0], vec![2, 4, 0, 1, 3]), [3, 1, 0, 2, 4]);
         assert_eq!(prioritize(&[], vec![1, 0]), [1, 0]);
         assert_eq!(prioritize(&[0], Vec::new()), [0; 0]);

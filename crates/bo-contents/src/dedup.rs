@@ -10,7 +10,7 @@ use crate::process::{Name, ProcessBuffers};
 /// split by 16 holes in all.
 const MAX_FOLLOWERS: usize = 16;
 
-/// Makes the loaded buffers of a set followers of the one whose file comes first. Returns whether there are
+/// Makes the loaded buffers of a set followers of the one whose file is first. Returns whether there are
 /// any. A buffer is read by itself if it is unknown, small, of another size or in a set already. A large set
 /// has several sources.
 pub(crate) fn assign_sources(

@@ -16,7 +16,7 @@ pub const MAX_TASKS: usize = 1 << 22;
 pub enum TaskState {
     /// The task ran.
     Alive,
-    /// The task had ended, and its parent had not waited for it; it has no memory. CRIU 4.1 and 4.2 write
+    /// The task had ended, and its parent had not reaped it; it has no memory. CRIU 4.1 and 4.2 write
     /// zombies like this.
     Dead,
     /// CRIU's other number for a zombie.

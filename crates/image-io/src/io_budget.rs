@@ -42,9 +42,9 @@ const LOCAL_LATENCY: Duration = Duration::from_millis(1);
 /// The kind of memory that is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
-    /// Memory of CPUs.
+    /// CPU memory.
     Cpus,
-    /// Memory of GPUs.
+    /// GPU memory.
     Gpus,
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Moves the bytes of an image's files, for memory of CPUs and of GPUs alike.
+//! Moves the bytes of an image's files, for CPU and GPU memory alike.
 //!
 //! An [`Engine`] transfers between an [`ImageFile`] and memory, with io_uring, threads or a simulation. Each
 //! thread owns one. [`io_budget`] limits the background reads of all of them.
 //!
-//! Memory of CPUs is read block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends. The cache
-//! then publishes each block as a [`BlockRef`] for every session that needs it. Memory of GPUs is
+//! CPU memory is read block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends. The cache
+//! then publishes each block as a [`BlockRef`] for every session that needs it. GPU memory is
 //! transferred in chunks of 2 MiB, between files and staging memory that copy engines access. No other
 //! session needs a chunk after its copy, so the cache does not keep it.
 //!

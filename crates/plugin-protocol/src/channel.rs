@@ -18,7 +18,7 @@ use crate::error::Error;
 
 /// Descriptors in one message at most: the kernel takes 253 (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 250;
-/// Time limit for every step of the other end. Opening the files and engines of a large machine takes less.
+/// Time limit for every step of the peer. Opening the files and engines of a large machine takes less.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of the largest message: [`MAX_DESCRIPTORS`] numbers are a tenth of it.
 const MAX_MESSAGE: usize = 16 << 10;
@@ -83,7 +83,7 @@ impl Channel {
         }
     }
 
-    /// Removes the time limit for receiving: the other end's next step may take any time.
+    /// Removes the time limit for receiving: the peer's next step may take any time.
     ///
     /// # Errors
     /// The kernel's.

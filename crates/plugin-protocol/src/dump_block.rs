@@ -42,7 +42,7 @@ pub struct ProcessId {
 }
 
 impl ProcessId {
-    /// Returns the id of a process; None if it has ended, waited for or not.
+    /// Returns the id of a process; None if it has ended, reaped or not.
     ///
     /// # Errors
     /// `/proc` cannot be read.

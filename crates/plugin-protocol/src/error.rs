@@ -21,13 +21,13 @@ pub enum Error {
         source: io::Error,
     },
     /// The other end did not send or receive in time.
-    #[error("the other end has neither sent nor received for {0:?}")]
+    #[error("the peer has neither sent nor received for {0:?}")]
     TimedOut(Duration),
     /// The other end closed the connection.
-    #[error("the other end has closed the socket: see its log")]
+    #[error("the peer has closed the socket: see its log")]
     Closed,
     /// The other end is another user's.
-    #[error("the other end belongs to user {found}, expected {expected} or root")]
+    #[error("the peer belongs to user {found}, expected {expected} or root")]
     ForeignUser {
         /// The other end's user.
         found: u32,
@@ -35,9 +35,7 @@ pub enum Error {
         expected: u32,
     },
     /// The other end has another version of the protocol.
-    #[error(
-        "the other end speaks version {0}, this one {VERSION}: install plugin and `rewake` of one release"
-    )]
+    #[error("the peer speaks version {0}, this one {VERSION}: install plugin and `rewake` of one release")]
     Version(u32),
     /// A message cannot be decoded or is not expected.
     #[error("expected {expected}, found {found}: are plugin and server of one version?")]

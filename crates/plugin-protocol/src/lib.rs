@@ -34,7 +34,7 @@ pub const SOCKET: &str = "rewake-gpu.socket";
 pub const VERSION: u32 = 4;
 
 impl proto::Hello {
-    /// Checks the other end's version, before any other message.
+    /// Checks the peer's version, before any other message.
     ///
     /// # Errors
     /// [`Error::Version`]

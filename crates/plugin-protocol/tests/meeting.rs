@@ -153,7 +153,7 @@ fn another_user_is_refused_as_plugin_and_as_server() {
     let _connection = as_other_user(|| connect(&path)).unwrap().unwrap();
     let error = listener.accept().unwrap_err();
     assert!(matches!(error, Error::ForeignUser { found: OTHER_USER, expected: 0 }), "{error:?}");
-    assert_eq!(error.to_string(), "the other end belongs to user 65534, expected 0 or root");
+    assert_eq!(error.to_string(), "the peer belongs to user 65534, expected 0 or root");
     let _listener = as_other_user(|| Listener::new(their.path())).unwrap();
     let error = connect(&their.path().join(SOCKET)).unwrap_err();
     assert!(matches!(error, Error::ForeignUser { found: OTHER_USER, expected: 0 }), "{error:?}");
@@ -168,7 +168,7 @@ fn an_end_that_neither_sends_nor_receives_times_out() {
     let error = one.receive::<proto::ToServer>().unwrap_err();
     assert!(matches!(error, Error::TimedOut(waited) if waited == timeout), "{error:?}");
     assert!(start.elapsed() >= timeout);
-    assert_eq!(error.to_string(), "the other end has neither sent nor received for 50ms");
+    assert_eq!(error.to_string(), "the peer has neither sent nor received for 50ms");
     // As many messages as the socket takes.
     let error = (0..100_000).find_map(|_| one.send(&hello(), &[]).err()).unwrap();
     assert!(matches!(error, Error::TimedOut(_)), "{error:?}");

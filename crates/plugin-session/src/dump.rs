@@ -32,7 +32,7 @@ pub struct Dumped {
     sessions: PathBuf,
 }
 
-/// Why no dump is made. The program runs on.
+/// Why no dump is made. The program continues.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DumpError {
     #[error(

@@ -97,7 +97,7 @@ impl Parking {
                      read zeros; restore them again"
                 ));
                 for pid in tasks {
-                    // CRIU traces it and has not waited for it, so the pid is not reused. It may have ended:
+                    // CRIU traces it and has not reaped it, so the pid is not reused. It may have ended:
                     // then the call fails.
                     let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
                 }

@@ -41,7 +41,7 @@ pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd
 /// Sends SIGKILL through a pidfd: never to another process that has got the same number.
 ///
 /// # Errors
-/// ESRCH: the process has been waited for.
+/// ESRCH: the process has been reaped.
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
     pidfd_signal(pidfd, libc::SIGKILL)
 }
@@ -59,7 +59,7 @@ pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
 /// allocates.
 ///
 /// # Errors
-/// ESRCH: the process has been waited for.
+/// ESRCH: the process has been reaped.
 pub fn pidfd_pid(pidfd: RawFd) -> io::Result<i32> {
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{pidfd}"))?;
     let pid = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());

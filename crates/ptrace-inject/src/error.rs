@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::stuck::StuckThread;
 
-/// A process could not be traced, stopped or changed. It runs on unchanged, unless a variant says otherwise.
+/// A process could not be traced, stopped or changed. It continues unchanged, unless a variant says otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The process has ended, or never existed.

@@ -7,7 +7,7 @@
 //! (`arch/x86/kernel/signal.c: arch_do_signal_or_restart`). All its signals are blocked meanwhile.
 //!
 //! While its registers are changed, the thread has PTRACE_O_EXITKILL. If this process is killed then, the
-//! kernel kills the target, which would otherwise run on with wrong registers.
+//! kernel kills the target, which would otherwise continue with wrong registers.
 
 use std::fs::File;
 use std::io;

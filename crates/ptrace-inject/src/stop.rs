@@ -24,7 +24,7 @@ use crate::{proc, restart, sharers, tracer};
 ///
 /// # Errors
 /// [`Error::Ended`], [`Error::Traced`], [`Error::NotAllowed`], [`Error::Foreign`], [`Error::SharedMemory`].
-/// The process runs on.
+/// The process continues.
 pub fn with_stopped<T: Send>(
     pid: i32,
     timeout: Duration,
@@ -169,7 +169,7 @@ impl Stopped<'_> {
             return Ok(());
         }
         let mut wait = Wait::of(timeout);
-        // The reason may be resolved, so count CPU time anew.
+        // The reason may be resolved, so count CPU time again.
         for thread in &mut self.running {
             thread.cpu_time = proc::cpu_time(thread.tid);
         }

@@ -24,7 +24,7 @@ const REAP_INTERVAL: Duration = Duration::from_millis(5);
 /// The time that the kernel gets to finish a thread that has returned.
 const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Runs `act` on a thread that traces process `pid`, which runs on: KFD's CRIU operations require a tracer
+/// Runs `act` on a thread that traces process `pid`, which continues: KFD's CRIU operations require a tracer
 /// (`kfd_chardev.c: kfd_ioctl_criu`). On return the process is not traced.
 ///
 /// While another tracer is attached, it retries for up to `timeout`.
@@ -95,7 +95,7 @@ pub(crate) fn attach_thread(pid: Tid, tid: Tid, traced: &TraceeList, wait: &mut 
     attach(tid, wait)
 }
 
-/// Seizes a thread, which runs on. Returns whether it was not a tracee of this thread before.
+/// Seizes a thread, which continues. Returns whether it was not a tracee of this thread before.
 fn attach(tid: Tid, wait: &mut Wait) -> Result<bool, Error> {
     let mut refused = 0;
     loop {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Gives a descriptor to a process, whatever confines it. The process runs on unchanged.
+//! Gives a descriptor to a process, whatever confines it. The process continues unchanged.
 
 mod support;
 

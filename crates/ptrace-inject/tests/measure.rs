@@ -68,7 +68,7 @@ fn stops_calls_and_swaps() {
         let target = scene(threads, 1, busy);
         let pid = target.target.pid;
         let kind = if busy { "that compute" } else { "that sleep" };
-        measure(&format!("stopped and let go, {threads} threads {kind}"), |_| {
+        measure(&format!("stopped and resumed, {threads} threads {kind}"), |_| {
             let start = Instant::now();
             with_stopped(pid, STOP_TIMEOUT, |_| ()).unwrap();
             start.elapsed()
@@ -98,7 +98,7 @@ fn stops_calls_and_swaps() {
     }
     for threads in [1, 16] {
         let scene = scene(threads, ROUNDS, false);
-        measure(&format!("stop, swap, let go, wake, {threads} threads"), |page| {
+        measure(&format!("stop, swap, resume, wake, {threads} threads"), |page| {
             let start = Instant::now();
             assert_eq!(scene.swap_part(page * PAGE, PAGE).unwrap().len(), 1);
             start.elapsed()

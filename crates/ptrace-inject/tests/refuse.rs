@@ -225,7 +225,7 @@ fn a_killed_tracer_leaves_a_process_unchanged_or_killed() {
             7
         });
         scene.fault();
-        // The swaps cover whole pages, so that a target that runs on has all of them. Then the tracer makes
+        // The swaps cover whole pages, so that a target that continues has all of them. Then the tracer makes
         // calls without end.
         let tracer = sys::fork(|| {
             scene.swap();

@@ -59,7 +59,7 @@ pub fn kill(pid: i32) {
     }
 }
 
-/// Writes one byte to a descriptor, and ignores an error: no process may read from the other end.
+/// Writes one byte to a descriptor, and ignores an error: no process may read it.
 pub fn write_byte(number: RawFd, byte: u8) {
     // SAFETY: one live byte; a closed descriptor gives EBADF, and a pipe without a reader EPIPE: Rust has
     // SIGPIPE ignored.
@@ -160,7 +160,7 @@ pub fn nap() {
     unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
 }
 
-/// Returns true if the other end of a socket is closed in all processes.
+/// Returns true if the peer socket is closed in all processes.
 #[must_use]
 pub fn has_hung_up(socket: RawFd) -> bool {
     let mut poll = libc::pollfd { fd: socket, events: 0, revents: 0 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process whose memory is watched and missing, for tests of what becomes of it.
+//! A process with a userfaultfd and missing memory, for tests.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -40,27 +40,28 @@ impl UffdChild {
             libc::mmap(std::ptr::null_mut(), LEN, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
         };
         assert_ne!(start, libc::MAP_FAILED);
-        let (told, tell) = nix::unistd::pipe().unwrap();
+        let (input, output) = nix::unistd::pipe().unwrap();
         let (taken, take) = nix::unistd::pipe().unwrap();
         // SAFETY: the child makes system calls only: see `child`.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0);
         if pid == 0 {
-            // With its own copy of the other end it would outlast a test that fails before it is told to go on.
+            // With its own copy of this end it would outlast a test that fails before it writes to it.
             // SAFETY: this process's own copy, not used again.
             unsafe { libc::close(take.as_raw_fd()) };
-            child(start as u64, tell.as_raw_fd(), taken.as_raw_fd(), act);
+            child(start as u64, output.as_raw_fd(), taken.as_raw_fd(), act);
         }
-        drop((tell, taken));
+        drop((output, taken));
         let mut number = [0; 4];
-        File::from(told).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
+        File::from(input).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
         let pidfd = sys::pidfd_open(pid).unwrap();
         // SAFETY: integers in, a descriptor out.
         let uffd =
             unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), i32::from_ne_bytes(number), 0) };
         let uffd = RawFd::try_from(uffd).unwrap();
         assert!(uffd >= 0);
-        // Now it may close its own, and go on. Told by a byte: children of other tests may have copies of this end.
+        // Lets the child close its own descriptor and continue. It waits for a byte, since children of other
+        // tests may have copies of this end.
         File::from(take).write_all(&[0]).unwrap();
         Self { pid, uffd, start: start as u64 }
     }
@@ -79,7 +80,7 @@ impl UffdChild {
         slot
     }
 
-    /// What a reactor would have of it: all pages missing.
+    /// The reactor's address space for it: all pages missing.
     pub(crate) fn address_space(
         &self,
         session: &Arc<Session>,
@@ -95,7 +96,7 @@ impl UffdChild {
 
     /// One more descriptor for its userfaultfd, which is still open.
     pub(crate) fn copy(&self) -> OwnedFd {
-        // SAFETY: tests call this before anything could have closed it.
+        // SAFETY: tests call this before the descriptor can be closed.
         unsafe { BorrowedFd::borrow_raw(self.uffd) }.try_clone_to_owned().unwrap()
     }
 
@@ -174,11 +175,11 @@ pub(crate) fn is_open_for(number: RawFd, copy: &OwnedFd) -> bool {
     }
 }
 
-/// Looks until it is so; not for ever.
+/// Waits up to a minute until `what` is true.
 pub(crate) fn until(mut what: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(60);
     while !what() {
-        assert!(Instant::now() < end, "it does not come to that");
+        assert!(Instant::now() < end, "the condition is still false after a minute");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Numbers for people.
+//! Numbers for users.
 
 use std::time::Duration;
 

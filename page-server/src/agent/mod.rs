@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The node agent, `rewake serve`: starts a streamer for each restore that a client asks for, and reports on all of them.
 //!
-//! It holds no userfaultfd and no image. When it ends, streamers and restored processes run on; the next agent finds
+//! It holds no userfaultfd and no image. When it ends, streamers and restored processes continue; the next agent finds
 //! the sessions by the file that this one has left ([`sessions_file`]).
 //!
 //! * `session`: one restore: its streamer is started, followed, and remembered when it has ended.

@@ -18,7 +18,7 @@ use rewake_streamer::control::frame::{FrameError, receive, send};
 use rewake_streamer::control::proto::{self, Reply, Request, reply, request};
 use rewake_streamer::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
 
-/// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers run on afterwards.
+/// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers continue afterwards.
 ///
 /// # Errors
 /// The listener or signals cannot be used.
@@ -41,7 +41,7 @@ pub async fn run(
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
-            info!("asked to end: streamers run on");
+            info!("asked to end: streamers continue");
             // A client that is waiting for its streamer gets its answer.
             let _ = timeout(OPEN_LIMIT, server.opened_all()).await;
             Ok(())
@@ -107,7 +107,7 @@ impl Server {
         Ok(())
     }
 
-    /// A streamer whose client has gone ends by itself: no restore connects.
+    /// A streamer whose client has ended ends by itself: no restore connects.
     async fn open(&self, stream: &mut UnixStream, open: &proto::Open) -> Result<(), FrameError> {
         let opened = self.registry.open(open).await;
         answer(stream, opened.map_or_else(|error| failure(format!("{error:#}")), reply::Kind::Opened)).await

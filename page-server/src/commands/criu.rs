@@ -21,10 +21,10 @@ use rewake_streamer::sys;
 
 /// Error lines of the log that are shown.
 const SHOWN: usize = 8;
-/// Bytes of the log's end that are looked at.
+/// Bytes of the log's end that are searched.
 const LOOKED_AT: usize = 256 * 1024;
 
-/// What the options for CRIU say that matters here.
+/// Options for CRIU that matter here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct CriuOptions {
     /// `-d` of a restore: CRIU ends once the tree runs.
@@ -134,7 +134,7 @@ impl Programs {
 pub(super) const NO_PLUGIN: &str = "; no amdgpu_plugin.so was found, so CRIU had to do with the plugins in its own \
                                     folder (name ours with --plugin-dir)";
 
-/// A CRIU under way.
+/// A running CRIU.
 #[derive(Debug)]
 pub(super) struct Criu {
     child: Child,
@@ -164,7 +164,7 @@ impl Criu {
         self.child.wait().context("waiting for criu")
     }
 
-    /// Sends a signal; an ended CRIU is as good.
+    /// Sends a signal; an ended CRIU is no error.
     pub(super) fn signal(&self, signal: Signal) {
         let _ = kill(Pid::from_raw(self.child.id().cast_signed()), signal);
     }
@@ -194,12 +194,12 @@ pub(super) fn starting(program: &Path) -> String {
 pub(super) fn show_errors(log: &Path) {
     let bytes = fs::read(log).unwrap_or_default();
     for line in errors(&String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(LOOKED_AT)..])) {
-        // When nobody reads it, the exit code says the rest.
+        // If stderr is closed, the exit code alone reports it.
         let _ = writeln!(io::stderr(), "criu: {line}");
     }
 }
 
-/// The exit code of a program as a shell tells it: 128 and the signal for a killed one.
+/// The exit code of a program in a shell's convention: 128 and the signal for a killed one.
 pub(super) fn code(exit: ExitStatus) -> u8 {
     let code = exit.code().unwrap_or_else(|| 128 + exit.signal().unwrap_or(0));
     u8::try_from(code).unwrap_or(1)
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_plugins_is_given_once_and_only_where_it_is_wanted() {
+    fn a_folder_of_plugins_is_given_once_and_only_where_needed() {
         let chosen = tempfile::tempdir().unwrap();
         fs::write(chosen.path().join(plugin_folder::FILE), "").unwrap();
         let none = Programs { criu: None, plugin_dir: None };

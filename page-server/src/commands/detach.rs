@@ -9,22 +9,22 @@ use std::path::Path;
 use anyhow::Context as _;
 use nix::unistd::ForkResult;
 
-/// Goes to the background. In the parent gives the exit code, once the daemon is ready or the child has failed,
-/// and the pidfile is written; in the child gives none.
+/// Becomes a background process. In the parent returns the exit code, once the daemon is ready or the child
+/// has failed, and the pidfile is written; in the child returns none.
 ///
 /// # Errors
-/// No process can be made, or the pidfile is there already or cannot be written.
+/// No process can be made, or the pidfile exists already or cannot be written.
 pub(super) fn background(pidfile: Option<&Path>, notify: &mut Vec<OwnedFd>) -> anyhow::Result<Option<u8>> {
-    let (mut ready, told) = std::io::pipe().context("making a pipe")?;
+    let (mut ready, writer) = std::io::pipe().context("making a pipe")?;
     // SAFETY: this process has one thread.
     match unsafe { nix::unistd::fork() }.context("going to the background")? {
         ForkResult::Child => {
             nix::unistd::setsid().context("leaving the session")?;
-            notify.push(told.into());
+            notify.push(writer.into());
             Ok(None)
         }
         ForkResult::Parent { child } => {
-            drop(told);
+            drop(writer);
             if ready.read(&mut [1]).unwrap_or(0) != 1 {
                 return Ok(Some(1)); // the child has said why
             }

@@ -16,9 +16,9 @@ use rewake_streamer::gpu::duplicates_file::DuplicateSearch;
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::units;
 
-/// Buffers that look the same are compared for that long, if the dump was over sooner.
+/// Buffers that look the same are compared for that long, if the dump took less time.
 const LEAST: Duration = Duration::from_secs(10);
-/// Bytes that take long enough to be compared for people to wonder.
+/// Bytes whose comparison takes long enough to need a message.
 const WORTH_A_LINE: u64 = 256 << 20;
 
 /// Options that are for `rewake dump` itself, not for CRIU.
@@ -68,7 +68,7 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     bail!("criu dump failed ({exit}); its log is {}{hint}", act.log().display());
 }
 
-/// The dump `took` so long; it is good whatever becomes of this.
+/// The dump took `took`; it is complete, whatever the result here.
 fn find_twins(images: &Path, took: Duration) {
     let limit = time_to_compare(took);
     let within = || units::seconds(limit);
@@ -76,7 +76,7 @@ fn find_twins(images: &Path, took: Duration) {
         if bytes >= WORTH_A_LINE {
             let bytes = units::bytes(bytes);
             eprintln!(
-                "rewake: comparing {bytes} of GPUs' buffers that look the same, for {} at most; the image is whole already",
+                "rewake: comparing {bytes} of GPU buffers that look the same, for {} at most; the image is whole already",
                 within()
             );
         }
@@ -84,21 +84,22 @@ fn find_twins(images: &Path, took: Duration) {
     };
     let found = duplicates_file::find(images, begins);
     if let Ok(DuplicateSearch { spared: spared @ 1.., .. }) = found {
-        eprintln!("rewake: {spared} buffers of GPUs have the bytes of others and need not be read");
+        eprintln!("rewake: {spared} GPU buffers have the bytes of others and need not be read");
     }
     match found {
         Ok(DuplicateSearch { cut_off: false, .. }) => {}
         Ok(DuplicateSearch { cut_off: true, .. }) => eprintln!(
-            "rewake: not all buffers of GPUs that look the same could be compared in {}: the others will be read one by one",
+            "rewake: not all GPU buffers that look the same could be compared in {}: the others will be read one by one",
             within()
         ),
         Err(error) => {
-            eprintln!("rewake: buffers of GPUs with the same bytes will be read more than once: {error:#}");
+            eprintln!("rewake: GPU buffers with the same bytes will be read more than once: {error:#}");
         }
     }
 }
 
-/// What a dump has written in that time can be read in it, and nobody waits for more than twice the dump.
+/// A dump's bytes can be read in the time that it took to write them, so no user waits for more than twice
+/// the dump.
 fn time_to_compare(took: Duration) -> Duration {
     took.max(LEAST)
 }

@@ -50,7 +50,7 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     Ok(asked_to_stop_is_well(code))
 }
 
-/// Writes an error for people too, unless the log is on their terminal already.
+/// Writes an error for users too, unless the log is on their terminal already.
 fn complain(options: &LazyPagesArgs, error: &anyhow::Error) {
     if options.log_file.is_some() || options.verbosity == 0 {
         // The exit code says the rest if stderr is closed.

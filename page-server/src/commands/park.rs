@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake park`: gives processes a descriptor of a session's fd store, or takes it from them. A streamer runs it
-//! (`rewake_streamer::supervise::parking`); it is no command for people.
+//! (`rewake_streamer::supervise::parking`); it is no command for users.
 //!
 //! One line for each target, in order: [`DONE`], [`LATER`] or [`NEVER`], and a reason.
 
@@ -17,7 +17,7 @@ use crate::cli::ParkArgs;
 use rewake_streamer::supervise::parking::{DONE, LATER, NEVER};
 use rewake_streamer::supervise::processes;
 
-/// For a tracer to let go of a process, CRIU above all, and for its threads to stop.
+/// Time limit for another tracer, mostly CRIU, to release a process, and for its threads to stop.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Tries to take a descriptor away, and time between them.
 const TRIES: u32 = 5;
@@ -50,10 +50,10 @@ fn parse(text: &str) -> Option<ProcessId> {
     Some(ProcessId { pid: pid.parse().ok()?, started: started.parse().ok()? })
 }
 
-/// What was done.
+/// The result.
 fn give(target: ProcessId, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Result<String, Error> {
     let pid = target.pid;
-    // A process that cannot be looked at is tried.
+    // A process that cannot be inspected is tried.
     let has_ended = || ProcessId::of(pid).is_ok_and(|of| of != Some(target));
     let parked = || processes::number_of_socket(pid, inode).map(|number| format!("has descriptor {number}"));
     if has_ended() {
@@ -91,7 +91,7 @@ fn unpark(inode: u64) -> anyhow::Result<u8> {
     Ok(1)
 }
 
-/// Why it could not be done.
+/// Why it failed.
 fn take_back(pid: i32, inode: u64) -> Option<String> {
     processes::number_of_socket(pid, inode)?;
     let closed = with_stopped(pid, PATIENCE, |stopped| -> Result<(), Error> {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How much of a restore is resident, for people and programs.
+//! How much of a restore is resident, for users and programs.
 
 use std::time::Duration;
 
@@ -15,7 +15,8 @@ const MOST: usize = 12;
 const LABEL: usize = 20;
 const BAR: usize = 16;
 
-/// A line for each process, below it one for its memory of CPUs and of each GPU, and one for all. Each fits 80 columns.
+/// A line for each process, below it one for its CPU memory and one for each GPU, and one for all. Each fits
+/// 80 columns.
 pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     match picture.state() {
         State::Listening => return vec!["waiting for criu".to_owned()],
@@ -38,18 +39,18 @@ pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     lines
 }
 
-/// Whether there is memory to be shown.
+/// Whether any memory can be shown.
 pub(super) fn is_loading(picture: &Streaming) -> bool {
     picture.state() == State::Running && picture.processes.iter().any(|of| parts(of).next().is_some())
 }
 
-/// A process's memory, and whose it is.
+/// A process's memory, and its process.
 fn parts(process: &StreamedProcess) -> impl Iterator<Item = (String, &StreamedMemory)> {
     let of_cpus = process.of_cpus.iter().map(|part| ("CPUs".to_owned(), part));
     of_cpus.chain(process.memory.iter().map(|part| (format!("renderD{}", part.minor), part)))
 }
 
-/// A name is what its process likes; ours may be of another version that does not look.
+/// A process may choose any name; a streamer of another version may not check it.
 fn label(process: &StreamedProcess) -> String {
     let text = format!("{} {}", process.pid, process.name);
     text.chars().map(|char| if char.is_control() { '?' } else { char }).take(LABEL).collect()
@@ -86,7 +87,7 @@ fn summary(picture: &Streaming) -> String {
     format!("[{bar}] {}{gates}", of_all(&all, picture.rate))
 }
 
-/// What there is of all memory of these, how fast it comes, until when, and how often it was waited for.
+/// The resident share of all memory of these, its rate, the time left, and the number of page faults.
 fn of_all(processes: &[&StreamedProcess], bytes_per_second: u64) -> String {
     let (there, all) = sizes_of(processes);
     let faults: u64 = processes.iter().map(|of| of.faults + of.page_faults).sum();
@@ -134,7 +135,7 @@ fn rate(bytes: u64) -> String {
     units::rate(bytes, Duration::from_secs(1).as_nanos().try_into().unwrap_or(u64::MAX))
 }
 
-/// Until all of this memory is there, at this rate; none where nothing comes.
+/// The time until all of this memory is resident, at this rate; none where nothing is loaded.
 fn time_left<'a>(memory: impl Iterator<Item = &'a StreamedMemory>, rate: u64) -> Option<Duration> {
     left(memory.map(|of| of.bytes.saturating_sub(of.resident)).sum(), rate)
 }
@@ -143,7 +144,7 @@ fn left_us<'a>(memory: impl Iterator<Item = &'a StreamedMemory>, rate: u64) -> O
     time_left(memory, rate).map(|left| left.as_micros().try_into().unwrap_or(u64::MAX))
 }
 
-/// Everything.
+/// The whole picture.
 pub(super) fn as_json(picture: &Streaming) -> Value {
     let part = |minor: Option<u32>, of: &StreamedMemory| {
         json!({
@@ -230,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_gate_stands_before_none() {
+    fn a_process_without_a_gate_shows_none() {
         let mut picture = picture();
         picture.processes[0] = StreamedProcess {
             without_gate: true,
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn before_and_after_there_is_one_line() {
+    fn one_line_is_shown_before_and_after_the_load() {
         let of = |state: State| lines(&Streaming { state: state.into(), ..picture() });
         assert_eq!(of(State::Listening), ["waiting for criu"]);
         let early = Streaming { state: State::Running.into(), ..Streaming::default() };
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_takes_its_bytes_at_its_rate() {
+    fn the_time_left_is_bytes_by_rate() {
         let mut picture = picture();
         picture.processes[1].memory[0].rate = 0;
         picture.processes[1].of_cpus.as_mut().unwrap().rate = 0;
@@ -287,7 +288,7 @@ mod tests {
             of["memory"].as_array().unwrap().iter().map(|of| of["left_us"].as_u64()).collect::<Vec<_>>()
         };
         assert_eq!(left(first), [Some(4_000_000), Some(0)]);
-        assert_eq!(left(second), [None, Some(0)], "nothing comes, and nothing is to");
+        assert_eq!(left(second), [None, Some(0)], "nothing is loaded, and nothing is missing");
         assert_eq!([&first["left_us"], &second["left_us"]], [&json!(2_000_000), &Value::Null]);
         assert_eq!(value["left_us"], 5_000_000);
     }

@@ -21,7 +21,7 @@ use rewake_streamer::supervise::supervisor::{self, Start};
 use rewake_streamer::supervise::worker;
 use rewake_streamer::sys;
 
-/// Descriptors of an address space: userfaultfd, journal and process. An entry may come twice, and its userfaultfds of
+/// Descriptors of an address space: userfaultfd, journal and process. An entry may occur twice, and its userfaultfds of
 /// forked children lie in messages.
 const DESCRIPTORS: u64 = 6;
 /// Everything else: images, reactors, logs.
@@ -32,7 +32,7 @@ const LOST: u8 = 1;
 /// Runs the command; gives the exit code: 0 when all memory is resident (with `-d`: when all sessions are served).
 ///
 /// # Errors
-/// The folder of the ledgers cannot be read, or one of them is of another version.
+/// The folder of the ledgers cannot be read, or a ledger has another version.
 pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     let mut code = 0;
@@ -50,7 +50,7 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
         if !streamer.is_ready() {
             code = LOST;
         }
-        // One that has killed some of its targets serves the others.
+        // A successor that has killed some of its targets serves the others.
         if !options.daemon && !matches!(waitpid(streamer.pid, None)?, WaitStatus::Exited(_, 0)) {
             code = LOST;
         }
@@ -72,7 +72,7 @@ pub fn start_all(own: Option<RawFd>) {
     }
 }
 
-/// A process that serves what another one has left.
+/// A process that serves the sessions of another one's streamer.
 struct Streamer {
     pid: Pid,
     ready: std::io::PipeReader,
@@ -138,7 +138,7 @@ fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8
     Ok(if found.killed.is_empty() { code } else { LOST })
 }
 
-/// Refuses before anything is touched when the stores' descriptors would not all have a number here.
+/// Refuses before any change if the stores' descriptors exceed this process's limit.
 fn has_descriptors_for(ledger: Ledger) -> anyhow::Result<()> {
     let spaces = ledger.spaces().iter().filter(|slot| !slot.is_free()).count() as u64;
     let wanted = spaces * DESCRIPTORS + OWN_DESCRIPTORS;
@@ -166,8 +166,8 @@ fn worker_main(start: &Start) -> u8 {
     })
 }
 
-/// One line for people, whatever is logged.
+/// One line for users, independent of the log level.
 fn say(line: &str) {
-    // Nowhere left to complain if stderr is closed.
+    // If stderr is closed, no message can be shown.
     let _ = writeln!(std::io::stderr(), "rewake: {line}");
 }

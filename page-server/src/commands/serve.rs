@@ -25,7 +25,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     };
     let pidfile = options.pidfile.as_deref().map(absolute).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    // Before the socket is bound: what serves those sessions must not hold it.
+    // Before the socket is bound: the processes that serve those sessions must not hold it.
     super::recover::start_all(options.status_fd);
     let listener = address::bind(&socket)?;
     let mut notify = to_notify(options.status_fd);

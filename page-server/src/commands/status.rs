@@ -90,7 +90,7 @@ async fn streaming(work: &Path) -> anyhow::Result<proto::Streaming> {
     }
 }
 
-/// Path bytes for people.
+/// Path bytes for users.
 fn path(bytes: &[u8]) -> String {
     Path::new(OsStr::from_bytes(bytes)).display().to_string()
 }

@@ -4,7 +4,7 @@
 //!
 //! * [`machine`], [`gpu_machine`]: read facts. [`program`]: gets facts from CRIU.
 //! * [`kernel`], [`gpu`], [`criu`], [`plugin`]: make verdicts, from facts only.
-//! * [`text`]: writes the report for people.
+//! * [`text`]: writes the report for users.
 
 pub mod criu;
 pub mod gpu;

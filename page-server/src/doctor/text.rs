@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Writes the report for people.
+//! Writes the report for users.
 
 use std::io::{self, Write};
 

@@ -247,7 +247,7 @@ fn vma_reports(mm: &Mm, map: Option<&Pagemap>) -> Vec<VmaReport> {
     reports
 }
 
-/// Returns each task after its parent, with its depth. Tasks that descend from themselves come last: only a
+/// Returns each task after its parent, with its depth. Tasks that descend from themselves are last: only a
 /// damaged image has such tasks.
 fn in_tree_order(tasks: Vec<Task>) -> Vec<(Task, usize)> {
     let index: HashMap<u32, usize> = tasks.iter().enumerate().map(|(at, task)| (task.pid, at)).collect();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reports what an image directory contains, for people and scripts. `docs/inspect.md` explains the numbers.
+//! Reports what an image directory contains, for users and scripts. `docs/inspect.md` explains the numbers.
 //!
 //! * [`collect`]: reads all files, and lists what cannot be read.
 //! * [`gpu`]: the files of CRIU's amdgpu plugin.

@@ -42,7 +42,7 @@ const KILLED: &[u8] =
 pub(crate) enum OnCriuDeath<'a> {
     /// Resumes the queues of the process that opened this `/dev/kfd`: one of these tasks.
     ResumeQueues(BorrowedFd<'a>, &'a [i32]),
-    /// Kills these tasks, which CRIU has not waited for, with all their descendants.
+    /// Kills these tasks, which CRIU has not reaped, with all their descendants.
     KillTrees(&'a [(i32, OwnedFd)]),
 }
 
@@ -113,7 +113,7 @@ fn fork_in_own_pid_namespace(fork: impl FnOnce() -> io::Result<Pid>) -> io::Resu
 /// gets an error and not its pid.
 fn kill_unless_restored(forked: io::Result<Pid>, back: io::Result<()>) -> io::Result<Pid> {
     if let (Ok(watchdog), Err(_)) = (&forked, &back) {
-        // A child that was not waited for: neither can fail.
+        // A child that was not reaped: neither can fail.
         let _ = kill(*watchdog, Signal::SIGKILL);
         let _ = waitpid(*watchdog, Some(WaitPidFlag::__WALL));
     }
@@ -339,7 +339,7 @@ mod tests {
         let null = File::open("/dev/null").unwrap();
         let watchdog = fork(&OnCriuDeath::ResumeQueues(null.as_fd(), &[]), None).unwrap();
         drop(near);
-        assert_eq!(far.read(&mut [0]).unwrap(), 0, "the watchdog has closed the other end");
+        assert_eq!(far.read(&mut [0]).unwrap(), 0, "the watchdog has closed the peer");
         assert_eq!(fs::read_to_string(format!("/proc/{watchdog}/comm")).unwrap(), "rewake-watch\n");
         assert_eq!(waitpid(watchdog, Some(WaitPidFlag::WNOHANG)), Err(nix::errno::Errno::ECHILD));
         kill(watchdog, Signal::SIGTERM).unwrap();
@@ -394,7 +394,7 @@ mod tests {
         let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
         let error = kill_unless_restored(Ok(watchdog), refused()).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EPERM));
-        assert_eq!(kill(watchdog, None), Err(nix::errno::Errno::ESRCH), "it was killed, and waited for");
+        assert_eq!(kill(watchdog, None), Err(nix::errno::Errno::ESRCH), "it was killed and reaped");
         let unforked = || Err(io::Error::from_raw_os_error(libc::EAGAIN));
         assert_eq!(kill_unless_restored(unforked(), Ok(())).unwrap_err().raw_os_error(), Some(libc::EAGAIN));
         assert_eq!(

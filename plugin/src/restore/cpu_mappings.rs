@@ -58,7 +58,7 @@ struct CpuMapping {
 }
 
 impl CpuMappings {
-    /// Sorts mappings. Each comes with its task if a placeholder can replace it.
+    /// Sorts mappings. Each has its task if a placeholder can replace it.
     pub(super) fn of<'a>(all: impl Iterator<Item = (BackingDevice, &'a Vma, Option<u32>)>) -> Self {
         let mut mappings: BTreeMap<BackingDevice, Vec<CpuMapping>> = BTreeMap::new();
         for (device, vma, task) in all {

@@ -304,7 +304,7 @@ mod tests {
             image_of([(1, 1 << 32, 4 << 20), (2, 1 << 32, 4 << 20), (2, 1 << 33, 4 << 20)].into_iter());
         let child_has_it = [Vma { advice: 0, ..vma(0x10_0000, 16, 1 << 32) }];
         assert_eq!(lazy(&plan_of(&image, &[(OWN, &child_has_it)], &None)), [false, false, true]);
-        // As a placeholder: its page faults may come.
+        // As a placeholder: it may have page faults.
         let plan = plan_of(&image, &[(OWN, &[vma(0x10_0000, 16, 1 << 32)])], &None);
         assert_eq!((lazy(&plan), plan.mappings(0).len()), ([true; 3], 1));
     }

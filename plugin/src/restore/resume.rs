@@ -192,7 +192,7 @@ impl QueueStart {
     }
 }
 
-/// Kills tasks. CRIU traces them and has not waited for them, so the pids are still theirs.
+/// Kills tasks. CRIU traces them and has not reaped them, so the pids are still theirs.
 fn kill_all(host: &Host, tasks: &[i32]) {
     for pid in tasks {
         if let Err(errno) = kill(Pid::from_raw(*pid), Signal::SIGKILL) {

@@ -10,11 +10,11 @@ use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Event, QueueSpec, WaitOutcome};
 use crate::gpu::{Gpus, PATIENCE};
 use crate::kernel::{ARGUMENTS, Kernel};
 
-/// Dispatches that a lane has room for at a time.
+/// Space for dispatches in a lane at a time.
 pub const SLOTS: u64 = 8192;
 /// Milliseconds of one sleep.
 const SLEEP: u32 = 1000;
-/// Sleeps, and wake-ups for nothing, in a row: after that a GPU is taken for stuck.
+/// Sleeps, and spurious wake-ups, in a row, after which a GPU counts as stuck.
 const SLEEPS: u32 = 300;
 
 /// One dispatch, and where it runs.
@@ -24,7 +24,7 @@ pub struct Step {
     pub gpu: usize,
     /// Which of its queues.
     pub queue: usize,
-    /// What.
+    /// The kernel.
     pub kernel: Kernel,
 }
 
@@ -82,7 +82,7 @@ impl Lane {
         self.wait(steps.len())
     }
 
-    /// Gives all steps to the GPUs; nothing else may be under way in this lane.
+    /// Dispatches all steps; no other dispatch of this lane may be unfinished.
     ///
     /// # Errors
     /// There are more than [`SLOTS`], or a queue takes none.
@@ -124,11 +124,11 @@ impl Lane {
             }
             match self.gpus.events().wait(&[&self.done, self.gpus.fault()], SLEEP)? {
                 WaitOutcome::Signalled | WaitOutcome::Timeout => {}
-                WaitOutcome::Fault { gpu, address } => bail!("GPU {gpu:#x} found nothing at {address:#x}"),
+                WaitOutcome::Fault { gpu, address } => bail!("GPU {gpu:#x} has a page fault at {address:#x}"),
             }
         }
         let done =
             (0..=last).filter(|slot| self.signals.cpu().load64(slot * Signal::SIZE + Signal::VALUE) == 0);
-        bail!("{} of {steps} dispatches done, and no more of them for a long time", done.count())
+        bail!("{} of {steps} dispatches done, and none for a long time", done.count())
     }
 }

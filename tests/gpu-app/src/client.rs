@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The other end of the server's socket.
+//! The client of the server's socket.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -9,10 +9,10 @@ use anyhow::{Context as _, bail};
 
 use crate::serve::tokens;
 
-/// Sends one line and gives what was answered; nothing stays connected.
+/// Sends one line and returns the answer; closes the connection.
 ///
 /// # Errors
-/// Nobody answers, or the answer is `failed`.
+/// No server answers, or the answer is `failed`.
 pub fn ask(socket: &Path, request: &str) -> anyhow::Result<String> {
     let mut stream =
         UnixStream::connect(socket).with_context(|| format!("connect to {}", socket.display()))?;
@@ -25,7 +25,7 @@ pub fn ask(socket: &Path, request: &str) -> anyhow::Result<String> {
     }
 }
 
-/// Has an answer begun.
+/// Asks the server to begin an answer.
 ///
 /// # Errors
 /// As [`ask`].
@@ -34,7 +34,7 @@ pub fn start(socket: &Path, prompt: &[u32], count: usize) -> anyhow::Result<()> 
     ask(socket, &request).map(drop)
 }
 
-/// Waits for the answer that was begun.
+/// Waits for an answer that was begun.
 ///
 /// # Errors
 /// As [`ask`].

@@ -44,7 +44,7 @@ impl Relative {
         Ok(relative)
     }
 
-    /// Has its layers work on the activation; gives the hash of what came out.
+    /// Has its layers work on the activation; returns the hash of the results.
     ///
     /// # Errors
     /// It has ended.
@@ -64,13 +64,13 @@ impl Relative {
 
 impl Drop for Relative {
     fn drop(&mut self) {
-        // It ends by itself when nobody is there to ask; that it may be gone already is as good.
+        // It ends when its socket closes; it may have ended already.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         let _ = self.child.wait();
     }
 }
 
-/// What a process other than the first does until the first is gone. Its socket is standard input.
+/// The body of a process other than the first; ends when the first ends. Its socket is standard input.
 ///
 /// # Errors
 /// The driver refuses, or a GPU fails.
@@ -100,7 +100,7 @@ pub fn work(shape: &Shape, process: u64) -> anyhow::Result<()> {
 fn send_activation(socket: &mut UnixStream, stage: &Stage) -> anyhow::Result<()> {
     let mut activation = vec![0; usize::try_from(ACTIVATION)?];
     stage.activation().cpu().read(0, &mut activation);
-    socket.write_all(&activation).context("hand an activation on")
+    socket.write_all(&activation).context("send an activation")
 }
 
 fn receive_activation(socket: &mut UnixStream, stage: &Stage) -> anyhow::Result<()> {
@@ -118,7 +118,7 @@ fn send_fd(socket: &UnixStream, fd: BorrowedFd<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-#[expect(unsafe_code, reason = "a received descriptor is taken over")]
+#[expect(unsafe_code, reason = "a received descriptor is owned here")]
 fn receive_fd(socket: &UnixStream) -> anyhow::Result<OwnedFd> {
     use std::os::fd::FromRawFd as _;
     let mut byte = [0];

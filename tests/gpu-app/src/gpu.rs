@@ -16,11 +16,11 @@ use rewake_amdgpu_uapi::{
 
 use crate::kernel;
 
-/// Patience with a GPU, in waiting time of this process: none of it passes while the process is not there.
+/// Patience with a GPU, in waiting time of this process: none of it passes while the process does not exist.
 pub const PATIENCE: Duration = Duration::from_secs(300);
-/// How often a fence is looked at.
+/// Polling interval for a fence.
 const LOOK: Duration = Duration::from_micros(200);
-/// Bytes that are handed to a copy engine at a time.
+/// Bytes of one copy.
 const STAGING: u64 = 1 << 20;
 
 /// The GPUs, with what every queue on them needs.
@@ -42,7 +42,7 @@ impl Gpus {
     pub fn open(count: usize) -> anyhow::Result<Arc<Self>> {
         let topology = Topology::read()?;
         let found = topology.gpus().count();
-        ensure!(found >= count, "{count} GPUs are wanted, and there are {found}");
+        ensure!(found >= count, "{count} GPUs are wanted, this machine has {found}");
         let kfd = Arc::new(Kfd::open()?);
         let mut devices = Vec::new();
         for node in topology.gpus().take(count) {
@@ -74,7 +74,7 @@ impl Gpus {
         Ok(Arc::new(gpus))
     }
 
-    /// How many.
+    /// Number of GPUs.
     #[must_use]
     pub fn count(&self) -> usize {
         self.devices.len()
@@ -114,7 +114,7 @@ impl Gpus {
         self.devices.iter().map(|device| device.gpu_id()).collect()
     }
 
-    /// Zeroed host memory that the driver allocates and all GPUs reach.
+    /// Zeroed host memory that the driver allocates and all GPUs can access.
     ///
     /// # Errors
     /// The driver refuses.
@@ -126,7 +126,7 @@ impl Gpus {
         Ok(buffer)
     }
 
-    /// VRAM of one GPU that only it reaches, and the CPU if the BAR is large.
+    /// VRAM of one GPU that only it can access, and the CPU if the BAR is large.
     ///
     /// # Errors
     /// The driver refuses.
@@ -159,8 +159,8 @@ impl Gpus {
         Ok(buffer)
     }
 
-    /// Whether all GPUs reach each other's VRAM: one GPU alone does, others by links of their own. (Debian's kernels
-    /// have no access to a peer's VRAM over PCIe.)
+    /// Whether all GPUs can access each other's VRAM: a single GPU can, others by links of their own.
+    /// (Debian's kernels have no access to a peer's VRAM over PCIe.)
     #[must_use]
     pub fn reach_each_other(&self) -> bool {
         let hive = |device: &Arc<Device>| device.node().property("hive_id");
@@ -168,7 +168,8 @@ impl Gpus {
         self.count() == 1 || (first != 0 && self.devices.iter().all(|device| hive(device) == first))
     }
 
-    /// What all GPUs reach, to be shared with other processes: VRAM of the first GPU if they can, or host memory.
+    /// Memory that all GPUs can access, to be shared with other processes: VRAM of the first GPU if possible,
+    /// or host memory.
     ///
     /// # Errors
     /// The driver refuses.
@@ -181,7 +182,7 @@ impl Gpus {
         Ok(buffer)
     }
 
-    /// What another process shares, on all GPUs.
+    /// Memory that another process shares, on all GPUs.
     ///
     /// # Errors
     /// The driver refuses.
@@ -191,7 +192,7 @@ impl Gpus {
         Ok(buffer)
     }
 
-    /// Ordinary memory of this process that all GPUs reach, holding `bytes`.
+    /// Ordinary memory of this process that all GPUs can access, holding `bytes`.
     ///
     /// # Errors
     /// The driver refuses.
@@ -203,7 +204,7 @@ impl Gpus {
         Ok(userptr)
     }
 
-    /// Zeroed memory of this process with attributes by which all GPUs reach it in place.
+    /// Zeroed memory of this process with attributes by which all GPUs can access it in place.
     ///
     /// # Errors
     /// The kernel has no SVM: EPERM.
@@ -216,12 +217,12 @@ impl Gpus {
     }
 }
 
-/// Memory that GPUs reach, of any kind; at one address for them and the CPU.
+/// Memory of any kind that GPUs can access; at one address for them and the CPU.
 #[derive(Debug)]
 pub enum Memory {
-    /// The driver's.
+    /// Allocated by the driver.
     Buffer(Buffer),
-    /// The program's, known to the driver.
+    /// The program's, registered with the driver.
     Registered(Userptr),
     /// The program's, with SVM attributes.
     Attributed(Mapping),
@@ -269,7 +270,7 @@ impl Uploader {
         })
     }
 
-    /// Writes `bytes` that `source` gives (from which byte, into what) to memory: by the CPU where it can.
+    /// Writes `bytes` that `source` makes (from which byte, into what) to memory: by the CPU where it can.
     ///
     /// # Errors
     /// The copy engine does not finish.
@@ -302,7 +303,7 @@ impl Uploader {
         Ok(())
     }
 
-    /// Runs packets and waits for their end.
+    /// Executes packets and waits for their end.
     ///
     /// # Errors
     /// The copy engine does not finish.
@@ -310,7 +311,8 @@ impl Uploader {
         self.done += 1;
         let packets = packets.fence(self.fence.address(), self.done).trap();
         self.queue.submit(packets.bytes(), PATIENCE)?;
-        // Not the read pointer: that says what was taken, not what is done. Looks are counted, no clock is read.
+        // Not the read pointer: it counts packets that were read, not executed. Polls are counted, no clock
+        // is read.
         for _ in 0..PATIENCE.as_micros() / LOOK.as_micros() {
             if self.fence.cpu().load32(0) == self.done {
                 return Ok(());

@@ -11,7 +11,7 @@ pub const CODE: u64 = 4096;
 /// Bytes of one kernel's arguments.
 pub const ARGUMENTS: u64 = 64;
 
-/// One dispatch, with addresses that the GPU knows.
+/// One dispatch, with addresses in the GPU's address space.
 #[expect(missing_docs, reason = "fields are the kernel's arguments, by name")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
@@ -27,7 +27,7 @@ pub enum Kernel {
     Hash { out: u64, from: u64, bytes: u64, seed: u64 },
     /// Follows pointers, and writes where it ends.
     Chase { out: u64, start: u64, steps: u64 },
-    /// Is busy.
+    /// Keeps a lane busy.
     Spin { microseconds: u64 },
 }
 

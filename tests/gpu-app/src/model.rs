@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The server's answers, computed without any GPU.
 //!
-//! One step takes a token: its embedding goes through all layers (`out = W x`, then `x += 3 out`); every layer's
-//! result is hashed, whole; the activation is kept in the cache and all of the used cache is hashed; a list in host
-//! memory is chased. The next token is made of the two hashes and of where the chase ended. What the first step
-//! hashes first is made of all small buffers and some of the program's own memory. Hashes and odd multipliers lose nothing, so that one changed bit of any
-//! weight changes what follows.
+//! One step takes a token: its embedding goes through all layers (`out = W x`, then `x += 3 out`). Every
+//! layer's result is hashed, whole. The activation is kept in the cache, and all of the used cache is hashed;
+//! a list in host memory is followed. The next token is made of the two hashes and of the end of that chase.
+//! The first step begins with a hash of all small buffers and some of the program's own memory. Hashes and
+//! odd multipliers lose nothing, so one changed bit of any weight changes the following tokens.
 
 use crate::kernel::{axpy, dot, hash, longs, pairs, words};
 use crate::shape::{LINKS, Mode, Shape, VOCABULARY, WIDTH};
 use crate::{own, weights};
 
-/// What one layer's result is multiplied by before it is added.
+/// The factor of a layer's result before it is added.
 pub const RESIDUAL: u32 = 3;
 /// Bytes of a small buffer.
 pub const SMALL: usize = 4096;
@@ -23,17 +23,17 @@ pub struct Model {
     layers: Vec<Vec<u32>>,
     embeddings: Vec<u32>,
     links: Vec<u64>,
-    /// What an answer begins with.
+    /// The hash that an answer begins with.
     start: u64,
 }
 
-/// What caches are hashed from, and the start of an answer without small buffers.
+/// The seed of the cache's hash, and the start of an answer without small buffers.
 #[must_use]
 pub fn first_hash(shape: &Shape) -> u64 {
     hash([shape.seed, shape.layers, shape.layer_kib], 0x5eed)
 }
 
-/// What the first step hashes first: all small buffers, by the hash of each.
+/// The first step's seed: all small buffers, by the hash of each.
 #[must_use]
 pub fn start(shape: &Shape, small: impl IntoIterator<Item = u64>) -> u64 {
     hash(small, first_hash(shape))
@@ -111,7 +111,7 @@ impl Model {
         answer
     }
 
-    /// One step; without `embed` the activation goes on as it is.
+    /// One step; without `embed` the activation is used as it is.
     fn step(&self, state: &mut State, token: u32, embed: bool) -> u32 {
         if embed {
             let width = usize::try_from(WIDTH).unwrap_or(0);

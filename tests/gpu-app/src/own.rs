@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of the first process that its CPU alone reaches, as much as its shape says: every answer begins with some of it.
+//! Memory of the first process that its CPU alone can access, as much as its shape says: every answer begins
+//! with some of it.
 
 use anyhow::{Context as _, ensure};
 
@@ -7,7 +8,7 @@ use crate::kernel::{hash, longs};
 use crate::shape::Shape;
 use crate::weights;
 
-/// Pages that an answer looks at, far from each other.
+/// Pages that an answer reads, far from each other.
 const LOOKS: u64 = 64;
 /// Bytes that are made, or checked, at a time.
 const PART: usize = 64 << 10;
@@ -19,13 +20,13 @@ pub struct Own {
     bytes: Vec<u8>,
 }
 
-/// Where an answer looks.
+/// Addresses that an answer reads.
 fn places(bytes: u64) -> impl Iterator<Item = u64> {
     let looks = if bytes == 0 { 0 } else { LOOKS };
     (0..looks).map(move |look| look * (bytes / LOOKS))
 }
 
-/// What an answer begins with, made from `start`, what it began with otherwise; by anybody who knows the shape.
+/// The seed of an answer, made from `start`, the seed without own memory; the shape alone determines it.
 #[must_use]
 pub fn start(shape: &Shape, start: u64) -> u64 {
     let word = |at| {
@@ -37,7 +38,7 @@ pub fn start(shape: &Shape, start: u64) -> u64 {
 }
 
 impl Own {
-    /// Makes it.
+    /// Makes the memory.
     ///
     /// # Errors
     /// It is more than can be addressed.
@@ -49,22 +50,25 @@ impl Own {
         Ok(Self { seed: shape.seed, bytes })
     }
 
-    /// As [`start`], from what is in memory.
+    /// As [`start`], from the bytes in memory.
     #[must_use]
     pub fn start(&self, start: u64) -> u64 {
         let word = |at| usize::try_from(at).ok().and_then(|at| longs(self.bytes.get(at..at + 8)?).next());
         hash(places(self.bytes.len() as u64).filter_map(word), start)
     }
 
-    /// Looks at every byte.
+    /// Checks every byte.
     ///
     /// # Errors
-    /// One is wrong.
+    /// A byte is wrong.
     pub fn check(&self) -> anyhow::Result<()> {
         let mut right = vec![0; PART];
         for (at, part) in (0..).step_by(PART).zip(self.bytes.chunks(PART)) {
             weights::own(self.seed, at, &mut right[..part.len()]);
-            ensure!(right[..part.len()] == *part, "its own memory is another, in {PART} bytes at {at:#x}");
+            ensure!(
+                right[..part.len()] == *part,
+                "its own memory has other bytes, in {PART} bytes at {at:#x}"
+            );
         }
         Ok(())
     }
@@ -75,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_what_anybody_expects_and_a_changed_byte_is_seen() {
+    fn memory_is_as_expected_and_a_changed_byte_is_found() {
         let shape = Shape { own_mib: 1, ..Shape::small() };
         let mut own = Own::load(&shape).unwrap();
         assert_eq!(own.start(5), start(&shape, 5));

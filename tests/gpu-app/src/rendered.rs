@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process with render nodes only: no compute, but buffers and submissions of its own. No answer depends on it. What
-//! it has is checked part by part, since a restore may bring back one and not another:
+//! A process with render nodes only: no compute, but BOs and submissions of its own. No answer depends on it.
+//! Each part of it is checked separately, since a restore may succeed for one and fail for another:
 //!
-//! * `node`: the open render nodes tell about their GPUs;
-//! * `fresh`: new buffers and a new context work there;
-//! * `kept`: the context and the buffers from the start work, and hold what was put there, and how often this was asked.
+//! * `node`: the open render nodes report their GPUs;
+//! * `fresh`: new BOs and a new context work there;
+//! * `kept`: the context and the BOs from the start work, and hold their bytes and the count of checks.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -28,15 +28,15 @@ use crate::weights;
 
 /// Bytes of each buffer.
 const SIZE: u64 = 128 * 1024;
-/// Where in the last one the count of checks is.
+/// Offset in the last one of the count of checks.
 const COUNT: u64 = SIZE - 8;
 /// Bytes of commands; engines take whole groups of eight words.
 const COMMANDS: u32 = 64;
 
-/// How often a submission is looked at.
+/// Polls of a submission.
 const LOOK: Duration = Duration::from_micros(200);
 
-/// The other end of it.
+/// The process, as the server sees it.
 #[derive(Debug)]
 pub struct Rendered {
     socket: UnixStream,
@@ -64,14 +64,16 @@ impl Rendered {
         Ok(rendered)
     }
 
-    /// Has it check a part.
+    /// Asks it to check a part.
     ///
     /// # Errors
-    /// What is wrong there.
+    /// The check fails.
     pub fn check(&mut self, part: &str) -> anyhow::Result<()> {
         writeln!(self.socket, "{part}").context("ask the process with render nodes")?;
         let mut answer = String::new();
-        BufReader::new(&self.socket).read_line(&mut answer).context("hear the process with render nodes")?;
+        BufReader::new(&self.socket)
+            .read_line(&mut answer)
+            .context("read from the process with render nodes")?;
         match answer.trim() {
             "ok" => Ok(()),
             "" => bail!("the process with render nodes has ended"),
@@ -82,13 +84,13 @@ impl Rendered {
 
 impl Drop for Rendered {
     fn drop(&mut self) {
-        // It ends by itself when nobody is there to ask; that it may be gone already is as good.
+        // It ends when its socket closes; it may have ended already.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         let _ = self.child.wait();
     }
 }
 
-/// What that process does until nobody asks any more. Its socket is standard input.
+/// The body of that process; ends when its socket closes. Its socket is standard input.
 ///
 /// # Errors
 /// A GPU refuses at the start; later errors are answers.
@@ -111,7 +113,7 @@ pub fn work(shape: &Shape) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One render node with what is kept there.
+/// One render node with its context and BOs.
 #[derive(Debug)]
 struct Node {
     render: Render,
@@ -121,8 +123,8 @@ struct Node {
     checks: u32,
 }
 
-/// A context with buffers: for commands and results, of host memory, and one of VRAM. None of them stays mapped to the
-/// CPU: what a restore does not bring back could not be mapped again.
+/// A context with BOs: for commands and results, of host memory, and one of VRAM. None of them stays mapped
+/// by the CPU: a BO that a restore loses could not be mapped again.
 #[derive(Debug)]
 struct Bench {
     context: u32,
@@ -169,14 +171,14 @@ impl Node {
         let numbers = self.numbers();
         bench.put(&self.render, &numbers)?;
         let (found, _) = bench.get(&self.render, 0)?;
-        ensure!(found == numbers, "a new buffer holds something else than was put there");
+        ensure!(found == numbers, "a new BO has other bytes than were written");
         bench.close(&self.render)
     }
 
     fn check_kept(&mut self) -> anyhow::Result<()> {
         let (found, count) = self.kept.get(&self.render, self.checks + 1)?;
-        ensure!(found == self.numbers(), "a buffer from the start holds something else");
-        ensure!(count == self.checks, "a buffer counts {count} checks, and there were {}", self.checks);
+        ensure!(found == self.numbers(), "a BO from the start has other bytes");
+        ensure!(count == self.checks, "a BO counts {count} checks, there were {}", self.checks);
         self.checks += 1;
         Ok(())
     }
@@ -196,7 +198,7 @@ impl Bench {
         self.address + 2 * SIZE
     }
 
-    /// Puts bytes, and a count of 0 behind them, into VRAM.
+    /// Writes bytes, and a count of 0 after them, into VRAM.
     fn put(&self, render: &Render, bytes: &[u8]) -> anyhow::Result<()> {
         let view = render.map(self.host, 2 * SIZE)?;
         view.write(0, bytes);
@@ -205,10 +207,10 @@ impl Bench {
         self.run(render)
     }
 
-    /// What is in VRAM, and the count, which is then set.
+    /// Reads the bytes in VRAM, and the count, then sets the count.
     fn get(&self, render: &Render, count: u32) -> anyhow::Result<(Vec<u8>, u32)> {
         let view = render.map(self.host, 2 * SIZE)?;
-        // Nothing of an earlier copy is taken for a new one.
+        // No byte of an earlier copy may be taken for a new one.
         view.fill32(0, usize::try_from(SIZE / 4)?, 0xdead_beef);
         let packets = Sdma::new().copy(self.address, self.local_address(), SIZE);
         view.write(SIZE, &commands(packets.fence(self.local_address() + COUNT, count)));
@@ -221,7 +223,7 @@ impl Bench {
     fn run(&self, render: &Render) -> anyhow::Result<()> {
         let commands = (self.address + SIZE, COMMANDS);
         let submission = render.copy_engine(self.context, 0, commands, &[self.host, self.local], &[])?;
-        // Looks are counted, no clock is read: a restored process's may jump.
+        // Polls are counted, no clock is read: a restored process's may jump.
         for _ in 0..PATIENCE.as_micros() / LOOK.as_micros() {
             if render.wait(submission, 0)? {
                 return Ok(());
@@ -236,7 +238,7 @@ impl Bench {
         render.unmap_gpu(self.local, self.local_address(), SIZE)?;
         for handle in [self.host, self.local] {
             let handle = drm::control::from_u32(handle).context("a handle is not 0")?;
-            render.close_buffer(handle).context("close a buffer")?;
+            render.close_buffer(handle).context("close a BO")?;
         }
         Ok(render.free_context(self.context)?)
     }

@@ -3,12 +3,12 @@
 //!
 //! * `start N TOKEN...`: begins to generate N tokens after the prompt; answers `started`
 //! * `result`: waits for them; answers `tokens TOKEN...`
-//! * `check`: answers `ok ROUNDS`, the rounds of what goes on beside, or `failed REASON`
+//! * `check`: answers `ok ROUNDS`, the rounds of other work during answers, or `failed REASON`
 //! * `rendered PART`: answers `ok`, or `failed REASON`: a part of the process with render nodes only
 //! * `own`: answers `ok`, or `failed REASON`: the program's own memory, every byte
 //! * `quit`: answers `bye` and ends
 //!
-//! Anything wrong is answered by `failed REASON`. Nobody needs to be connected while tokens are made.
+//! Every error is answered by `failed REASON`. No client needs to be connected while tokens are made.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, ErrorKind, Write as _};
@@ -70,10 +70,10 @@ pub fn serve(shape: &Shape, path: &Path) -> anyhow::Result<()> {
     Desk { side, rendered, under_way: None, server: Arc::new(Mutex::new(server)) }.answer(&listener)
 }
 
-/// Where requests are taken.
+/// Handles requests.
 #[derive(Debug)]
 struct Desk {
-    // Fields drop in order: what goes on beside uses the server's memory.
+    // Fields drop in order: other work uses the server's memory.
     side: Option<Side>,
     rendered: Option<Rendered>,
     under_way: Option<JoinHandle<anyhow::Result<Vec<u32>>>>,
@@ -84,14 +84,14 @@ impl Desk {
     fn answer(&mut self, listener: &UnixListener) -> anyhow::Result<()> {
         loop {
             let (client, _) = listener.accept().context("accept a client")?;
-            // A client that goes away in the middle harms nobody.
+            // A client may disconnect at any moment.
             if matches!(self.client(client), Ok(true)) {
                 return Ok(());
             }
         }
     }
 
-    /// One line, one answer; true if it was the last.
+    /// Reads one line and answers; true if it was the last.
     fn client(&mut self, mut client: UnixStream) -> anyhow::Result<bool> {
         let mut line = String::new();
         let reader = std::io::Read::take(client.try_clone()?, LINE);
@@ -105,7 +105,7 @@ impl Desk {
     fn request(&mut self, words: &[&str]) -> anyhow::Result<String> {
         match words {
             ["start", count, prompt @ ..] => {
-                ensure!(self.under_way.is_none(), "an answer is under way already");
+                ensure!(self.under_way.is_none(), "an answer is unfinished already");
                 let count = count.parse().with_context(|| format!("{count:?} is no number of tokens"))?;
                 let prompt = tokens(prompt)?;
                 let server = Arc::clone(&self.server);
@@ -115,7 +115,7 @@ impl Desk {
                 Ok("started".to_owned())
             }
             ["result"] => {
-                let thread = self.under_way.take().context("no answer is under way")?;
+                let thread = self.under_way.take().context("no answer was begun")?;
                 let tokens = thread.join().map_err(|_| anyhow!("the answer's thread panicked"))??;
                 Ok(tokens.iter().fold("tokens".to_owned(), |line, token| format!("{line} {token}")))
             }
@@ -201,7 +201,7 @@ impl Server {
         self.token(0, hash)
     }
 
-    /// All steps are given to the GPUs before anything is read.
+    /// Dispatches all steps before it reads any result.
     fn generate_at_once(&mut self, prompt: &[u32], count: usize, seed: u64) -> anyhow::Result<Vec<u32>> {
         let mut steps: Vec<Step> = Vec::new();
         let first = prompt.len() as u64;

@@ -9,13 +9,13 @@ use anyhow::ensure;
 pub const WIDTH: u64 = 256;
 /// Rows of the table of embeddings.
 pub const VOCABULARY: u64 = 256;
-/// Entries of the list that is chased.
+/// Entries of the list that a step follows.
 pub const LINKS: u64 = 2048;
 
-/// Small buffers, at most: what is dispatched at once has a bound.
+/// Small buffers, at most: a bound on dispatches at once.
 pub const SMALL_BOS: u64 = 8000;
 
-/// Options of the server that its answers, or its memory, depend on.
+/// Options that determine the server's answers, or its memory.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Shape {
     /// GPUs that every process uses.
@@ -36,44 +36,46 @@ pub struct Shape {
     /// Processes, which share the layers among them.
     #[arg(long, default_value_t = 1)]
     pub processes: u64,
-    /// What weights are made of.
+    /// The seed of all weights.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Percent of every layer, at its end, that is zeros.
     #[arg(long, default_value_t = 0)]
     pub zero_share: u64,
-    /// Buffers of one page each, in VRAM that the CPU reaches or in host memory, in the first process.
+    /// Buffers of one page each, in VRAM that the CPU can access or in host memory, in the first process.
     #[arg(long, default_value_t = 0)]
     pub small_bos: u64,
-    /// MiB of the first process's own memory, all random, that no GPU reaches.
+    /// MiB of the first process's own memory, all random, that no GPU can access.
     #[arg(long, default_value_t = 0)]
     pub own_mib: u64,
-    /// Gives copy engines' queues back when weights are loaded: the driver restores them by number, to one process of a GPU only.
+    /// Destroys queues of copy engines when weights are loaded: the driver restores them by number, for one
+    /// process of a GPU only.
     #[arg(long)]
     pub no_copiers: bool,
-    /// What goes on besides.
+    /// Other work during answers.
     #[arg(long, value_enum, default_value_t = Mode::Idle)]
     pub mode: Mode,
 }
 
-/// What goes on besides answering.
+/// Other work during answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Mode {
     /// Nothing.
     Idle,
-    /// Long dispatches, one after the other, whose result shows work lost or done twice.
+    /// Long dispatches, one after the other, whose result shows lost or repeated work.
     MidDispatch,
     /// The CPU reads weights through their mappings and compares.
     CpuReads,
-    /// Processes hand activations to each other in one buffer, shared by dma-buf.
+    /// Processes pass activations to each other in one buffer, shared by dma-buf.
     SharedBo,
     /// Buffers are allocated, used and freed.
     Allocating,
-    /// All tokens of an answer are dispatched at once, and nothing is read in between.
+    /// All tokens of an answer are dispatched at once, and no result is read in between.
     Graph,
-    /// Weights are in registered memory of the program; in more of it, CPU and GPUs change numbers in turn.
+    /// Weights are in registered memory of the program; in more of it, CPU and GPUs change numbers
+    /// alternately.
     Userptr,
-    /// CPU and GPUs change numbers in turn, in host memory that the driver allocates.
+    /// CPU and GPUs change numbers alternately, in host memory that the driver allocates.
     Gtt,
     /// The same in memory of the program that has SVM attributes (Linux 7).
     Svm,
@@ -84,7 +86,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Whether what goes on besides is counted in rounds.
+    /// Whether other work is counted in rounds.
     #[must_use]
     pub fn has_rounds(self) -> bool {
         match self {
@@ -116,10 +118,10 @@ impl Shape {
         }
     }
 
-    /// Refuses what cannot be.
+    /// Refuses invalid combinations.
     ///
     /// # Errors
-    /// Which option, and what it may be.
+    /// Which option, and its valid values.
     pub fn check(&self) -> anyhow::Result<()> {
         ensure!((1..=64).contains(&self.gpus), "--gpus {}: 1 to 64", self.gpus);
         ensure!((1..=64).contains(&self.queues), "--queues {}: 1 to 64", self.queues);
@@ -216,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_name() {
+    fn invalid_options_are_refused_by_name() {
         let refused = |shape: Shape| shape.check().unwrap_err().to_string();
         assert!(refused(Shape { layers: 0, ..Shape::small() }).contains("--layers 0"));
         assert!(refused(Shape { processes: 5, ..Shape::small() }).contains("--processes 5"));

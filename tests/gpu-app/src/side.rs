@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What goes on beside the answers, in a thread of its own, checking itself round by round.
+//! Other work during answers, in a thread of its own that checks each round.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,24 +16,24 @@ use crate::kernel::{Kernel, axpy, hash, pairs, words};
 use crate::shape::{Mode, Shape};
 use crate::weights;
 
-/// What is dispatched at once: sums, and microseconds of a GPU's time behind each of them.
+/// Dispatches at once: sums, and microseconds of a GPU's time after each of them.
 #[derive(Debug)]
 struct Batch {
     sums: u32,
     busy: u64,
 }
 
-/// Three seconds: more than CRIU needs from stopping a process to pausing its queues, in an emulated machine too. A
-/// dump that comes just after a round finds GPUs in the middle of the next one.
+/// Three seconds: more than CRIU needs from stopping a process to pausing its queues, in an emulated machine
+/// too. A dump right after a round finds GPUs in the middle of the next one.
 const LONG: Batch = Batch { sums: 60, busy: 50_000 };
 const SHORT: Batch = Batch { sums: 16, busy: 0 };
-/// Bytes of the memory that CPU and GPUs change in turn.
+/// Bytes of the memory that CPU and GPUs change alternately.
 const TURNS: u64 = 64 * 1024;
 /// Bytes that the CPU compares in one round.
 const COMPARED: usize = 16 * 1024;
-/// Between calls that are kept away.
+/// Pause between attempts of blocked calls.
 const AGAIN: Duration = Duration::from_millis(1);
-/// Pages of the largest buffer that comes and goes.
+/// Pages of the largest buffer that is allocated and freed.
 const PAGES: u64 = 64;
 
 /// A thread that works and checks itself.
@@ -51,10 +51,11 @@ struct State {
 }
 
 impl Side {
-    /// Starts what the shape's mode asks for, if anything; `layer` and `weights` are the first layer of this process.
+    /// Starts the other work of the shape's mode, if any; `layer` and `weights` are the first layer of this
+    /// process.
     ///
     /// # Errors
-    /// The driver refuses, or the CPU cannot reach weights.
+    /// The driver refuses, or the CPU cannot access weights.
     pub fn start(shape: &Shape, gpus: &Arc<Gpus>, weights: &Arc<Memory>) -> anyhow::Result<Option<Self>> {
         let work: Box<dyn FnMut(u64) -> anyhow::Result<()> + Send> = match shape.mode {
             Mode::Idle | Mode::SharedBo | Mode::Graph | Mode::NoAccess | Mode::RenderOnly => return Ok(None),
@@ -79,7 +80,7 @@ impl Side {
     /// Rounds that were right.
     ///
     /// # Errors
-    /// What was wrong in the last one.
+    /// The error of the last one.
     pub fn rounds(&self) -> Result<u64, String> {
         let failure = self.state.failure.lock().unwrap_or_else(PoisonError::into_inner).clone();
         failure.map_or_else(|| Ok(self.state.rounds.load(Ordering::Relaxed)), Err)
@@ -105,7 +106,7 @@ impl Drop for Side {
     fn drop(&mut self) {
         self.state.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // It has told of its failure already.
+            // The thread has reported its failure already.
             let _ = thread.join();
         }
     }
@@ -123,7 +124,7 @@ fn alone(kernel: Kernel) -> Step {
     Step { gpu: 0, queue: 0, kernel }
 }
 
-/// `y += weights` again and again: work that is lost, or done twice, is seen in the hash of `y`.
+/// `y += weights` again and again: lost or repeated work shows in the hash of `y`.
 fn long_sums(
     shape: &Shape,
     gpus: &Arc<Gpus>,
@@ -160,7 +161,7 @@ fn comparison(
 ) -> anyhow::Result<impl FnMut(u64) -> anyhow::Result<()> + Send + use<>> {
     ensure!(
         weights.cpu().access() == Access::ReadWrite,
-        "--mode cpu-reads needs GPUs with a large BAR: the CPU cannot reach weights on these"
+        "--mode cpu-reads needs GPUs with a large BAR: the CPU cannot access weights on these"
     );
     let (shape, bytes, address) = (shape.clone(), shape.layer_bytes(), weights.address());
     let weights = Arc::clone(weights);
@@ -180,9 +181,9 @@ fn comparison(
     })
 }
 
-/// New memory on GPUs. While a restore keeps calls away they give EAGAIN, and are made again, as ROCm's library does. The driver gives
-/// buffers new offsets when they are restored, and a program that was dumped between ALLOC and mmap asks for the old one: no plugin can
-/// help (docs/plugin.md, "Limits"), and once is forgiven.
+/// Allocates memory on GPUs. While a restore blocks calls they return EAGAIN, and are repeated, as ROCm's
+/// library does. A restore gives buffers new offsets. A program that was dumped between ALLOC and mmap asks
+/// for the old one: no plugin can help (docs/plugin.md, "Limits"), so one failure is ignored.
 fn made<T>(make: impl Fn() -> anyhow::Result<T>) -> anyhow::Result<T> {
     let mut stale = false;
     loop {
@@ -232,9 +233,9 @@ fn coming_and_going(
     })
 }
 
-/// In one memory: the CPU writes the first half and one word of the second, a GPU (each in turn) adds the first half
-/// to the second several times, the CPU compares the second. What either side did not see, or what was done twice,
-/// stays wrong; a dump in the middle finds some sums done and others waiting.
+/// In one memory: the CPU writes the first half and one word of the second. A GPU (each in turn) adds the
+/// first half to the second several times. The CPU compares the second. Lost or repeated work stays visible;
+/// a dump in the middle finds some sums done and others waiting.
 fn turns(
     shape: &Shape,
     gpus: &Arc<Gpus>,

@@ -21,7 +21,7 @@ pub struct Small {
     hashes: Buffer,
 }
 
-/// Whose memory a buffer is in.
+/// Which kind of memory a buffer is in.
 fn gpu_of(shape: &Shape, gpus: &Gpus, number: u64) -> usize {
     usize::try_from(number * gpus.count() as u64 / shape.small_bos).unwrap_or(0)
 }
@@ -46,7 +46,7 @@ impl Small {
         Ok(Self { shape: shape.clone(), buffers, hashes: gpus.host((shape.small_bos * 8).max(8))? })
     }
 
-    /// What an answer begins with, computed by the GPUs.
+    /// The seed of an answer, computed by the GPUs.
     ///
     /// # Errors
     /// A GPU faults or does not finish.

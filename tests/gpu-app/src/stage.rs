@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What one process keeps on its GPUs and computes: its layers, and in the first process the two ends of a step.
+//! The state of one process on its GPUs, and its computations: its layers, and in the first process the two
+//! ends of a step.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use crate::weights;
 
 /// Bytes of an activation.
 pub const ACTIVATION: u64 = WIDTH * 4;
-/// Results of one step: hash of layers, hash of the cache, where the chase ended.
+/// Results of one step: hash of layers, hash of the cache, end of the chase.
 const RESULTS: u64 = 3;
 
 /// The layers of one process.
@@ -32,7 +33,7 @@ pub struct Stage {
     results: Buffer,
 }
 
-/// The two ends of a step: what only the first process has.
+/// The two ends of a step: the first process alone has them.
 #[derive(Debug)]
 pub struct Ends {
     embeddings: Userptr,
@@ -85,7 +86,7 @@ impl Stage {
         })
     }
 
-    /// The lane that answers are computed in.
+    /// The lane that computes answers.
     pub fn lane(&mut self) -> &mut Lane {
         &mut self.lane
     }
@@ -108,7 +109,7 @@ impl Stage {
         &self.x
     }
 
-    /// A step through all layers, and the hash of what came out, to the results of step `slot`.
+    /// A step through all layers, and the hash of their results, to the results of step `slot`.
     #[must_use]
     pub fn layer_steps(&self, seed: u64, slot: u64) -> Vec<Step> {
         let gpus = self.lane.gpus().count();
@@ -146,7 +147,7 @@ impl Stage {
         self.results.address() + (slot * RESULTS + which) * 8
     }
 
-    /// A result of step `slot`: the hash of layers (0), that of the cache (1), where the chase ended (2).
+    /// A result of step `slot`: the hash of layers (0), that of the cache (1), the end of the chase (2).
     #[must_use]
     pub fn result(&self, slot: u64, which: u64) -> u64 {
         self.results.cpu().load64((slot * RESULTS + which) * 8)
@@ -169,7 +170,7 @@ impl Ends {
         Ok(Self { embeddings: gpus.registered(&weights::embeddings(shape.seed))?, links, cache })
     }
 
-    /// What goes before the layers: the chase, and with `embed` the token's activation.
+    /// The work before the layers: the chase, and with `embed` the token's activation.
     #[must_use]
     pub fn before(&self, stage: &Stage, (token, step): (u32, u64), embed: bool, slot: u64) -> Vec<Step> {
         let (start, steps) = model::chase(token, step);
@@ -187,7 +188,7 @@ impl Ends {
         kernels.into_iter().map(|kernel| Step { gpu: 0, queue: 0, kernel }).collect()
     }
 
-    /// What goes after them: the activation into the cache, and the cache's hash.
+    /// The work after the layers: the activation into the cache, and the cache's hash.
     #[must_use]
     pub fn after(&self, stage: &Stage, step: u64, slot: u64) -> Vec<Step> {
         let rows = stage.shape.cache_rows();
@@ -205,7 +206,7 @@ impl Ends {
         [copy, hash].map(|kernel| Step { gpu: 0, queue: 0, kernel }).to_vec()
     }
 
-    /// Where a chase ended, as an entry of the list.
+    /// The end of a chase, as an entry of the list.
     ///
     /// # Errors
     /// It ended outside of the list.

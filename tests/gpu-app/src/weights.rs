@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The server's numbers: any of them from the seed and its place, so that anybody can check any byte.
+//! The server's numbers: any of them from the seed and its place, so that every process can check any byte.
 
 use crate::shape::{LINKS, Shape, VOCABULARY, WIDTH};
 
-/// Names of what has numbers besides layers, which are 0 and up.
+/// Names of number sequences besides layers, which are 0 and up.
 const EMBEDDINGS: u64 = 1 << 32;
 const LINK_ORDER: u64 = 2 << 32;
 const SMALL: u64 = 3 << 32;
@@ -41,7 +41,7 @@ pub fn small(seed: u64, buffer: u64, into: &mut [u8]) {
     bytes_of(seed, SMALL + buffer, 0, into);
 }
 
-/// Bytes of what a process with render nodes only keeps on one of them.
+/// Bytes that a process with render nodes only keeps on one of them.
 pub fn rendered(seed: u64, gpu: usize, into: &mut [u8]) {
     bytes_of(seed, RENDERED + gpu as u64, 0, into);
 }
@@ -51,7 +51,7 @@ pub fn own(seed: u64, at: u64, into: &mut [u8]) {
     bytes_of(seed, OWN, at / 8, into);
 }
 
-/// Bytes that the CPU gives to a GPU in one round.
+/// Bytes that the CPU passes to a GPU in one round.
 pub fn given(seed: u64, round: u64, into: &mut [u8]) {
     bytes_of(seed, GIVEN + round, 0, into);
 }
@@ -64,7 +64,7 @@ pub fn embeddings(seed: u64) -> Vec<u8> {
     table
 }
 
-/// For every entry of the list that is chased, the next one: one cycle through all.
+/// For every entry of the list, the next one: one cycle through all.
 #[must_use]
 pub fn links(seed: u64) -> Vec<u64> {
     let mut order: Vec<u64> = (0..LINKS).collect();

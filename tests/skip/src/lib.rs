@@ -32,8 +32,8 @@ macro_rules! skip {
     }};
 }
 
-/// The value of a `Result<_, impl Display>`, or of an `Option` with a reason behind it. Without one the test ends as
-/// one that does not run here, for that reason.
+/// The value of a `Result<_, impl Display>`, or of an `Option` with a reason after it. Without a value the
+/// test ends as skipped, for that reason.
 #[macro_export]
 macro_rules! need {
     ($wanted:expr, $reason:expr) => {
@@ -56,7 +56,7 @@ fn line(program: &str, test: &str, reason: &str) -> String {
     format!("\nskipped: {program}::{test}: {}\n", reason.join("; "))
 }
 
-/// This program's name without the hash that cargo puts behind a test program's.
+/// This program's name without the hash that cargo appends to a test program's.
 fn program() -> String {
     let path = std::env::current_exe().unwrap_or_default();
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* How the GPU touches memory. */
+/* How the GPU accesses memory. */
 #include <linux/delay.h>
 #include <linux/mm.h>
 #include <linux/string.h>
@@ -10,7 +10,7 @@
 /* A slice must not wait for reclaim, and a lack of pages is not worth a warning. */
 #define SG_SLICE_GFP	(GFP_NOWAIT | __GFP_NOWARN)
 
-/* What memory that was never written reads as: a page of SG_POISON. One for all GPUs. */
+/* The content of memory that was never written: a page of SG_POISON. One for all GPUs. */
 static void *sg_poison_page;
 static unsigned int sg_poison_users;
 
@@ -47,7 +47,7 @@ int sg_agent_help(struct sg_agent *agent, int err)
 	if (err == -EAGAIN) {
 		err = sg_vm_populate(agent->vm, agent->fault_va);
 		if (err == -ENOMEM)
-			msleep(20);	/* reclaim is at work; the GPU just waits */
+			msleep(20);	/* reclaim is at work; the GPU waits */
 		else
 			usleep_range(100, 200);
 		return 0;
@@ -57,22 +57,22 @@ int sg_agent_help(struct sg_agent *agent, int err)
 	return err;
 }
 
-/* What this access tells about somebody's mistake. */
+/* Reports to the judge what this access violates. */
 static void sg_span_judge(struct sg_agent *agent, u64 va, const struct sg_span *span, bool read)
 {
 	struct sg_device *dev = agent->vm->dev;
 
 	if (agent->queue && !sg_queue_may_run(agent->queue))
 		sg_violate(SG_QUEUE_RAN_GATED, agent->pid, dev, va, agent->packet,
-			   "queue %u touched memory while gated", agent->queue->id);
+			   "queue %u accessed memory while gated", agent->queue->id);
 	if (span->ref.stale)
 		sg_violate(SG_STALE_USERPTR, agent->pid, dev, va, agent->packet,
-			   "%s a host page that the process does not have any more",
+			   "%s a host page that the process has unmapped",
 			   span->write ? "wrote" : "read");
 	if (read && sg_page_missing(&span->ref, span->offset, span->len))
 		sg_violate(agent->last_byte ? SG_SDMA_OVERRUN : SG_GPU_READ_NOT_RESTORED,
 			   agent->pid, dev, va, agent->packet,
-			   "read %zu bytes that were not restored yet", span->len);
+			   "read %zu bytes that were not loaded yet", span->len);
 }
 
 static int sg_span_open(struct sg_agent *agent, u64 va, size_t len, bool read, bool write,

@@ -2,10 +2,10 @@
 /*
  * The AQL packet processor of a compute queue.
  *
- * One packet at a time, so every packet's barrier bit is kept. A dispatch is
- * a wave (kernels.h) that is stepped until it is done; then come the
- * completion signal, the packet's header (INVALID again) and the read
- * pointer, in this order and within one slice.
+ * One packet at a time, so every packet's barrier bit is kept. A dispatch is a
+ * wave (kernels.h) that is stepped until it is done. Then follow the completion
+ * signal, the packet's header (INVALID again) and the read pointer, in this
+ * order and within one slice.
  */
 #include <linux/string.h>
 
@@ -72,7 +72,7 @@ static u64 sg_aql_slot(const struct sg_queue *q)
 	return q->props.address + (q->run.rptr & (packets - 1)) * SG_AQL_PACKET;
 }
 
-/* Takes one off the signal; its event, if it has one, is raised. */
+/* Decrements the signal; its event, if it has one, is raised. */
 static int sg_aql_complete(struct sg_queue *q, struct sg_agent *agent, u64 signal)
 {
 	u64 mailbox;
@@ -89,7 +89,7 @@ static int sg_aql_complete(struct sg_queue *q, struct sg_agent *agent, u64 signa
 
 		err = sg_vm_access(agent, mailbox, &id, sizeof(id), true);
 	}
-	/* Last of what can fail: done twice, it would count twice. */
+	/* The last step that can fail: done twice, it would count twice. */
 	if (!err)
 		err = sg_vm_add64(agent, signal + SG_SIGNAL_VALUE, -1);
 	if (!err && mailbox)
@@ -98,9 +98,9 @@ static int sg_aql_complete(struct sg_queue *q, struct sg_agent *agent, u64 signa
 }
 
 /*
- * The packet is over. What fails with -EAGAIN is done again from the start
- * by the next slice, so the signal comes behind everything else that can
- * fail; a GPU's own order cannot be told apart from outside of its slice.
+ * Ends the packet. The next slice repeats from the start what fails with
+ * -EAGAIN, so the signal is the last step that can fail. A GPU's own order
+ * cannot be observed from outside its slice.
  */
 static int sg_aql_retire(struct sg_queue *q, struct sg_agent *agent, u64 signal)
 {
@@ -209,7 +209,7 @@ int sg_aql_step(struct sg_queue *q, struct sg_agent *agent)
 		return err;
 	switch (packet.header & SG_AQL_TYPE_MASK) {
 	case SG_AQL_INVALID:
-		return SG_RUN_WAIT;	/* claimed, and not written yet */
+		return SG_RUN_WAIT;	/* claimed, and not yet written */
 	case SG_AQL_DISPATCH:
 		return sg_aql_run_dispatch(q, agent, &packet.dispatch);
 	case SG_AQL_BARRIER_AND:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* Buffer objects: creation, accounting, pages that exist once they are written. */
+/* Buffer objects: creation, accounting, pages that are allocated at the first write. */
 #include <linux/dma-buf.h>
 #include <linux/highmem.h>
 #include <linux/slab.h>
@@ -129,14 +129,14 @@ struct sg_bo *sg_bo_create_store(struct sg_device *dev, enum sg_store store, u64
 	drm_gem_private_object_init(&dev->drm, &bo->base, PAGE_ALIGN(size));
 	err = sg_bo_charge(bo);
 	if (err) {
-		bo->store = SG_STORE_FIXED;	/* nothing was charged: nothing is given back */
+		bo->store = SG_STORE_FIXED;	/* nothing was charged: nothing to uncharge */
 		goto fail;
 	}
 	if (sg_bo_visible(bo))
 		atomic64_add(bo->base.size, &dev->visible_used);
 	/*
 	 * The range of offsets is some pages longer than the object, so that
-	 * offsets are not the same ones after a restore.
+	 * offsets differ after a restore.
 	 */
 	err = drm_gem_create_mmap_offset_size(&bo->base, bo->base.size +
 					      get_random_u32_below(16) * PAGE_SIZE);
@@ -157,7 +157,7 @@ struct sg_bo *sg_bo_create(struct sg_device *dev, u64 size, u64 alignment, u32 d
 	return bo;
 }
 
-/* The page with this index, made if there is none. Errors: -EAGAIN no memory. */
+/* The page with this index, allocated if it is missing. Errors: -EAGAIN no memory. */
 static struct sg_bo_page *sg_bo_make_page(struct sg_bo *bo, unsigned long index, gfp_t gfp)
 {
 	struct sg_bo_page *entry, *there;

@@ -17,7 +17,7 @@ struct sg_bo_list {
 
 /* From user space's array of handles. ERR_PTR: -ENOENT names no BO, -EPERM another process's memory. */
 struct sg_bo_list *sg_bo_list_create(struct sg_file *file, const struct drm_amdgpu_bo_list_in *in);
-/* ERR_PTR(-ENOENT): there is none. */
+/* ERR_PTR(-ENOENT): no such list. */
 struct sg_bo_list *sg_bo_list_get(struct sg_file *file, u32 handle);
 void sg_bo_list_put(struct sg_bo_list *list);
 

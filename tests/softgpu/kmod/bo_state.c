@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* What was not loaded yet of a restored BO: a bit a page, and a bit a dword of pages begun. */
+/* Missing parts of a restored BO: a bit a page, and a bit a dword of partly loaded pages. */
 #include <linux/bitmap.h>
 #include <linux/slab.h>
 
@@ -65,7 +65,7 @@ void sg_page_written(struct sg_page_ref *ref, size_t at, size_t len)
 	}
 	if (!entry->dwords) {
 		entry->dwords = bitmap_alloc(SG_PAGE_DWORDS, GFP_ATOMIC);
-		/* Without it the page stays missing as a whole: too strict, never too kind. */
+		/* Without it the page stays missing as a whole: too strict, never too lax. */
 		if (!entry->dwords)
 			goto out;
 		bitmap_fill(entry->dwords, SG_PAGE_DWORDS);

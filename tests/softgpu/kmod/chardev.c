@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* /dev/kfd: who may call what, sizes of arguments, the table of ioctls. */
+/* /dev/kfd: which thread may call what, sizes of arguments, the table of ioctls. */
 #include <linux/capability.h>
 #include <linux/device.h>
 #include <linux/fs.h>
@@ -30,7 +30,7 @@ struct sg_ioctl {
 	bool criu;
 };
 
-/* ioctls that have no need of the file. */
+/* ioctls that do not need the file. */
 #define SG_FORWARD(name, function, type) \
 	static int name(struct file *filp, struct sg_process *p, void *data) \
 	{ return function(p, (type *)data); }
@@ -63,7 +63,7 @@ SG_FORWARD(sg_fn_import, sg_dmabuf_import, struct kfd_ioctl_import_dmabuf_args)
 SG_FORWARD(sg_fn_export, sg_dmabuf_export, struct kfd_ioctl_export_dmabuf_args)
 SG_FORWARD(sg_fn_criu, sg_criu_ioctl, struct kfd_ioctl_criu_args)
 
-/* What the driver keeps for programs of long ago, and the debugger's, which is not here. */
+/* Calls that the driver keeps for old programs, and the debugger's, which is not implemented. */
 static int sg_fn_refused(struct file *filp, struct sg_process *p, void *data)
 {
 	return -EPERM;
@@ -135,7 +135,7 @@ static int sg_check_caller(struct sg_process *p, const struct sg_ioctl *ioctl)
 	return 0;
 }
 
-/* A header in front of an array: its size says how long the array may be. */
+/* A header before an array: its size says how long the array may be. */
 static int sg_check_svm_size(const struct kfd_ioctl_svm_args *args, unsigned int usize)
 {
 	if (usize < struct_size(args, attrs, 0) || struct_size(args, attrs, args->nattr) > usize)
@@ -158,7 +158,7 @@ static int sg_call(struct file *filp, const struct sg_ioctl *ioctl, unsigned int
 			return err;
 	}
 	err = ioctl->fn(filp, filp->private_data, data);
-	/* Also after an error: CRIU reads what was filled in. */
+	/* Also after an error: CRIU reads the results. */
 	if (ioctl->cmd & IOC_OUT && copy_to_user((void __user *)arg, data, usize))
 		return -EFAULT;
 	return err;
@@ -227,7 +227,7 @@ static long sg_kfd_call(struct file *filp, unsigned int cmd, unsigned long arg)
 		return err;
 	if (!ioctl->fn)
 		return -EINVAL;
-	/* Callers may know a shorter or a longer structure: what is missing is zero. */
+	/* Callers may know a shorter or a longer structure: missing fields are zero. */
 	data = kzalloc(max_t(unsigned int, usize, _IOC_SIZE(ioctl->cmd)), GFP_KERNEL_ACCOUNT);
 	if (!data)
 		return -ENOMEM;

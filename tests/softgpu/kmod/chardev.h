@@ -14,7 +14,7 @@ void sg_chardev_exit(void);
 struct device *sg_chardev_device(void);
 struct kobject *sg_chardev_proc(void);	/* the folder of processes, or NULL */
 
-/* kfd_mmap.c: what an offset of /dev/kfd means. */
+/* kfd_mmap.c: the meaning of an offset of /dev/kfd. */
 #define SG_MMAP_TYPE_SHIFT	62
 #define SG_MMAP_DOORBELL	(3ULL << SG_MMAP_TYPE_SHIFT)
 #define SG_MMAP_EVENTS		(2ULL << SG_MMAP_TYPE_SHIFT)

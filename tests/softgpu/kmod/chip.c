@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* The numbers of the chips that can be chosen, as their drivers report them. */
+/* The numbers of the supported chips, as their drivers report them. */
 #include <linux/string.h>
 
 #include "chip.h"
@@ -9,9 +9,9 @@
 #define SG_CAP_SVM	(SG_HAS_SVM ? 0x08000000 : 0)
 
 /*
- * Sizes of the context save area, for one XCC: registers and LDS of all CUs
- * (0x95000 bytes each, 0x75000 on gfx11) behind the control stack of all waves
- * (8 bytes each and a header of 48, 12 on gfx11), in pages.
+ * Sizes of the context save area, for one XCC, in pages. It has the control
+ * stack of all waves (8 bytes each and a header of 48, 12 on gfx11), then
+ * registers and LDS of all CUs (0x95000 bytes each, 0x75000 on gfx11).
  */
 static const struct sg_chip sg_chips[] = {
 	{

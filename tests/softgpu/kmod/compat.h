@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* What differs between the kernels that this is built for. */
+/* Differences between the supported kernels. */
 #ifndef SOFTGPU_COMPAT_H
 #define SOFTGPU_COMPAT_H
 

@@ -23,9 +23,9 @@ static void sg_cpu_judge_read(struct sg_page_ref *ref, size_t at, size_t len, un
 }
 
 /*
- * Which bytes a CPU writes is not seen: a page that it writes to counts as
- * loaded. A page that is not loaded is mapped for reading only until then, so
- * that reading and writing can be told apart.
+ * The driver does not see which bytes a CPU writes: a page that it writes to
+ * counts as loaded. A missing page is mapped for reading only until then, so
+ * that the driver can distinguish reads from writes.
  */
 static vm_fault_t sg_cpu_fault(struct vm_fault *vmf)
 {
@@ -99,7 +99,7 @@ int sg_cpu_mmap(struct drm_gem_object *obj, struct vm_area_struct *vma)
 		return -EPERM;
 	if (bo->store == SG_STORE_FIXED || vma_pages(vma) > sg_bo_npages(bo))
 		return -EINVAL;
-	/* libhsakmt maps what only a debugger may see as private and PROT_NONE. */
+	/* libhsakmt maps memory for debuggers only as private and PROT_NONE. */
 	if ((vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE && !(vma->vm_flags & VM_ACCESS_FLAGS))
 		vm_flags_clear(vma, VM_MAYWRITE);
 	if ((vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE)

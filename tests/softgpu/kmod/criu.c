@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* CRIU_OP: which operation, and the two pairs that stop and start queues. */
+/* CRIU_OP: its dispatch, and the two pairs that evict and resume queues. */
 #include <linux/pid_namespace.h>
 #include <linux/sched.h>
 
@@ -15,8 +15,9 @@ static void sg_criu_out_of_turn(struct sg_process *p, const char *op, const char
 }
 
 /*
- * Until 7.3 a second PROCESS_INFO evicts once more, and nothing undoes that:
- * the process stands still for ever. It is so here too, and the judge is told.
+ * Until 7.3 a second PROCESS_INFO evicts once more, and no call undoes that:
+ * the process's queues stay evicted for ever. The same happens here, and the
+ * judge reports it.
  */
 static int sg_criu_process_info(struct sg_process *p, struct kfd_ioctl_criu_args *args)
 {
@@ -24,7 +25,7 @@ static int sg_criu_process_info(struct sg_process *p, struct kfd_ioctl_criu_args
 
 	mutex_lock(&p->lock);
 	if (p->queues_paused)
-		sg_criu_out_of_turn(p, "PROCESS_INFO", "queues are paused already: they will not start again");
+		sg_criu_out_of_turn(p, "PROCESS_INFO", "queues are paused already: they will not be resumed");
 	sg_process_evict_queues(p, SG_EVICT_CHECKPOINT);
 	sg_harness_paused(p);
 	p->queues_paused = true;
@@ -68,7 +69,7 @@ static int sg_criu_resume(struct kfd_ioctl_criu_args *args)
 		err = sg_userptr_resume(target);
 		if (err)
 			sg_violate(SG_RESUME_REPEATED, sg_process_pid(target), NULL, 0, "RESUME",
-				   "notifications of host memory are counted without stopping queues from now on");
+				   "notifications of host memory are counted without evicting queues from now on");
 	}
 	mutex_unlock(&target->lock);
 	sg_process_put(target);

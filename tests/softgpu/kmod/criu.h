@@ -46,7 +46,7 @@ int sg_criu_checkpoint(struct sg_process *p, struct kfd_ioctl_criu_args *args);
 /* criu_restore.c, under p->lock */
 int sg_criu_restore(struct sg_process *p, struct kfd_ioctl_criu_args *args);
 
-/* dma-buf descriptors that appear in the caller's table when everything has succeeded. */
+/* dma-buf descriptors, installed in the caller's table when everything has succeeded. */
 struct sg_criu_fd {
 	int fd;
 	struct file *file;

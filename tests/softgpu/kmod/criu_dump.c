@@ -11,7 +11,7 @@
 #include "mem.h"
 #include "svm.h"
 
-/* Below this the driver has memory of its own, which CRIU does not see. */
+/* Below this handle the driver has BOs of its own, which CRIU does not see. */
 #define SG_GPUVM_BASE	SZ_64K
 
 static bool sg_mem_dumped(const struct sg_mem *mem)
@@ -174,7 +174,7 @@ static int sg_dump_fill(struct sg_process *p, struct sg_dump *dump)
 	return 0;
 }
 
-/* Last of all: descriptors appear in the caller's table when nothing can fail any more. */
+/* The last step: descriptors are installed in the caller's table when nothing can fail any more. */
 static int sg_dump_bos(struct sg_process *p, u32 count, u8 __user *user, u8 __user *priv)
 {
 	struct sg_dump dump = {
@@ -201,7 +201,7 @@ out:
 	return err;
 }
 
-/* Events and ranges may be made meanwhile by who is not stopped: then they do not fit. */
+/* Threads that are not stopped may make events and ranges meanwhile: then they do not fit. */
 static int sg_dump_events(struct sg_process *p, u8 __user *priv, u64 *offset, u64 limit)
 {
 	unsigned int count = sg_events_count(p);

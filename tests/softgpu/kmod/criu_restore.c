@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* RESTORE: everything that CHECKPOINT wrote, made again in the caller, standing still. */
+/* RESTORE: makes everything that CHECKPOINT wrote again in the caller, with queues evicted. */
 #include <linux/file.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
@@ -139,7 +139,7 @@ static int sg_restore_bo(struct sg_process *p, struct kfd_criu_bo_bucket *bucket
 		return err;
 	if (bucket->alloc_flags & ~KFD_IOC_ALLOC_MEM_FLAGS_USERPTR & 0xff)
 		bucket->restored_offset = sg_restored_offset(mem);
-	/* What fails from here on leaves the BO in the process, as with the driver. */
+	/* A later failure leaves the BO in the process, as with the driver. */
 	err = sg_restore_map_bo(p, mem, priv);
 	if (err)
 		return err;
@@ -176,7 +176,7 @@ static int sg_restore_bos(struct sg_restore *r)
 
 	if (r->offset + count * sizeof(struct sg_criu_bo_priv) > r->size)
 		return -EINVAL;
-	/* From here to RESUME nobody hears that host memory changes. */
+	/* From here to RESUME the driver ignores changes of host memory. */
 	sg_userptr_block(r->p);
 	buckets = kvcalloc(count, sizeof(*buckets), GFP_KERNEL_ACCOUNT | __GFP_NOWARN);
 	fds = kvcalloc(count, sizeof(*fds), GFP_KERNEL_ACCOUNT | __GFP_NOWARN);
@@ -235,7 +235,7 @@ int sg_criu_restore(struct sg_process *p, struct kfd_ioctl_criu_args *args)
 	int err;
 	u32 i;
 
-	/* No queue that comes into being from here on runs before RESUME. */
+	/* No queue that is made from here on runs before RESUME. */
 	sg_process_evict_queues(p, SG_EVICT_RESTORE);
 	err = sg_restore_process(&r);
 	err = err ?: sg_restore_devices(&r);

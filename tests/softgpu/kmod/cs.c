@@ -63,7 +63,8 @@ static int sg_cs_take_user_fence(struct sg_cs *cs)
 	return 0;
 }
 
-/* Others' work on the BO: this job comes behind it. Our own VM's work is ordered by who submits. */
+/* Other VMs' work on the BO: this job runs after it. The submitter orders the
+ * work of its own VM. */
 static int sg_cs_sync_bo(struct sg_cs *cs, struct sg_bo *bo)
 {
 	struct dma_resv_iter cursor;
@@ -99,7 +100,7 @@ static int sg_cs_sync(struct sg_cs *cs)
 	return err;
 }
 
-/* What others of the BO wait for. A slot that is gone again by now costs a wait. */
+/* Fences that other users of the BO wait for. A slot that has been reused costs a wait. */
 static void sg_cs_publish_bo(struct sg_bo *bo, struct dma_fence *fence)
 {
 	dma_resv_lock(bo->base.resv, NULL);

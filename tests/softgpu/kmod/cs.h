@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* A submission while it is being put together. */
+/* A submission while its parts are read. */
 #ifndef SOFTGPU_CS_H
 #define SOFTGPU_CS_H
 

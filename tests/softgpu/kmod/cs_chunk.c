@@ -8,7 +8,7 @@
 
 #include "cs.h"
 
-/* IBs of one job on an SDMA ring, and dwords of one of them: what its packets can say. */
+/* IBs of one job on an SDMA ring, and dwords of one of them: the packets' fields allow no more. */
 #define SG_MAX_IBS	16
 #define SG_MAX_IB_DW	0xfffff
 /* Chunks, and dwords of one: far more than any program has. */
@@ -41,7 +41,7 @@ int sg_cs_depend(struct sg_cs *cs, struct dma_fence *fence)
 	return 0;
 }
 
-/* All IBs of one submission go to one line: there are no gangs of SDMA rings. */
+/* All IBs of one submission go to one line: SDMA rings have no gangs. */
 static int sg_cs_count_ib(struct sg_cs *cs, const struct sg_chunk *chunk)
 {
 	const struct drm_amdgpu_cs_chunk_ib *ib = chunk->data;
@@ -186,7 +186,8 @@ static int sg_cs_take_dependencies(struct sg_cs *cs, const struct sg_chunk *chun
 		sg_ctx_put(ctx);
 		if (IS_ERR(fence))
 			return PTR_ERR(fence);
-		/* That a job was begun is as good as that all before it have ended. */
+		/* A job begins only after all earlier ones have ended, so its
+		 * end implies theirs. */
 		if (chunk->id == AMDGPU_CHUNK_ID_SCHEDULED_DEPENDENCIES) {
 			dma_fence_put(fence);
 			continue;
@@ -273,11 +274,11 @@ static int sg_cs_take_chunk(struct sg_cs *cs, const struct sg_chunk *chunk)
 	case AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_SIGNAL:
 		return sg_cs_take_posts(cs, chunk, true);
 	default:
-		return 0;	/* taken at the first look */
+		return 0;	/* read in the first pass */
 	}
 }
 
-/* The job is there. */
+/* The job exists. */
 int sg_cs_take_chunks(struct sg_cs *cs)
 {
 	unsigned int i;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* Contexts: DRM_AMDGPU_CTX, and the fences of what was submitted to them. */
+/* Contexts: DRM_AMDGPU_CTX, and the fences of their submissions. */
 #include <drm/drm_auth.h>
 #include <linux/capability.h>
 #include <linux/slab.h>
@@ -61,7 +61,7 @@ static struct sg_ctx *sg_ctx_new(struct sg_device *dev)
 	return ctx;
 }
 
-/* Priorities that this kernel does not know count as normal, as old programs have garbage there. */
+/* Priorities that this kernel does not know count as normal, as old programs pass garbage. */
 static bool sg_priority_permitted(struct drm_file *drm, s32 priority)
 {
 	if (priority != AMDGPU_CTX_PRIORITY_HIGH && priority != AMDGPU_CTX_PRIORITY_VERY_HIGH)
@@ -135,7 +135,7 @@ static int sg_ctx_query(struct sg_file *file, u32 id, bool second, union drm_amd
 	return 0;
 }
 
-/* There are no clocks to pin: what is asked for is accepted, and nothing is pinned. */
+/* No clocks exist to pin: the call is accepted, without effect. */
 static int sg_ctx_pstate(struct sg_file *file, u32 id, bool set, u32 flags, union drm_amdgpu_ctx_out *out)
 {
 	struct sg_ctx *ctx;
@@ -184,7 +184,7 @@ int sg_ctx_ioctl(struct drm_device *drm, void *data, struct drm_file *drm_file)
 
 int sg_ctx_line(struct sg_ctx *ctx, u32 ip_type, u32 instance, u32 ring, struct sg_entity **line)
 {
-	/* Of the engines that amdgpu has, SDMA is here; there may be no ring of it. */
+	/* Of amdgpu's engines only SDMA exists here; it may have no ring. */
 	if (ip_type != AMDGPU_HW_IP_DMA || instance || ring >= SG_CTX_LINES ||
 	    !ctx->dev->exec->ring_count)
 		return -EINVAL;

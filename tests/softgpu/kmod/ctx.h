@@ -14,7 +14,7 @@ struct sg_ring;
 
 /* Lines that a context has on the SDMA engines. */
 #define SG_CTX_LINES		2
-/* Jobs of a line whose fences are remembered, and that may be under way at once. */
+/* Jobs of a line whose fences are kept, and that may be in flight at once. */
 #define SG_CTX_JOBS		32
 
 /* A line: its jobs run one after the other. */
@@ -45,11 +45,11 @@ struct sg_exec_file {
 
 struct sg_ctx *sg_ctx_get(struct sg_file *file, u32 id);
 void sg_ctx_put(struct sg_ctx *ctx);
-/* The line that a chunk names; -EINVAL: there is none, or its error. */
+/* The line that a chunk names; -EINVAL: no such line, or its error. */
 int sg_ctx_line(struct sg_ctx *ctx, u32 ip_type, u32 instance, u32 ring, struct sg_entity **line);
-/* NULL: that job is over for long; an error: there is no such job yet. */
+/* NULL: that job ended long ago; an error: no such job yet. */
 struct dma_fence *sg_ctx_fence(struct sg_entity *line, u64 sequence);
-/* Under ctx->submit: waits until there is room for one more, which is then added. */
+/* Under ctx->submit: waits until the line has space for one more job, then adds it. */
 int sg_ctx_wait_room(struct sg_entity *line);
 u64 sg_ctx_add_fence(struct sg_entity *line, struct dma_fence *fence);
 

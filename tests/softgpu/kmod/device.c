@@ -15,7 +15,7 @@ unsigned int sg_device_count;
 
 static struct platform_device *sg_platform[SG_MAX_GPUS];
 
-/* System memory that GPUs may use: as amdgpu's default, half of it at least 3 GiB, in a machine with little. */
+/* System memory that GPUs may use: amdgpu's default is half of it, and at least 3 GiB. */
 #define SG_GTT_BYTES	(16ULL * SZ_1G)
 #define SG_SMALL_BAR	SZ_256M
 
@@ -34,7 +34,7 @@ u64 sg_device_clock(void)
 	return div_u64(ktime_get_ns(), 10);
 }
 
-/* Real ids are 16 bit of a hash; another seed is another machine. */
+/* Real ids are 16 bit of a hash; another seed makes another machine. */
 static u32 sg_gpu_id(unsigned int index)
 {
 	return (hash_32(sg_params.seed * SG_MAX_GPUS + index + 1, 11) << 4 | index) + 1;

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Doorbells. A store to the page is a plain store, as on hardware; nobody is
- * told. To learn of it without looking for ever, the page is taken out of
- * user space's page tables when all is quiet: the next store faults, which
- * puts the page back and kicks the queues. As long as there is work the page
- * stays, and idle queues look at it.
+ * Doorbells. A store to the page is a plain store, as on hardware, without any
+ * notification. To notice it without endless polling, the driver unmaps the
+ * page from user space when all is quiet. The next store faults, which maps the
+ * page again and kicks the queues. While work is left the page stays mapped,
+ * and idle queues poll it.
  */
 #include <linux/mm.h>
 
 #include "doorbell.h"
 #include "queue.h"
 
-/* What a doorbell holds that was not rung. */
+/* The value of a doorbell that was not rung. */
 #define SG_SILENT	U64_MAX
 
 int sg_doorbells_alloc(struct sg_pdd *pdd)
@@ -66,7 +66,7 @@ static vm_fault_t sg_doorbell_fault(struct vm_fault *vmf)
 	if (page >= SG_DOORBELL_BYTES >> PAGE_SHIFT)
 		return VM_FAULT_SIGBUS;
 	result = vmf_insert_pfn(vmf->vma, vmf->address, page_to_pfn(pdd->doorbell_page) + page);
-	/* The store comes after this; the queues look for it for a while. */
+	/* The store follows this fault; the queues poll for it for a while. */
 	sg_doorbells_kick(pdd);
 	return result;
 }

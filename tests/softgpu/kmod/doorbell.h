@@ -9,7 +9,7 @@ struct sg_pdd;
 struct sg_queue;
 struct vm_area_struct;
 
-/* The page is there afterwards. */
+/* Allocates the page. */
 int sg_doorbells_alloc(struct sg_pdd *pdd);
 void sg_doorbells_free(struct sg_pdd *pdd);
 /* kfd mmap of the doorbell type. */
@@ -17,9 +17,9 @@ int sg_doorbells_mmap(struct sg_pdd *pdd, struct vm_area_struct *vma);
 
 /* Was it rung since the last call? */
 bool sg_doorbell_rung(struct sg_queue *q);
-/* The same, without taking note of it. */
+/* The same, without resetting it. */
 bool sg_doorbell_waiting(const struct sg_queue *q);
-/* From now on a store kicks the GPU's queues. False: it cannot, they have to look. */
+/* From now on a store kicks the GPU's queues. False: it cannot, so they have to poll. */
 bool sg_doorbells_cool(struct sg_pdd *pdd);
 
 #endif

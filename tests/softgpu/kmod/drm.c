@@ -46,7 +46,7 @@ static void sg_drm_postclose(struct drm_device *drm, struct drm_file *file_priv)
 	sg_died(SG_DRM_FILES);
 }
 
-/* Reserving a VMID is granted; nothing depends on it. */
+/* Reserving a VMID succeeds, without effect. */
 static int sg_vm_ioctl(struct drm_device *drm, void *data, struct drm_file *file)
 {
 	union drm_amdgpu_vm *args = data;
@@ -85,7 +85,7 @@ static const struct drm_ioctl_desc sg_drm_ioctls[] = {
 #endif
 };
 
-/* DRM's own calls, of those that a driver like this one has. */
+/* DRM's own calls that a driver of this kind has. */
 #define SG_CORE(name)	{ DRM_IOCTL_NR(DRM_IOCTL_##name), #name }
 
 static const struct {
@@ -156,7 +156,7 @@ static const struct file_operations sg_drm_fops = {
 #endif
 };
 
-/* drm_show_fdinfo() tells the client id, by which fds of one drm_file are known. */
+/* drm_show_fdinfo() prints the client id, which identifies the fds of one drm_file. */
 static void sg_drm_fdinfo(struct drm_printer *p, struct drm_file *file_priv)
 {
 	struct sg_device *dev = sg_file_of(file_priv)->dev;

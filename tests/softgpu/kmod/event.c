@@ -21,7 +21,7 @@
 #define SG_SLOT_EMPTY		U64_MAX
 /* Ids of events that have no slot begin here. */
 #define SG_FIRST_OTHER		((INT_MAX >> 1) + 1)
-/* What user space is taken to see before it has mapped the page: 256 slots. */
+/* The slots that user space is assumed to see before it has mapped the page: 256. */
 #define SG_FIRST_MAPPED		(256 * sizeof(u64))
 /* Where the signal page is mapped from. */
 #define SG_MMAP_EVENTS		(2ULL << 62)
@@ -38,7 +38,7 @@ void sg_events_init(struct sg_events *events)
 	spin_lock_init(&events->state);
 	idr_init(&events->all);
 	init_waitqueue_head(&events->waiters);
-	/* Id 0 is nobody's: an interrupt without an id has it. */
+	/* Id 0 belongs to no event: an interrupt without an id has it. */
 	events->signals = 1;
 }
 
@@ -55,7 +55,7 @@ static void sg_event_drop(struct sg_events *events, struct sg_event *event)
 	kfree_rcu(event, rcu);
 }
 
-/* Nobody waits any more and no queue runs. */
+/* No waiter is left and no queue runs. */
 void sg_events_exit(struct sg_events *events)
 {
 	struct sg_event *event;
@@ -73,7 +73,7 @@ void sg_events_exit(struct sg_events *events)
 	mutex_destroy(&events->lock);
 }
 
-/* The kernel's own signal page, for those who bring none. */
+/* The kernel's own signal page, for processes that provide none. */
 static int sg_slots_alloc(struct sg_events *events)
 {
 	void *page;
@@ -142,7 +142,7 @@ static int sg_event_number(struct sg_events *events, struct sg_event *event, con
 		high = *want + 1;
 	}
 	if (want && !*want)
-		return -ENOSPC;	/* nobody's */
+		return -ENOSPC;	/* belongs to no event */
 	id = idr_alloc(&events->all, event, low, high, GFP_KERNEL);
 	if (id < 0)
 		return id;
@@ -282,7 +282,7 @@ void sg_event_interrupt(struct sg_process *p, u32 id)
 	wake_up_all(&events->waiters);
 }
 
-/* Every event of this type is set and told why. */
+/* Sets every event of this type, with the reason. */
 static void sg_event_exception(struct sg_process *p, u32 type, const void *data, size_t len)
 {
 	struct sg_events *events = &p->events;

@@ -18,7 +18,7 @@ struct vm_area_struct;
 /* All events of a process; embedded in it. */
 struct sg_events {
 	struct mutex lock;		/* creation and destruction; may sleep in reclaim */
-	spinlock_t state;		/* what events and waiters say; inside of the run lock */
+	spinlock_t state;		/* state of events and waiters; inside of the run lock */
 	struct idr all;			/* found under RCU */
 	wait_queue_head_t waiters;
 	u64 *slots;			/* the signal page, KFD_SIGNAL_EVENT_LIMIT words */
@@ -28,7 +28,7 @@ struct sg_events {
 	unsigned int signals;		/* events that have a slot, and the reserved one */
 };
 
-/* How CRIU's private data names an event's record. */
+/* The key of an event's record in CRIU's private data. */
 #define SG_CRIU_OBJECT_EVENT	1
 
 /* One event in CRIU's private data. */
@@ -59,12 +59,12 @@ int sg_event_reset(struct sg_process *p, u32 id);
 int sg_event_wait(struct sg_process *p, struct kfd_ioctl_wait_events_args *args);
 int sg_event_mmap(struct sg_process *p, struct vm_area_struct *vma);
 
-/* From the GPU: usable inside of a slice. */
+/* From the GPU: callable inside a slice. */
 void sg_event_interrupt(struct sg_process *p, u32 id);
 void sg_event_memory_exception(struct sg_process *p, const struct kfd_hsa_memory_exception_data *data);
 void sg_event_hw_exception(struct sg_process *p, const struct kfd_hsa_hw_exception_data *data);
 
-/* CRIU; `object_type` of what is restored was checked by the caller. */
+/* CRIU; the caller has checked the restored `object_type`. */
 unsigned int sg_events_count(struct sg_process *p);
 int sg_events_dump(struct sg_process *p, struct sg_criu_event *to, unsigned int count);
 int sg_event_restore(struct sg_process *p, const struct sg_criu_event *from);

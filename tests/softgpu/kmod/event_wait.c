@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * WAIT_EVENTS. A waiter that an event has activated stays so, whatever
- * happens to the event afterwards; an event that is destroyed under a waiter
- * fails the wait.
+ * WAIT_EVENTS. A waiter that an event has activated stays active, whatever
+ * happens to the event afterwards. A wait fails when one of its events is
+ * destroyed.
  */
 #include <linux/sched/signal.h>
 #include <linux/slab.h>
@@ -96,7 +96,7 @@ static long sg_timeout(u32 ms)
 	return msecs_to_jiffies(min_t(u32, ms, INT_MAX)) + 1;
 }
 
-/* What an activated event has to tell; the events' lock is held. */
+/* The data of an activated event; the events' lock is held. */
 static int sg_waiter_tell(struct sg_events *events, const struct sg_waiter *waiter,
 			  struct kfd_event_data __user *to)
 {
@@ -105,7 +105,7 @@ static int sg_waiter_tell(struct sg_events *events, const struct sg_waiter *wait
 		struct kfd_hsa_memory_exception_data memory;
 		struct kfd_hsa_hw_exception_data hw;
 		u64 age;
-	} told;
+	} data;
 	size_t len = 0;
 
 	if (!event)
@@ -114,21 +114,21 @@ static int sg_waiter_tell(struct sg_events *events, const struct sg_waiter *wait
 		return 0;
 	spin_lock(&events->state);
 	if (event->type == KFD_IOC_EVENT_MEMORY) {
-		told.memory = event->memory;
-		len = sizeof(told.memory);
+		data.memory = event->memory;
+		len = sizeof(data.memory);
 	} else if (event->type == KFD_IOC_EVENT_HW_EXCEPTION) {
-		told.hw = event->hw;
-		len = sizeof(told.hw);
+		data.hw = event->hw;
+		len = sizeof(data.hw);
 	} else if (event->type == KFD_IOC_EVENT_SIGNAL && waiter->wants_age) {
-		told.age = event->age;
-		len = sizeof(told.age);
+		data.age = event->age;
+		len = sizeof(data.age);
 	}
 	spin_unlock(&events->state);
-	/* All three stand at the beginning of the union in user space. */
-	return len && copy_to_user(to, &told, len) ? -EFAULT : 0;
+	/* All three are at the start of the union in user space. */
+	return len && copy_to_user(to, &data, len) ? -EFAULT : 0;
 }
 
-/* Leaves every event; what an interrupted wait has consumed is given back. */
+/* Leaves every event; restores what an interrupted wait has consumed. */
 static void sg_waiters_leave(struct sg_events *events, struct sg_waiter *waiters, u32 count,
 			     bool give_back)
 {
@@ -207,7 +207,7 @@ int sg_event_wait(struct sg_process *p, struct kfd_ioctl_wait_events_args *args)
 	if (err == -ERESTARTSYS && args->timeout && args->timeout != U32_MAX) {
 		u64 now = ktime_get_ns();
 
-		/* The call is begun again with what is left. */
+		/* The call is restarted with the rest of the timeout. */
 		args->timeout = now < end ? div_u64(end - now, NSEC_PER_MSEC) : 0;
 	}
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* An event, and those who wait for it. */
+/* An event, and its waiters. */
 #ifndef SOFTGPU_EVENT_WAIT_H
 #define SOFTGPU_EVENT_WAIT_H
 

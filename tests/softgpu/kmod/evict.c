@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* Eviction: a GPU's queues of a process run while nobody wants them to stand still. */
+/* Eviction: a GPU's queues of a process run while no eviction is in effect. */
 #include <linux/ktime.h>
 
 #include "softgpu.h"
@@ -17,7 +17,7 @@ static void sg_pdd_evict(struct sg_pdd *pdd, enum sg_evict_trigger trigger)
 static void sg_pdd_restore(struct sg_pdd *pdd)
 {
 	sg_smi_queue_restore(pdd->dev, sg_process_pid(pdd->process));
-	/* A RESUME that nothing was evicted for; the driver warns and goes on. */
+	/* A RESUME without an eviction; the driver warns and continues. */
 	if (!pdd->evicted)
 		return;
 	if (--pdd->evicted)

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
 /*
- * How the GPU touches memory: through the page tables of a VM, page by page,
- * under the judge's eyes.
+ * How the GPU accesses memory: through the page tables of a VM, page by page,
+ * checked by the judge.
  *
- * What runs on the GPU's behalf runs in slices, each under the run lock of
- * its queue or ring. An MMU notifier may wait for that lock, so a slice never
- * sleeps for reclaim, for the mmap lock or for user space: what cannot be had
- * at once ends the slice with -EAGAIN and is fetched outside (sg_agent_help).
+ * Work on the GPU's behalf runs in slices, each under the run lock of its queue
+ * or ring. An MMU notifier may wait for that lock, so a slice never sleeps for
+ * reclaim, for the mmap lock or for user space. A slice that needs missing
+ * memory ends with -EAGAIN, and sg_agent_help() gets it outside.
  */
 #ifndef SOFTGPU_EXEC_H
 #define SOFTGPU_EXEC_H
@@ -15,7 +15,7 @@
 
 struct sg_queue;
 
-/* Who touches memory, for page tables and for the judge. */
+/* The source of an access, for page tables and for the judge. */
 struct sg_agent {
 	struct sg_vm *vm;
 	struct sg_queue *queue;		/* NULL: a ring, or a queue that is being saved */
@@ -26,7 +26,7 @@ struct sg_agent {
 	bool fault_write;
 };
 
-/* A piece of one page, in the agent's hands. */
+/* A part of one page, referenced by the agent. */
 struct sg_span {
 	u8 *at;
 	size_t len;
@@ -36,8 +36,8 @@ struct sg_span {
 };
 
 /*
- * All return 0, -EFAULT (not mapped, not permitted, not there) or -EAGAIN
- * (not at once). A span is as long as asked for or ends with its page.
+ * All return 0, -EFAULT (not mapped, not permitted, missing) or -EAGAIN (not at
+ * once). A span is as long as requested or ends with its page.
  */
 int sg_span_get(struct sg_agent *agent, u64 va, size_t len, bool write, struct sg_span *span);
 int sg_span_get_rw(struct sg_agent *agent, u64 va, size_t len, struct sg_span *span);
@@ -53,7 +53,7 @@ int sg_agent_refuse(struct sg_agent *agent, u64 va, bool write);
 /* Outside of a slice, after -EAGAIN or -EFAULT: 0 if the access may now succeed. */
 int sg_agent_help(struct sg_agent *agent, int err);
 
-/* For every GPU, as modules come and go: not at the same time. */
+/* For every GPU, as modules are loaded and unloaded: not at the same time. */
 int sg_access_init(void);
 void sg_access_exit(void);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* What execution keeps for every GPU. */
+/* State of execution for every GPU. */
 #ifndef SOFTGPU_EXEC_DEVICE_H
 #define SOFTGPU_EXEC_DEVICE_H
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Faults on demand, in debugfs beside the judge's book. `faults` takes one line:
+ * Injected faults, in debugfs beside the judge's files. `faults` takes one
+ * line:
  *
  *   off
  *   count [comm=NAME] [call=CALL]
@@ -9,12 +10,12 @@
  *
  * From then on, calls of processes of that name (of their first thread) and of
  * that kind are counted from 1. The Nth returns -E and does nothing, or its
- * caller is killed before or after it is done; the ones after it are as ever.
+ * caller is killed before or after it is done; later ones are not affected.
  * CALL is kfd/NAME, kfd/CRIU_OP/OPERATION, amdgpu/NAME or drm/NAME.
  *
- * Read, `faults` tells "seen N" and "hit 0" or "hit 1"; `calls` tells what was
- * counted, one "number pid comm call result" a line, the result "?" while a
- * call has none, and "fault" behind the one that was hit.
+ * Reading `faults` gives "seen N" and "hit 0" or "hit 1". Reading `calls` gives
+ * the counted calls, one "number pid comm call result" a line. The result is
+ * "?" while a call has none, and "fault" follows the one that was hit.
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>
@@ -26,7 +27,7 @@
 
 #include "faults.h"
 
-/* The list's bound; counting goes on. */
+/* The list's bound; counting continues. */
 #define SG_CALLS_KEPT	8192
 #define SG_LINE		160
 /* No result yet: no errno, and no ioctl here returns it. */
@@ -39,7 +40,7 @@ enum sg_fate {
 	SG_KILLED_AFTER,
 };
 
-/* What is counted, and what happens to the Nth; nothing if `nth` is 0. */
+/* Which calls are counted, and the fault of the Nth; none if `nth` is 0. */
 struct sg_plan {
 	u64 nth;
 	enum sg_fate fate;
@@ -74,7 +75,8 @@ static bool sg_call_matches(const char *wanted, const char *name)
 	return !strncmp(wanted, name, len) && (!name[len] || name[len] == '/');
 }
 
-/* What happens to this call; `number` and `round` are its place in the list, number 0 if it is not counted. */
+/* The fault of this call; `number` and `round` are its place in the list,
+ * number 0 if it is not counted. */
 static enum sg_fate sg_faults_count(const char *name, u64 *number, u64 *round, int *error)
 {
 	const struct sg_plan *plan = &sg_faults.plan;
@@ -184,7 +186,7 @@ static int sg_plan_word(struct sg_plan *plan, char *word)
 	return 0;
 }
 
-/* Whether anything is counted is the first word's to say. */
+/* The first word says whether calls are counted. */
 static int sg_plan_parse(struct sg_plan *plan, char *line, bool *on)
 {
 	bool counts = false;
@@ -228,7 +230,7 @@ static ssize_t sg_faults_write(struct file *file, const char __user *from, size_
 		return err;
 	spin_lock_irq(&sg_faults.lock);
 	sg_faults.on = on;
-	/* What was counted is told until the next plan is made. */
+	/* Counted calls can be read until the next plan is made. */
 	if (on) {
 		sg_faults.plan = plan;
 		sg_faults.round++;

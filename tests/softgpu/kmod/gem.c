@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* GEM ioctls of a render node, but for mapping into the GPU and host memory. */
+/* GEM ioctls of a render node, except mapping into the GPU and host memory. */
 #include <drm/drm_vma_manager.h>
 #include <linux/dma-resv.h>
 #include <linux/slab.h>
@@ -10,7 +10,7 @@
 #define SG_NORMAL_DOMAINS	(AMDGPU_GEM_DOMAIN_CPU | AMDGPU_GEM_DOMAIN_GTT | AMDGPU_GEM_DOMAIN_VRAM)
 #define SG_ON_CHIP_DOMAINS	(AMDGPU_GEM_DOMAIN_GDS | AMDGPU_GEM_DOMAIN_GWS | AMDGPU_GEM_DOMAIN_OA)
 
-/* What user space may ask for; bits 0-6, 9-16 of those that the headers define. */
+/* Flags that user space may set; bits 0-6, 9-16 of those that the headers define. */
 #define SG_CREATE_FLAGS	(AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED | AMDGPU_GEM_CREATE_NO_CPU_ACCESS | \
 			 AMDGPU_GEM_CREATE_CPU_GTT_USWC | AMDGPU_GEM_CREATE_VRAM_CLEARED | \
 			 AMDGPU_GEM_CREATE_VM_ALWAYS_VALID | AMDGPU_GEM_CREATE_EXPLICIT_SYNC | \
@@ -46,7 +46,7 @@ static struct sg_bo *sg_gem_new(struct sg_device *dev, const struct drm_amdgpu_g
 	}
 	if (in->domains & AMDGPU_GEM_DOMAIN_VRAM) {
 		bo = sg_bo_create(dev, in->bo_size, in->alignment, AMDGPU_GEM_DOMAIN_VRAM, flags);
-		/* Full VRAM: it goes to system memory, as buffers do that may be evicted. */
+		/* Full VRAM: the BO gets system memory, as evictable buffers do. */
 		if (PTR_ERR_OR_ZERO(bo) != -ENOMEM)
 			return bo;
 	}
@@ -181,7 +181,7 @@ static int sg_op_placement(struct sg_bo *bo, struct drm_amdgpu_gem_op *args)
 		return -EPERM;
 	if ((bo->foreign || bo->origin) && args->value & AMDGPU_GEM_DOMAIN_VRAM)
 		return -EINVAL;
-	return 0;	/* a hint; nothing moves here */
+	return 0;	/* a hint, without effect here */
 }
 
 #ifdef AMDGPU_GEM_OP_GET_MAPPING_INFO

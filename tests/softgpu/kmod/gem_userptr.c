@@ -8,8 +8,8 @@
 #include "host.h"
 
 /*
- * The driver waits for what was submitted before the CPU may change the pages;
- * the next submission looks them up again.
+ * The driver waits for submitted jobs before the CPU may change the pages; the
+ * next submission looks them up again.
  */
 static bool sg_gem_host_changed(struct mmu_interval_notifier *notifier,
 				const struct mmu_notifier_range *range, unsigned long seq)
@@ -29,7 +29,7 @@ static const struct mmu_interval_notifier_ops sg_gem_host_ops = {
 	.invalidate = sg_gem_host_changed,
 };
 
-/* A handle of somebody else's memory is of no use: only who it belongs to may have one. */
+/* A handle of another process's memory is of no use: only the owner may have one. */
 int sg_gem_open_object(struct drm_gem_object *obj, struct drm_file *file)
 {
 	struct sg_bo *bo = sg_bo_of(obj);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* GEM_VA: what user space maps into the GPU's address space of its DRM file. */
+/* GEM_VA: mappings by user space in the GPU's address space of its DRM file. */
 #include <drm/drm_syncobj.h>
 #include <linux/dma-fence-chain.h>
 #include <linux/overflow.h>

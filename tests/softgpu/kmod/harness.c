@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * For the test harness, in debugfs beside the judge's book:
+ * For the test harness, in debugfs beside the judge's files:
  *
  *   declare_zero  "pid gpu_id va size": these pages are zero in the image too
  *   break_gate    "pid queue": this queue runs whatever the gate says, so that

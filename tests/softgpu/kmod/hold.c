@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Copies held back, in debugfs beside the judge's book. `hold` takes one line:
+ * Held copies, in debugfs beside the judge's files. `hold` takes one line:
  *
  *   off
  *   NAME [N]
  *
- * Jobs that processes of that name (of their first thread) have submitted to
- * SDMA engines are not begun from then on, but for the first N of them, until
- * another line comes. Jobs of a file that is closed end all the same. Read, it
- * tells the name and how many of N are left, or "off".
+ * Jobs in SDMA engines do not begin from then on if processes of that name (of
+ * their first thread) have submitted them. The first N of them do. The next
+ * write replaces this. Jobs of a closed file end all the same. Reading gives
+ * the name and how many of N are left, or "off".
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>
@@ -46,7 +46,7 @@ bool sg_hold_lets_go(const char *comm)
 	return !held;
 }
 
-/* Devices do not go meanwhile: who has the file open keeps the module. */
+/* Devices stay meanwhile: an open file pins the module. */
 static void sg_hold_changed(void)
 {
 	unsigned int i, ring;

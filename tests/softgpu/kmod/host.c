@@ -152,7 +152,7 @@ int sg_host_fault(struct sg_host *host)
 		err = sg_host_fault_once(host, &range);
 	}
 	kvfree(range.hmm_pfns);
-	/* Not mmput: it may end the address space, which waits for who calls here. */
+	/* Not mmput: it may end the address space, which waits for this function's callers. */
 	mmput_async(host->mm);
 	return err == -EBUSY ? -EAGAIN : err;
 }
@@ -168,7 +168,7 @@ void sg_host_invalidate(struct sg_host *host, unsigned long seq, bool stale)
 		host->stale = true;
 	}
 	spin_unlock(&host->lock);
-	/* What has a page in its hands puts it back within a slice, without locks of this process. */
+	/* A slice that has a reference to a page puts it, without locks of this process. */
 	if (!stale)
 		sg_host_wait(host);
 }
@@ -182,7 +182,7 @@ int sg_host_page(struct sg_host *host, unsigned long index, struct sg_page_ref *
 		ref->page = host->pages[index];
 		ref->stale = host->stale;
 		ref->host = host;
-		/* Stale pages may be let go of at any time. */
+		/* Stale pages may be released at any time. */
 		get_page(ref->page);
 		host->spans++;
 		err = 0;

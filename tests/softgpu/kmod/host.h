@@ -4,10 +4,10 @@
 
 #include "softgpu.h"
 
-/* `ops` belong to who embeds or owns the range; invalidate must call sg_host_invalidate(). */
+/* `ops` belong to the owner of the range; invalidate must call sg_host_invalidate(). */
 int sg_host_init(struct sg_host *host, struct mm_struct *mm, u64 start, u64 npages, bool readonly,
 		 const struct mmu_interval_notifier_ops *ops, void *owner);
-/* No notification comes after this; may be done twice. */
+/* No notification follows; may be called twice. */
 void sg_host_unregister(struct sg_host *host);
 void sg_host_exit(struct sg_host *host);
 struct sg_host *sg_host_create(struct mm_struct *mm, u64 start, u64 npages, bool readonly,
@@ -22,12 +22,12 @@ void sg_host_free(struct sg_host *host);
 int sg_host_fault(struct sg_host *host);
 
 /*
- * From a notifier. Its pages are let go of, unless `stale`: then a GPU that
- * still runs goes on using them, as hardware would, and the judge is told.
+ * From a notifier. Releases its pages, unless `stale`: then a GPU that still
+ * runs continues to use them, as hardware would, and the judge reports it.
  */
 void sg_host_invalidate(struct sg_host *host, unsigned long seq, bool stale);
 
-/* Inside of a slice. -EFAULT: not valid. */
+/* Inside a slice. -EFAULT: not valid. */
 int sg_host_page(struct sg_host *host, unsigned long index, struct sg_page_ref *ref);
 void sg_host_put(struct sg_page_ref *ref);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* AMDGPU_INFO: what libdrm asks when it opens a GPU, and what tools ask later. */
+/* AMDGPU_INFO: what libdrm reads when it opens a GPU, and what tools read later. */
 #include <drm/drm_device.h>
 #include <linux/uaccess.h>
 
@@ -37,7 +37,7 @@ static int sg_info_hw_ip(struct sg_device *dev, const struct drm_amdgpu_info *in
 	switch (info->query_hw_ip.type) {
 	case AMDGPU_HW_IP_GFX:
 	case AMDGPU_HW_IP_COMPUTE:
-		/* The rings that command submission has here are SDMA's. */
+		/* Only SDMA has rings for command submission here. */
 		ip.hw_ip_version_major = gc >> 16;
 		ip.hw_ip_version_minor = gc >> 8 & 0xff;
 		ip.ib_start_alignment = 32;
@@ -49,7 +49,7 @@ static int sg_info_hw_ip(struct sg_device *dev, const struct drm_amdgpu_info *in
 		ip.hw_ip_version_minor = sdma >> 8 & 0xff;
 		ip.ib_start_alignment = 256;
 		ip.ib_size_alignment = 4;
-		/* However many there are, contexts reach two. */
+		/* However many rings exist, contexts reach two. */
 		ip.available_rings = GENMASK(1, 0) & ((1U << sg_params.sdma_rings) - 1);
 		ip.ip_discovery_version = sdma;
 		break;
@@ -62,7 +62,7 @@ static int sg_info_hw_ip(struct sg_device *dev, const struct drm_amdgpu_info *in
 #ifdef AMDGPU_HW_IP_VPE
 	case AMDGPU_HW_IP_VPE:
 #endif
-		break;	/* not there: all zero */
+		break;	/* absent: all zero */
 	default:
 		return -EINVAL;
 	}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* KFD ioctls that tell or set a few numbers. */
+/* KFD ioctls that get or set a few numbers. */
 #include <linux/file.h>
 #include <linux/ktime.h>
 #include <linux/slab.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * The judge's book, in debugfs:
+ * The judge's files, in debugfs:
  *
  *   violations        one line each: kind pid gpu va packet detail
  *   violations_count  all of them, also those that the list has no room for
@@ -21,7 +21,7 @@
 #include "judge.h"
 #include "softgpu.h"
 
-/* The list's bound; the count goes on. The first ones are kept: they are the cause. */
+/* The list's bound; counting continues. The first ones are kept: they are the cause. */
 #define SG_VIOLATIONS_KEPT	512
 #define SG_DETAIL		160
 

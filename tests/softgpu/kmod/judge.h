@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* The judge: what no GPU may ever do, counted and listed in debugfs. */
+/* The judge: violations by GPUs and their users, counted and listed in debugfs. */
 #ifndef SOFTGPU_JUDGE_H
 #define SOFTGPU_JUDGE_H
 
@@ -15,16 +15,16 @@ enum sg_violation {
 	SG_GPU_READ_NOT_RESTORED,	/* memory between RESTORE and its load was read */
 	SG_CPU_READ_NOT_RESTORED,	/* the same, through a CPU mapping */
 	SG_QUEUE_RAN_GATED,		/* evicted, percent 0 or paused, and ran */
-	SG_STALE_USERPTR,		/* host pages that the process does not have any more */
+	SG_STALE_USERPTR,		/* host pages that the process has unmapped */
 	SG_RESUME_REPEATED,		/* CRIU_OP RESUME twice for one RESTORE */
 	SG_UNPAUSE_OUT_OF_TURN,		/* PROCESS_INFO and UNPAUSE did not alternate */
 	SG_LEAK,			/* a BO, an fd or a queue outlived its process */
 	SG_SDMA_OVERRUN,		/* a packet's last byte is one too many */
-	SG_SAVE_AREA_STALE,		/* a queue came back with another wave's save area */
+	SG_SAVE_AREA_STALE,		/* a queue was restored with another wave's save area */
 	SG_VIOLATIONS
 };
 
-/* Things that are counted while they live: what is left at the end has leaked. */
+/* Objects that are counted while they live: those left at the end have leaked. */
 enum sg_thing {
 	SG_PROCESSES,
 	SG_BOS,
@@ -51,7 +51,7 @@ static inline void sg_died(enum sg_thing thing)
 	atomic_long_dec(&sg_alive[thing]);
 }
 
-/* `dev` may be NULL. Sleeps never: usable under spinlocks and in notifiers. */
+/* `dev` may be NULL. Never sleeps: callable under spinlocks and in notifiers. */
 __printf(6, 7)
 void sg_violate(enum sg_violation kind, pid_t pid, struct sg_device *dev, u64 va,
 		const char *packet, const char *format, ...);

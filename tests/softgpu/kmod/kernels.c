@@ -2,10 +2,10 @@
 /*
  * The compute kernels that are built in.
  *
- * Each is a step function: it does at most SG_STEP bytes of work, then
- * returns 0 (more to do), 1 (done) or an error of the memory access. All
- * it knows between two steps is in the wave, so a step can be the last one
- * before a dump and the next one the first after a restore.
+ * Each is a step function: it does at most SG_STEP bytes of work, then returns
+ * 0 (more to do), 1 (done) or an error of the memory access. All its state
+ * between two steps is in the wave, so one step can be the last before a dump
+ * and the next the first after a restore.
  */
 #include <linux/bitops.h>
 #include <linux/delay.h>
@@ -21,7 +21,7 @@
 
 /* Bytes of work in one step: well under a millisecond, also under emulation. */
 #define SG_STEP		SZ_64K
-/* Pointers that one step chases. */
+/* Pointers that one step follows. */
 #define SG_STEP_CHASE	256
 
 static const struct {
@@ -37,7 +37,7 @@ static const struct {
 	[SG_KERNEL_SPIN] = { "spin", 1 },
 };
 
-/* How many arguments a kernel has; 0 for one that does not exist. */
+/* How many arguments a kernel has; 0 for an unknown kernel. */
 int sg_kernel_args(u64 kernel)
 {
 	return kernel < ARRAY_SIZE(sg_kernels) ? sg_kernels[kernel].args : 0;
@@ -145,7 +145,7 @@ static int sg_axpy32(struct sg_agent *agent, struct sg_wave *wave)
 	return wave->at >= words;
 }
 
-/* Adds up to `most` products of the row at hand; how many, or an error. */
+/* Adds up to `most` products of the current row; how many, or an error. */
 static int sg_dot(struct sg_agent *agent, struct sg_wave *wave, u64 col, size_t most)
 {
 	struct sg_span weights, in;
@@ -198,7 +198,7 @@ static int sg_matvec(struct sg_agent *agent, struct sg_wave *wave)
 			err = sg_vm_access(agent, wave->args[0] + row * sizeof(u32), &sum,
 					   sizeof(sum), true);
 			if (err) {
-				/* The row is done again: the sum so far is what it was before. */
+				/* Repeats the row: restores the sum so far. */
 				wave->value = 0;
 				wave->at = row * cols;
 				return err;
@@ -271,7 +271,7 @@ static int sg_spin(struct sg_agent *agent, struct sg_wave *wave)
 	u64 now = min_t(u64, left, USEC_PER_MSEC);
 	ktime_t begin = ktime_get();
 
-	/* A GPU that is busy costs this machine nothing: it sleeps. */
+	/* A busy GPU costs this machine nothing: it sleeps. */
 	if (now)
 		usleep_range(now, now + 50);
 	wave->at += min_t(u64, left, ktime_us_delta(ktime_get(), begin));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* The compute kernels that are built in, and the state that one of them has. */
+/* The compute kernels that are built in, and the state of one. */
 #ifndef SOFTGPU_KERNELS_H
 #define SOFTGPU_KERNELS_H
 
@@ -23,8 +23,8 @@ enum sg_kernel {
 #define SG_KERNEL_ARGS	5
 
 /*
- * A dispatch under way. It is also, byte for byte, what is written to the
- * context save area when the queue leaves the GPU.
+ * An unfinished dispatch. It is also, byte for byte, what is written to the
+ * context save area when the queue is evicted.
  */
 struct sg_wave {
 	u64 magic;
@@ -33,7 +33,7 @@ struct sg_wave {
 	u64 kernel;
 	u64 args[SG_KERNEL_ARGS];
 	u64 at;				/* how far, in the kernel's own unit */
-	u64 value;			/* what it has added up */
+	u64 value;			/* its sum so far */
 	u64 check;			/* of all words before */
 };
 

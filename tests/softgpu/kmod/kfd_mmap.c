@@ -19,7 +19,7 @@ int sg_kfd_mmap(struct file *filp, struct vm_area_struct *vma)
 	u64 offset = (u64)vma->vm_pgoff << PAGE_SHIFT;
 	struct sg_device *dev = sg_device_by_id(offset >> SG_MMAP_GPU_SHIFT & 0xffff);
 
-	/* No tracer is let in here. */
+	/* A tracer may not map. */
 	if (p->lead != current->group_leader)
 		return -EBADF;
 	switch (offset & 3ULL << SG_MMAP_TYPE_SHIFT) {

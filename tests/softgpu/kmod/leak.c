@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Memory that outlives the processes that had it. When the last process that
- * has a KFD allocation of a BO ends, a dma-buf descriptor may still be on its
- * way to somebody who will import it. One that after a while is all that
- * keeps the BO alive was forgotten: in the image's restorer, in a daemon.
+ * Memory that outlives its processes. When the last process with a KFD
+ * allocation of a BO ends, a dma-buf descriptor may be in transit to another
+ * process. A descriptor that after a while alone keeps the BO alive was
+ * forgotten: in the image's restorer, or in a daemon.
  */
 #include <drm/drm_gem.h>
 #include <linux/jiffies.h>
@@ -13,7 +13,7 @@
 #include "ring.h"
 #include "softgpu.h"
 
-/* How long a descriptor may be on its way, and how often it is looked for. */
+/* How long a descriptor may be in transit, and the polling interval. */
 #define SG_LEAK_MS	1000
 #define SG_LEAK_LOOK_MS	20
 
@@ -31,7 +31,7 @@ static DEFINE_MUTEX(sg_watches_lock);
 static LIST_HEAD(sg_watches);
 static DECLARE_DELAYED_WORK(sg_leak_work, sg_leak_look);
 
-/* Whose memory it is. */
+/* The process that allocated the memory. */
 static struct sg_bo *sg_leak_bo(struct sg_bo *bo)
 {
 	while (bo->store == SG_STORE_ALIAS)
@@ -54,7 +54,7 @@ void sg_leak_released(struct sg_bo *bo)
 	atomic_dec(&sg_leak_bo(bo)->exports);
 }
 
-/* Jobs of a file that closes may have it, too: they end. */
+/* Jobs of a file that closes may use it, too: they end. */
 static bool sg_only_exported(struct sg_bo *bo)
 {
 	return atomic_read(&bo->exports) && !READ_ONCE(bo->base.handle_count) &&
@@ -83,7 +83,7 @@ void sg_leak_disown(struct sg_mem *mem)
 	schedule_delayed_work(&sg_leak_work, msecs_to_jiffies(SG_LEAK_LOOK_MS));
 }
 
-/* In a process that ends it may close behind files, one of each device, whose jobs are waited for. */
+/* When a process ends it may close after files, one of each device, whose jobs are awaited. */
 static bool sg_watch_is_over(const struct sg_watch *watch)
 {
 	unsigned int limit = SG_LEAK_MS + sg_device_count * SG_FLUSH_MS;

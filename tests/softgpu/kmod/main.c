@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* The module: parameters, and what is set up in which order. */
+/* The module: parameters, and the order of initialisation. */
 #include <linux/module.h>
 
 #include "chardev.h"
@@ -21,7 +21,7 @@ static char *fresh = "zero";
 module_param_named(gpus, sg_params.gpus, uint, 0444);
 MODULE_PARM_DESC(gpus, "number of GPUs, 1 to 16");
 module_param_named(vram_mib, sg_params.vram_mib, uint, 0444);
-MODULE_PARM_DESC(vram_mib, "VRAM of each GPU; host memory is taken where it is written");
+MODULE_PARM_DESC(vram_mib, "VRAM of each GPU; host memory is allocated at the first write");
 module_param(gfx, charp, 0444);
 MODULE_PARM_DESC(gfx, "chip: 90a, 942 or 1100");
 module_param_named(xgmi, sg_params.xgmi, bool, 0444);

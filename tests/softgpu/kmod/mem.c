@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* KFD's allocations: VRAM, GTT, host memory, doorbells, MMIO, and where GPUs have them. */
+/* KFD's allocations: VRAM, GTT, host memory, doorbells, MMIO, and their GPU addresses. */
 #include <drm/drm_vma_manager.h>
 #include <linux/dma-buf.h>
 #include <linux/mm.h>
@@ -51,7 +51,7 @@ static struct sg_bo *sg_mem_bo(struct sg_pdd *pdd, const struct sg_mem_request *
 	u64 size = request->size;
 	u64 flags = 0;
 
-	/* The ring of an AQL queue is mapped twice, one behind the other. */
+	/* The ring of an AQL queue is mapped twice, at consecutive addresses. */
 	if (request->flags & KFD_IOC_ALLOC_MEM_FLAGS_AQL_QUEUE_MEM)
 		size /= 2;
 	if (!size)
@@ -67,7 +67,7 @@ static struct sg_bo *sg_mem_bo(struct sg_pdd *pdd, const struct sg_mem_request *
 	return sg_mem_special_bo(pdd, request);
 }
 
-/* Contents come from the image: until then nobody may read them. */
+/* Contents are loaded from the image: until then no access may read them. */
 static int sg_mem_begin_restore(struct sg_bo *bo)
 {
 	return bo->store == SG_STORE_OWN ? sg_bo_mark_missing(bo) : 0;

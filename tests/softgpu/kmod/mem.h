@@ -11,7 +11,7 @@ struct sg_mem_request {
 	u32 flags;
 	u64 user_addr;		/* USERPTR */
 	int handle;		/* exactly this one, or -1 */
-	bool restore;		/* from RESTORE: contents are still to come */
+	bool restore;		/* from RESTORE: contents are missing */
 };
 
 /* All under p->lock. */
@@ -23,7 +23,7 @@ void sg_pdd_free_mems(struct sg_pdd *pdd);
 int sg_mem_free_checked(struct sg_process *p, u64 handle);
 /* On the GPU that the process knows by this id. */
 int sg_mem_map_one(struct sg_mem *mem, u32 gpu_id, bool map);
-/* What user space gives to mmap. */
+/* The offset that user space passes to mmap. */
 u64 sg_mem_mmap_offset(const struct sg_mem *mem);
 
 static inline u64 sg_mem_handle(const struct sg_pdd *pdd, int handle)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* ioctls about KFD's allocations: what they check and give back. */
+/* ioctls about KFD's allocations: their checks and results. */
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 
 #include "mem.h"
 #include "svm.h"
 
-#define SG_VRAM_GRAIN	SZ_2M	/* in which the driver counts what is free */
+#define SG_VRAM_GRAIN	SZ_2M	/* the unit in which the driver counts free memory */
 
 int sg_mem_available(struct sg_process *p, struct kfd_ioctl_get_available_memory_args *args)
 {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * What a queue leaves behind when it is off the GPU: the MQD, the control
- * stack (both in the kernel, dumped and restored by CRIU_OP) and, while a
- * dispatch is under way, the wave in the context save area (user memory).
+ * The saved state of an evicted queue: the MQD, the control stack (both in the
+ * kernel, dumped and restored by CRIU_OP) and, if a dispatch is unfinished, the
+ * wave in the context save area (user memory).
  *
- * All three carry the number of the save. A queue that comes back checks
- * that they agree: a save area that was not restored, or restored from
- * another moment, is found.
+ * All three carry the number of the save. A restored queue checks that they
+ * agree: it finds a save area that was not restored, or restored from another
+ * moment.
  */
 #include <linux/slab.h>
 #include <linux/string.h>
@@ -36,7 +36,7 @@
 
 #define SG_MQD_MAGIC		0x3130444d51474753ULL
 
-/* What the dwords above cannot say. */
+/* State that has no place in the dwords above. */
 struct sg_mqd_own {
 	u64 magic;
 	u64 sequence;
@@ -132,7 +132,7 @@ void sg_mqd_store(struct sg_queue *q)
 		memcpy(run->ctl_stack, &run->sequence, sizeof(u64));
 }
 
-/* What is wrong with what a dump brought; NULL: nothing. */
+/* What is wrong with a dumped MQD; NULL: nothing. */
 static const char *sg_mqd_fault(struct sg_queue *q, const struct sg_mqd_own *own)
 {
 	u64 stacked = own->sequence;
@@ -164,7 +164,7 @@ void sg_mqd_load(struct sg_queue *q)
 	q->run.reported = own->reported;
 }
 
-/* Behind the control stack, as the hardware has wave state. */
+/* After the control stack, as the hardware has wave state. */
 static u64 sg_save_area_at(const struct sg_queue *q)
 {
 	return q->props.save_address + q->run.ctl_stack_bytes;
@@ -190,7 +190,7 @@ static int sg_save_area_put(struct sg_queue *q, struct sg_agent *agent)
 /*
  * Before a dispatch begins: makes the save area's pages, so that a save never
  * lacks memory. -EAGAIN: not yet. A queue without a save area is not refused
- * here: it fails when it is saved, as on hardware.
+ * here: its save fails, as on hardware.
  */
 int sg_save_area_reserve(struct sg_queue *q, struct sg_agent *agent)
 {
@@ -212,7 +212,7 @@ int sg_save_area_write(struct sg_queue *q)
 	return err;
 }
 
-/* The wave comes back, if it is the one that the MQD speaks of. */
+/* Restores the wave, if it is the one that the MQD names. */
 int sg_save_area_read(struct sg_queue *q, struct sg_agent *agent)
 {
 	struct sg_wave wave;

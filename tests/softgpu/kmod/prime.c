@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* dma-buf: BOs that leave a GPU's file, and memory that comes from elsewhere. */
+/* dma-buf: BOs that leave a GPU's file, and memory that is imported. */
 #include <drm/drm_drv.h>
 #include <drm/drm_prime.h>
 #include <linux/dma-buf.h>
@@ -13,7 +13,7 @@
 
 MODULE_IMPORT_NS(SG_NAMESPACE(DMA_BUF));
 
-/* Other drivers cannot have this memory: there is no bus that they could reach it on. */
+/* Other drivers cannot have this memory: no bus reaches it. */
 static int sg_dmabuf_attach(struct dma_buf *dmabuf, struct dma_buf_attachment *attachment)
 {
 	return -EOPNOTSUPP;

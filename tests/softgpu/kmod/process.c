@@ -108,7 +108,7 @@ static void sg_pdds_free(struct sg_process *p)
 
 		sg_pdd_free_mems(pdd);
 	}
-	/* Memory of one GPU is mapped on others: files go when all of it is gone. */
+	/* Memory of one GPU is mapped on others: files are closed when all of it is freed. */
 	for (i = 0; i < p->n_pdds; i++) {
 		struct sg_pdd *pdd = p->pdds[i];
 
@@ -217,7 +217,7 @@ struct sg_process *sg_process_open(void)
 
 	if (!current->mm)
 		return ERR_PTR(-EINVAL);
-	/* As the driver does: what an exec or an exit left behind is freed first. */
+	/* As the driver does: first frees what an exec or an exit left. */
 	flush_workqueue(sg_process_wq);
 	mutex_lock(&sg_processes_lock);
 	p = sg_process_find_locked(current->mm);

@@ -7,7 +7,7 @@
 int sg_processes_init(void);
 void sg_processes_exit(void);
 
-/* The process of the current task: made if there is none. With a reference. */
+/* The process of the current task: made if it has none. With a reference. */
 struct sg_process *sg_process_open(void);
 /* By pid, as the caller's pid namespace has it. With a reference, or NULL. */
 struct sg_process *sg_process_by_pid(pid_t pid);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* User queues: made, changed and destroyed by ioctls; stopped and started by the gate. */
+/* User queues: made, changed and destroyed by ioctls; evicted and resumed by the gate. */
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 
@@ -46,7 +46,7 @@ static bool sg_ring_size_is_bad(u32 size)
 	return size && !is_power_of_2(size);
 }
 
-/* What both CREATE_QUEUE and UPDATE_QUEUE refuse. */
+/* Arguments that both CREATE_QUEUE and UPDATE_QUEUE refuse. */
 static int sg_queue_check(u32 percentage, u32 priority, u64 ring, u32 size)
 {
 	if ((percentage & 0xff) > SG_MAX_PERCENT || priority > SG_MAX_PRIORITY)
@@ -218,7 +218,7 @@ int sg_queue_add(struct sg_pdd *pdd, const struct sg_queue_props *props,
 		sg_queue_free(q);
 		return err;
 	}
-	sg_doorbell_rung(q);	/* whoever had this doorbell before */
+	sg_doorbell_rung(q);	/* rings of the previous owner */
 	sg_born(SG_QUEUES);
 	p->queues->count[pdd->dev->index]++;
 	sg_queue_sysfs_add(q);
@@ -265,7 +265,8 @@ static void sg_queue_remove(struct sg_queue *q)
 	struct sg_process *p = q->process;
 
 	mutex_lock(&p->queue_lock);
-	/* Who evicts from now on does not see it: it must stand still already, also where a test broke its gate. */
+	/* A later eviction does not see it: it must be stopped already, also
+	 * where a test broke its gate. */
 	WRITE_ONCE(q->run.ungated, false);
 	sg_queue_gate(q, true);
 	list_del(&q->link);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* User queues: what they are, and what runs them. */
+/* User queues: their properties, and what runs them. */
 #ifndef SOFTGPU_QUEUE_H
 #define SOFTGPU_QUEUE_H
 
@@ -61,7 +61,7 @@ struct sg_queue_props {
 	u32 engine;			/* asked for, with SG_QUEUE_SDMA_BY_ENGINE */
 };
 
-/* What a slice came to; errors are negative. */
+/* The outcome of a slice; errors are negative. */
 enum sg_run_result {
 	SG_RUN_MORE,
 	SG_RUN_IDLE,			/* everything up to the write pointer is done */
@@ -72,14 +72,14 @@ enum sg_run_result {
 /* The running side; all but the last five under `lock`, a slice at a time. */
 struct sg_run {
 	struct mutex lock;		/* N */
-	bool gated;			/* evicted: stopped and not started again */
+	bool gated;			/* evicted and not resumed */
 	bool dead;			/* stopped for good by a fault or a bad packet */
 	bool mapped;			/* on the GPU */
 	u64 rptr, wptr;			/* AQL: packets; SDMA: bytes */
-	u64 reported;			/* what the read pointer in memory says */
-	bool in_flight;			/* a dispatch is under way: `wave` */
+	u64 reported;			/* the read pointer in memory */
+	bool in_flight;			/* a dispatch is unfinished: `wave` */
 	struct sg_wave wave;
-	u64 sdma_done;			/* bytes of the SDMA packet under way */
+	u64 sdma_done;			/* bytes of the unfinished SDMA packet */
 	u64 sequence;			/* of the last save */
 	u32 *mqd;
 	void *ctl_stack;
@@ -88,7 +88,7 @@ struct sg_run {
 
 	struct task_struct *worker;
 	wait_queue_head_t wake;
-	atomic_t stoppers;		/* who want the lock: the worker lets them pass */
+	atomic_t stoppers;		/* threads that want the lock: the worker yields to them */
 	atomic_t kicked;		/* the gate, the doorbell or the queue has changed */
 	bool ungated;			/* a test has broken the gate */
 };
@@ -107,13 +107,13 @@ struct sg_queue {
 	struct sg_run run;
 };
 
-/* Where user space has a GPU's doorbells mapped. */
+/* Where user space has mapped a GPU's doorbells. */
 struct sg_doorbell_map {
 	struct mutex lock;		/* inside of the mmap lock */
 	struct address_space *mapping;	/* NULL: nowhere */
 	pgoff_t pgoff;
 	unsigned int vmas;
-	bool scattered;			/* in two mappings: stores cannot be waited for */
+	bool scattered;			/* in two mappings: stores cannot be noticed by faults */
 };
 
 struct sg_queues {
@@ -129,7 +129,7 @@ static inline bool sg_queue_is_sdma(const struct sg_queue *q)
 	return q->props.type != SG_QUEUE_COMPUTE;
 }
 
-/* The gate, as it stands while the run lock is held. */
+/* The gate, while the run lock is held. */
 static inline bool sg_queue_may_run(const struct sg_queue *q)
 {
 	return !q->run.gated && q->props.percent && q->props.address && q->props.size;

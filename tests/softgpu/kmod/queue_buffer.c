@@ -7,7 +7,7 @@
 #include "queue.h"
 #include "svm.h"
 
-/* Less than a page says nothing about the mapping's size. */
+/* Less than a page does not show the mapping's size. */
 static int sg_queue_hold(struct sg_queue *q, enum sg_queue_buffer which, u64 va, u64 size)
 {
 	q->buffers[which] = sg_vm_lookup_bo(q->pdd->vm, va, size & PAGE_MASK);

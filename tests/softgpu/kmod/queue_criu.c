@@ -118,7 +118,7 @@ int sg_queues_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset)
 		list_for_each_entry(q, &p->queues->all, link) {
 			if (q->pdd != p->pdds[gpu])
 				continue;
-			/* Only what is off the GPU has its state in memory. */
+			/* Only an evicted queue has its state in memory. */
 			if (sg_queue_may_run(q))
 				return -EINVAL;
 			err = sg_criu_dump_one(q, priv + *offset);

@@ -6,7 +6,7 @@
 #include "exec_device.h"
 #include "queue.h"
 
-/* Doorbells of SDMA engines, and of others that are not compute: not given away. */
+/* Doorbells of SDMA engines, and of others that are not compute: not assigned. */
 #define SG_DOORBELL_ENGINES	0x100
 #define SG_DOORBELL_OTHERS_END	0x200
 #define SG_DOORBELL_PER_ENGINE	10

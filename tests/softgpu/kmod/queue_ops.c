@@ -47,7 +47,7 @@ int sg_queue_set_cu_mask(struct sg_process *p, struct kfd_ioctl_set_cu_mask_args
 	return err;
 }
 
-/* Of a compute queue that is off the GPU: its control stack. */
+/* Of an evicted compute queue: its control stack. */
 int sg_queue_wave_state(struct sg_process *p, struct kfd_ioctl_get_queue_wave_state_args *args)
 {
 	struct sg_queue *q;

@@ -55,7 +55,7 @@ static const struct kobj_type sg_queue_ktype = {
 	.default_groups = sg_queue_groups,
 };
 
-/* A queue works without its folder: nobody is told of a failure. */
+/* A queue works without its folder: a failure is not reported. */
 void sg_queue_sysfs_add(struct sg_queue *q)
 {
 	struct sg_queue_folder *folder;

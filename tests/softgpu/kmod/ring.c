@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
  * SDMA engines for command submission. An engine executes one job at a time:
- * the first in its list whose dependencies are met and that no earlier job of
- * the same line stands before. Engines work side by side, so that with a
- * bandwidth given by parameter copies on different engines overlap.
+ * the first in its list whose dependencies are met and that follows no earlier
+ * job of its line. Engines work side by side, so that with a bandwidth given by
+ * parameter copies on different engines overlap.
  */
 #include <linux/kthread.h>
 #include <linux/sched/signal.h>
@@ -21,7 +21,7 @@
 /* How often the pages of userptr BOs are looked up again for one job. */
 #define SG_REVALIDATIONS	64
 
-/* An engine that was late makes up for it: on average its bandwidth is the parameter's. */
+/* A late engine catches up: on average its bandwidth is the parameter's. */
 ktime_t sg_copied_until(ktime_t from, u64 bytes)
 {
 	if (!sg_params.copy_mbps)
@@ -59,7 +59,7 @@ void sg_job_free(struct sg_job *job)
 	sg_died(SG_JOBS);
 }
 
-/* The job may be gone as soon as nothing is missing. */
+/* The job may be freed as soon as nothing is missing. */
 static void sg_job_ready(struct sg_job *job)
 {
 	struct sg_ring *ring = job->ring;
@@ -162,7 +162,7 @@ static void sg_ring_wait_until(struct sg_ring *ring, struct sg_job *job)
 						   ns_to_ktime(ahead * NSEC_PER_USEC));
 }
 
-/* Pages of host memory that were taken away under the job: looks them up again. */
+/* Pages of host memory that were unmapped under the job: looks them up again. */
 static bool sg_job_revalidate(struct sg_job *job)
 {
 	bool any = false;
@@ -211,7 +211,7 @@ static int sg_job_run_ib(struct sg_job *job, const struct sg_ib *ib, struct sg_a
 	}
 }
 
-/* The engine is reset: the line is lost, the others go on. */
+/* Resets the engine: the line is lost, the others continue. */
 static int sg_job_hung(struct sg_job *job, const struct sg_agent *agent, int err)
 {
 	struct sg_device *dev = job->file->dev;
@@ -287,7 +287,7 @@ static bool sg_ring_has(struct sg_ring *ring, struct sg_file *file, bool kill)
 	return has;
 }
 
-/* Nobody submits for this file any more. */
+/* No thread submits for this file any more. */
 void sg_rings_flush(struct sg_file *file)
 {
 	long left = fatal_signal_pending(current) ? 0 : msecs_to_jiffies(SG_FLUSH_MS);

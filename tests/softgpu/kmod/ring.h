@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* Kernel rings: SDMA engines that execute what command submission brings. */
+/* Kernel rings: SDMA engines that execute submitted jobs. */
 #ifndef SOFTGPU_RING_H
 #define SOFTGPU_RING_H
 
@@ -16,7 +16,7 @@ struct sg_entity;
 struct sg_file;
 struct task_struct;
 
-/* An engine: a thread, and what it has to execute. */
+/* An engine: a thread, and its jobs. */
 struct sg_ring {
 	struct task_struct *worker;
 	wait_queue_head_t wake;
@@ -45,7 +45,7 @@ struct sg_job {
 	struct sg_ring *ring;
 	struct dma_fence *fence;
 	pid_t pid;
-	char comm[TASK_COMM_LEN];	/* of who submitted it: of its first thread */
+	char comm[TASK_COMM_LEN];	/* of the first thread of the process that submitted it */
 	u64 sequence;			/* written to the user fence */
 	u64 *user_fence;		/* in the kernel's mapping of `fence_bo`; NULL: none */
 	struct sg_bo *fence_bo;
@@ -56,13 +56,13 @@ struct sg_job {
 	unsigned int dep_count;
 	atomic_t missing;		/* deps that are not signalled, and 1 until it is queued */
 	bool running;
-	bool killed;			/* its file is going: stop */
+	bool killed;			/* its file is being closed: stop */
 	unsigned int ib_count;
 	struct sg_ib ibs[];
 };
 
 struct dma_fence *sg_fence_create(u64 context, u64 sequence, void *owner);
-/* Who submitted this fence's job, if it is one of ours: its VM. */
+/* The VM that submitted this fence's job, if it is one of ours. */
 void *sg_fence_owner(struct dma_fence *fence);
 
 /* Takes the job; its fence is signalled whatever happens. */
@@ -70,7 +70,7 @@ void sg_ring_push(struct sg_job *job);
 /* How long a file that is closed waits for its jobs. */
 #define SG_FLUSH_MS	1000
 
-/* Ends all jobs of a file; they are given that time. */
+/* Ends all jobs of a file; they get that time. */
 void sg_rings_flush(struct sg_file *file);
 void sg_job_free(struct sg_job *job);
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * What runs a user queue: a thread that executes slices while the gate is
- * open, and sleeps without a timer while there is nothing to do.
+ * Runs a user queue: a thread that executes slices while the gate is open, and
+ * sleeps without a timer while the queue has no work.
  *
- * Taking the queue off the GPU is done by who wants it off: it takes the run
- * lock, so no slice is under way, and saves the queue's state as the
- * hardware's context save does: into the MQD and the save area.
+ * The thread that evicts the queue takes the run lock, so no slice runs. It
+ * saves the queue's state as the hardware's context save does: into the MQD and
+ * the save area.
  */
 #include <linux/delay.h>
 #include <linux/kthread.h>
@@ -21,10 +21,10 @@
 
 /* A slice ends soon after this; an eviction waits that long. */
 #define SG_SLICE_NS		NSEC_PER_MSEC
-/* How often a doorbell is looked at just after work, and for how long. */
+/* The polling interval of a doorbell just after work, and for how long. */
 #define SG_HOT_US		200
 #define SG_HOT_TURNS		25
-/* A wait for memory to change: from, to. */
+/* A wait for memory to change: shortest and longest interval. */
 #define SG_WAIT_FIRST_US	100
 #define SG_WAIT_LAST_US		3200
 
@@ -50,7 +50,7 @@ static int sg_run_read_wptr(struct sg_queue *q, struct sg_agent *agent)
 	return sg_vm_access(agent, q->props.write_ptr, &q->run.wptr, sizeof(q->run.wptr), false);
 }
 
-/* Onto the GPU: what was under way comes back, the write pointer is looked at. */
+/* Onto the GPU: restores an unfinished dispatch, reads the write pointer. */
 static int sg_run_map(struct sg_queue *q, struct sg_agent *agent)
 {
 	int err = 0;
@@ -91,7 +91,7 @@ static int sg_run_sdma_step(struct sg_queue *q, struct sg_agent *agent)
 	};
 	int result;
 
-	/* More than the ring holds cannot have been written. */
+	/* The ring cannot hold more. */
 	if (run->wptr - run->rptr > q->props.size)
 		return run->wptr < run->rptr ? SG_RUN_IDLE : -ENOEXEC;
 	result = sg_sdma_step(&sdma);
@@ -123,7 +123,7 @@ static int sg_run_step(struct sg_queue *q, struct sg_agent *agent)
 	return sg_aql_step(q, agent);
 }
 
-/* SDMA engines tell how far they are; the AQL processor does so with each packet. */
+/* SDMA engines report their progress here; the AQL processor does so with each packet. */
 static int sg_run_report(struct sg_queue *q, struct sg_agent *agent)
 {
 	int err;
@@ -163,13 +163,13 @@ static const char *sg_run_why(int err)
 	case -EFAULT:
 		return "a memory fault";
 	case -EIO:
-		return "a save area that is not its own";
+		return "the save area of another save";
 	default:
 		return "something that it cannot execute";
 	}
 }
 
-/* The queue is stopped for good; user space is told as by the hardware. */
+/* Stops the queue for good; user space gets the hardware's events. */
 static void sg_run_fail(struct sg_queue *q, struct sg_agent *agent, int err)
 {
 	struct kfd_hsa_memory_exception_data data = {
@@ -201,7 +201,7 @@ static void sg_run_sleep_us(struct sg_queue *q, u64 us)
 	wait_event_interruptible_hrtimeout(q->run.wake, sg_run_called(q), ns_to_ktime(us * NSEC_PER_USEC));
 }
 
-/* Nothing to do: look at the doorbell for a while, then let it wake us. */
+/* No work: polls the doorbell for a while, then waits for its fault. */
 static void sg_run_idle(struct sg_queue *q)
 {
 	int turn;
@@ -215,7 +215,7 @@ static void sg_run_idle(struct sg_queue *q)
 		wait_event_interruptible(q->run.wake, sg_run_called(q));
 }
 
-/* What comes behind a slice, outside of the run lock. */
+/* The work after a slice, outside the run lock. */
 static void sg_run_after(struct sg_queue *q, struct sg_agent *agent, int result, u64 *wait_us)
 {
 	s64 ahead;
@@ -279,7 +279,7 @@ void sg_run_unlock(struct sg_queue *q)
 	sg_run_kick(q);
 }
 
-/* The thread exists afterwards, and waits for the first kick. */
+/* Starts the thread, which waits for the first kick. */
 int sg_run_start(struct sg_queue *q)
 {
 	struct task_struct *worker;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * SDMA packets of the engines 4.4.0 (gfx90a), 4.4.2 (gfx942) and 6.0
- * (gfx1100), which agree in what is here: a count field holds bytes - 1.
+ * SDMA packets of the engines 4.4.0 (gfx90a), 4.4.2 (gfx942) and 6.0 (gfx1100),
+ * which agree in the packets implemented here: a count field holds bytes - 1.
  *
- * A step executes one packet, or at most SG_SDMA_STEP bytes of one; how far
- * is in `done`, so that the engine can be taken away in between.
+ * A step executes one packet, or at most SG_SDMA_STEP bytes of one; `done` has
+ * the progress, so that the queue can be evicted in between.
  */
 #include <linux/bits.h>
 #include <linux/ktime.h>
@@ -45,7 +45,7 @@ static u64 sg_address(const u32 *dword)
 	return dword[0] | (u64)dword[1] << 32;
 }
 
-/* Reads `count` dwords of the stream, `skip` dwords behind where it is. */
+/* Reads `count` dwords of the stream, `skip` dwords after its position. */
 static int sg_sdma_fetch(struct sg_sdma *sdma, u64 skip, u32 *dwords, u64 count)
 {
 	u64 at = sdma->at + skip * sizeof(u32), left = count * sizeof(u32), n;
@@ -75,9 +75,9 @@ static int sg_sdma_packet_end(struct sg_sdma *sdma, u64 dwords)
 }
 
 /*
- * Whether a packet's last byte is the first of a dword, there or here: only
- * then can it be outside of what the others are in, and only then is it
- * copied by itself, as a dword that is written in two parts does not count
+ * Whether a packet's last byte is the first of a dword, in its source or its
+ * target. Only then can it be outside the mapping of the others, and only then
+ * is it copied by itself: a dword that is written in two parts does not count
  * as restored.
  */
 static bool sg_sdma_byte_alone(u64 dst, u64 src, u64 bytes)
@@ -89,8 +89,8 @@ static bool sg_sdma_byte_alone(u64 dst, u64 src, u64 bytes)
 
 /*
  * The last byte of a packet where all others are inside a mapping and it is
- * not, or where it alone reads what is not loaded: the sign of a count that
- * is bytes instead of bytes - 1.
+ * not, or where it alone reads missing memory: the sign of a count that is
+ * bytes instead of bytes - 1.
  */
 static int sg_sdma_last_byte(struct sg_sdma *sdma, u64 dst, u64 src)
 {
@@ -174,7 +174,7 @@ static int sg_sdma_fill(struct sg_sdma *sdma, const u32 *p)
 	return sdma->done < bytes ? SG_SDMA_MORE : sg_sdma_packet_end(sdma, 5);
 }
 
-/* WRITE: the data stands in the stream. */
+/* WRITE: the stream has the data. */
 static int sg_sdma_write(struct sg_sdma *sdma, const u32 *p)
 {
 	u64 dwords = (p[3] & SG_SDMA_WRITE_MASK) + 1ULL, dst = sg_address(p + 1);
@@ -238,7 +238,7 @@ static int sg_sdma_poll(struct sg_sdma *sdma, const u32 *p)
 	int err;
 
 	if (!(p[0] & SG_SDMA_POLL_MEMORY))
-		return sg_sdma_packet_end(sdma, 6);	/* registers: always as wanted */
+		return sg_sdma_packet_end(sdma, 6);	/* registers: always equal */
 	err = sg_vm_access(sdma->agent, sg_address(p + 1), &value, sizeof(value), false);
 	if (err)
 		return err;
@@ -281,7 +281,7 @@ static const char * const sg_sdma_names[] = {
 	[SG_SDMA_OP_TIMESTAMP] = "timestamp",
 };
 
-/* Dwords of a packet's fixed part; 0 for an opcode that there is not. */
+/* Dwords of a packet's fixed part; 0 for an unknown opcode. */
 static const u8 sg_sdma_fixed[] = {
 	[SG_SDMA_OP_NOP] = 1,
 	[SG_SDMA_OP_COPY] = 7,

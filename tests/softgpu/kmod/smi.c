@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * SMI events. A client reads lines, "<event in hex> <what the event says>";
- * it has asked for them by writing a mask. Only the processes' own events
- * are shown to a client without CAP_SYS_ADMIN.
+ * SMI events. A client reads lines, "<event in hex> <text of the event>"; it
+ * subscribes by writing a mask. A client without CAP_SYS_ADMIN gets the events
+ * of its own process only.
  */
 #include <linux/anon_inodes.h>
 #include <linux/capability.h>
@@ -21,7 +21,7 @@
 #include "smi.h"
 #include "softgpu.h"
 
-/* What a client has not read yet; lines that have no room are lost. */
+/* Lines that a client has not read yet; lines without space are lost. */
 #define SG_SMI_FIFO	8192
 
 struct sg_smi_client {
@@ -41,7 +41,7 @@ void sg_smi_init(struct sg_smi *smi)
 	INIT_LIST_HEAD(&smi->clients);
 }
 
-/* A process's number as it sees it itself; clients are told that one. */
+/* A process's pid in its own namespace, which clients get. */
 static pid_t sg_own_pid(pid_t global)
 {
 	pid_t own = 0;

@@ -9,7 +9,7 @@
 struct sg_device;
 struct sg_process;
 
-/* Those who listen to one GPU. */
+/* The clients of one GPU. */
 struct sg_smi {
 	spinlock_t lock;		/* N */
 	struct list_head clients;

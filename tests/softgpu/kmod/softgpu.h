@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
 /*
- * The software GPU: what its parts share.
+ * The software GPU: declarations that its parts share.
  *
- * Order of locks, outermost first. Whatever may be taken by an MMU notifier is
- * marked N: nothing that holds it may wait for reclaim (GFP_KERNEL), for the
- * mmap lock, or for user space.
+ * Order of locks, outermost first. Locks that an MMU notifier may take are
+ * marked N: a holder may not wait for reclaim (GFP_KERNEL), for the mmap lock,
+ * or for user space.
  *
  *	sg_processes_lock	the list of processes
  *	p->lock			ioctls, handles, CRIU state
@@ -18,9 +18,9 @@
  *	N run lock of a queue	one slice of its work
  *	N vm->lock > svm.tree_lock > host->lock; bo->lock; events' state: spinlocks
  *
- * What the GPU executes runs in slices under a run lock, looks pages up with
- * sg_vm_page() and gives them back before the slice ends. Unmapping waits for
- * pages that are out: what an unmap returned from, no GPU touches any more.
+ * The GPU's work runs in slices under a run lock, which look pages up with
+ * sg_vm_page() and put them before the slice ends. Unmapping waits for
+ * referenced pages: after an unmap returns, no GPU accesses them.
  */
 #ifndef SOFTGPU_H
 #define SOFTGPU_H
@@ -51,7 +51,7 @@
 
 /* Kernels from 7.x on have multi-XCC queue images and newer calls (KFD ABI 1.23). */
 #define SG_MODERN		(LINUX_VERSION_CODE >= KERNEL_VERSION(7, 0, 0))
-/* As in the kernel at hand: Debian's 6.12 has no SVM and with it no choice of XNACK. */
+/* As in the running kernel: Debian's 6.12 has no SVM and with it no choice of XNACK. */
 #define SG_HAS_SVM		IS_ENABLED(CONFIG_HSA_AMD_SVM)
 
 struct sg_exec_device;		/* exec's: rings of a GPU */
@@ -94,7 +94,7 @@ struct sg_chip {
 	u32 sdma_engines, sdma_xgmi_engines, sdma_queues_per_engine;
 	u32 cp_queues, gws;
 	u32 engine_clock_mhz, memory_clock_mhz, memory_width;
-	u32 cwsr_size, ctl_stack_size, eop_size, debug_size;	/* a compute queue must bring, for one XCC */
+	u32 cwsr_size, ctl_stack_size, eop_size, debug_size;	/* that a compute queue must have, for one XCC */
 	u32 mqd_size;			/* of one XCC */
 	u32 fw_version, sdma_fw_version;
 	u32 sdma_copy_max;		/* bytes of one linear copy */
@@ -138,7 +138,7 @@ struct sg_device *sg_device_by_id(u32 gpu_id);
  */
 struct sg_host {
 	struct mmu_interval_notifier notifier;
-	void *owner;			/* who is told: a BO, an allocation, an SVM range */
+	void *owner;			/* notified: a BO, an allocation, an SVM range */
 	struct mm_struct *mm;
 	unsigned long start, npages;
 	bool readonly;
@@ -147,7 +147,7 @@ struct sg_host {
 	struct page **pages;		/* of `npages`; filled in while valid or stale */
 	bool valid;
 	bool stale;			/* notified, but its GPU's queues were not stopped */
-	unsigned int spans;		/* pages that a slice has in its hands */
+	unsigned int spans;		/* pages that a slice references */
 	wait_queue_head_t idle;
 };
 
@@ -161,7 +161,7 @@ enum sg_store {
 	SG_STORE_FIXED,			/* doorbells, MMIO: pages of the device */
 };
 
-/* One page of a BO that has something of its own to say. */
+/* One page of a BO that has a state of its own. */
 struct sg_bo_page {
 	struct page *page;
 	/*
@@ -187,7 +187,7 @@ struct sg_bo {
 	bool kfd;			/* made by KFD */
 	atomic_t allocations;		/* of KFD processes that have it; aliases' count here */
 	atomic_t exports;		/* dma-bufs of it; aliases' count here */
-	pid_t pid;			/* of who made it, for the judge */
+	pid_t pid;			/* of the process that made it, for the judge */
 	atomic_t queues;		/* that have it as a buffer: KFD does not unmap it then */
 
 	spinlock_t lock;		/* N */
@@ -221,37 +221,37 @@ static inline void sg_bo_put(struct sg_bo *bo)
 	drm_gem_object_put(&bo->base);
 }
 
-/* The byte that memory never written reads as. */
+/* The byte that never written memory holds. */
 u8 sg_bo_fresh(const struct sg_bo *bo);
 
 /*
- * A page of a BO in somebody's hands. `page` is NULL where nothing was ever
- * written and none was asked for: it reads as sg_bo_fresh().
+ * A reference to a page of a BO. `page` is NULL where nothing was ever written
+ * and no allocation was requested: it reads as sg_bo_fresh().
  */
 struct sg_page_ref {
 	struct page *page;
 	struct sg_bo *bo;		/* that has the page (never an alias); NULL: an SVM range's */
 	unsigned long index;		/* of the page in `bo` */
-	bool stale;			/* a host page that the process does not have any more */
+	bool stale;			/* a host page that the process has unmapped */
 	struct sg_host *host;		/* released by sg_page_put() */
 	struct sg_mapping *mapping;	/* likewise */
 };
 
 /*
- * The page with that index; `alloc`: make it if there is none. Errors: -EFAULT
- * host page that is not valid, -EAGAIN no memory with these `gfp` flags.
- * The caller keeps the BO alive. Give back with sg_page_put().
+ * The page with that index; `alloc`: allocate it if it is missing. Errors:
+ * -EFAULT host page that is not valid, -EAGAIN no memory with these `gfp`
+ * flags. The caller keeps the BO alive. Release with sg_page_put().
  */
 int sg_bo_page(struct sg_bo *bo, unsigned long index, bool alloc, gfp_t gfp, struct sg_page_ref *ref);
 void sg_page_put(struct sg_page_ref *ref);
 
 /*
- * What the judge has to know about not restored memory. Bytes `at`..`at + len`
- * of one page. A written dword is restored when it was written as a whole.
+ * What the judge needs to know of missing memory. Bytes `at`..`at + len` of one
+ * page. A dword counts as restored when it was written as a whole.
  */
 bool sg_page_missing(const struct sg_page_ref *ref, size_t at, size_t len);
 void sg_page_written(struct sg_page_ref *ref, size_t at, size_t len);
-/* The harness: these pages are rightly zero. */
+/* The harness: these pages are zero by intent. */
 void sg_bo_declare(struct sg_bo *bo, u64 offset, u64 len);
 
 /* For the kernel's own use of a BO's first `npages` pages: event page, fences. NULL: no memory. */
@@ -259,7 +259,7 @@ void *sg_bo_kmap(struct sg_bo *bo, unsigned long npages);
 void sg_bo_kunmap(struct sg_bo *bo, void *at);
 
 struct sg_bo *sg_bo_create(struct sg_device *dev, u64 size, u64 alignment, u32 domain, u64 flags);
-/* From RESTORE: no page of it was loaded yet. */
+/* From RESTORE: all of its pages are missing. */
 int sg_bo_mark_missing(struct sg_bo *bo);
 
 /* ---- GPU page tables: one for every DRM file ---- */
@@ -285,15 +285,15 @@ struct sg_vm {
 	struct mutex change;		/* mapping and unmapping; inside of p->mem_lock and dma_resv */
 	spinlock_t lock;		/* N; the tree and its users */
 	struct rb_root_cached tree;
-	wait_queue_head_t unused;	/* a mapping that is gone has no users left */
-	struct sg_process *process;	/* whose compute VM it is; NULL: graphics */
+	wait_queue_head_t unused;	/* a removed mapping has no users left */
+	struct sg_process *process;	/* the owner of this compute VM; NULL: graphics */
 };
 
 /*
  * The page behind a GPU address, for reading or writing; usable inside of a
  * slice with gfp = GFP_NOWAIT | __GFP_NOWARN. A page for writing is allocated.
  *  0		ref is filled in; give back with sg_page_put()
- *  -EFAULT	not mapped, not permitted, or a host page that is not there
+ *  -EFAULT	not mapped, not permitted, or a host page that is missing
  *  -EAGAIN	not now: memory would have to be reclaimed, or host pages are being
  *		looked up again
  * A compute VM's SVM ranges are looked up as well. On -EFAULT of a compute VM
@@ -302,9 +302,9 @@ struct sg_vm {
 int sg_vm_page(struct sg_vm *vm, u64 va, bool write, gfp_t gfp, struct sg_page_ref *ref);
 /* Reserves memory for a page of this address: outside of slices, may sleep. */
 int sg_vm_populate(struct sg_vm *vm, u64 va);
-/* Is all of [va, va + size) one BO's, at this start? For queue rings and the like. NULL: no. */
+/* Is all of [va, va + size) one BO's, at this start? For queue rings. NULL: no. */
 struct sg_bo *sg_vm_lookup_bo(struct sg_vm *vm, u64 va, u64 size);
-/* Is there any mapping that holds va? */
+/* Does any mapping hold va? */
 bool sg_vm_mapped(struct sg_vm *vm, u64 va);
 
 void sg_vm_init(struct sg_vm *vm, struct sg_device *dev);
@@ -389,11 +389,11 @@ struct sg_process {
 	struct list_head link;		/* sg_processes */
 	struct mm_struct *mm;		/* identity only, unless `mn` is alive */
 	struct mmu_notifier mn;
-	struct task_struct *lead;	/* thread group leader of who opened it */
+	struct task_struct *lead;	/* thread group leader of the opener */
 	bool mm_gone;			/* the address space has ended */
 	struct mutex lock;
 	unsigned int n_pdds;
-	struct sg_pdd *pdds[SG_MAX_GPUS];	/* by GPU index; all are there */
+	struct sg_pdd *pdds[SG_MAX_GPUS];	/* by GPU index; all exist */
 	struct sg_events events;
 	struct sg_queues *queues;
 
@@ -404,7 +404,7 @@ struct sg_process {
 	struct mutex notify_lock;	/* N */
 	bool block_notifications;	/* from RESTORE to RESUME */
 	unsigned int evicted_bos;
-	bool host_evicted;		/* queues stand still for host pages */
+	bool host_evicted;		/* queues are evicted for host pages */
 	bool resume_repeated;		/* the damage of a second RESUME was done */
 
 	struct mutex queue_lock;	/* N */
@@ -441,7 +441,7 @@ struct sg_mem *sg_mem_find(struct sg_process *p, u64 handle);
 
 /*
  * Eviction counts, per GPU. Queues of a GPU stop when its count leaves 0 and
- * start when it is 0 again. Both are safe inside of MMU notifiers. Evicting
+ * start when it is 0 again. Both are safe inside MMU notifiers. Evicting
  * returns when nothing of the process runs.
  */
 int sg_process_evict_queues(struct sg_process *p, enum sg_evict_trigger trigger);
@@ -450,16 +450,16 @@ int sg_process_restore_queues(struct sg_process *p);
 void sg_pdd_evict_queues(struct sg_pdd *pdd, enum sg_evict_trigger trigger);
 
 /*
- * After sg_vm_page() said -EFAULT for a compute VM: with XNACK on, the pages of
- * an SVM range are looked up now. Sleeps; never inside of a slice. 0: try
- * again; otherwise the fault is fatal.
+ * After sg_vm_page() returned -EFAULT for a compute VM: with XNACK on, looks up
+ * the pages of an SVM range now. Sleeps; never inside a slice. 0: try again;
+ * otherwise the fault is fatal.
  */
 int sg_svm_fault(struct sg_vm *vm, u64 va, bool write);
 
 /* For GEM_USERPTR: looks the pages up (again). Sleeps. -EFAULT: a page is missing. */
 int sg_bo_validate(struct sg_bo *bo);
 
-/* ---- what exec offers to core ---- */
+/* ---- declarations of exec for core ---- */
 
 int sg_exec_device_init(struct sg_device *dev);
 void sg_exec_device_exit(struct sg_device *dev);
@@ -470,10 +470,10 @@ int sg_queues_init(struct sg_process *p);
 void sg_queues_exit(struct sg_process *p);
 /* The address space ended: queues are destroyed, waiters woken. Called once, may sleep. */
 void sg_queues_kill(struct sg_process *p);
-/* Under p->queue_lock, pdd->evicted left 0 or came back to it. Stopping waits for slices. */
+/* Under p->queue_lock, pdd->evicted left 0 or is 0 again. Stopping waits for slices. */
 void sg_queues_stop(struct sg_pdd *pdd);
 void sg_queues_start(struct sg_pdd *pdd);
-/* Is there any queue? SET_XNACK_MODE refuses then. */
+/* Does it have a queue? SET_XNACK_MODE refuses then. */
 bool sg_queues_any(struct sg_process *p);
 
 int sg_queue_create(struct sg_process *p, struct kfd_ioctl_create_queue_args *args);
@@ -490,7 +490,7 @@ int sg_queues_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset);
 /* Reads one queue record (type field included) at *offset, of `size` bytes in all, and moves it. */
 int sg_queue_criu_restore(struct sg_process *p, u8 __user *priv, u64 *offset, u64 size);
 
-/* SMI events; gpu-wide. `pid` in the reader's terms is done by exec. */
+/* SMI events; gpu-wide. exec translates `pid` to the reader's namespace. */
 int sg_smi_open(struct sg_process *p, struct kfd_ioctl_smi_events_args *args);
 void sg_smi_queue_eviction(struct sg_device *dev, pid_t pid, u32 trigger);
 void sg_smi_queue_restore(struct sg_device *dev, pid_t pid);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* The SVM ioctl: attributes of ranges. Memory stays where it is: locations are kept and told, nothing migrates. */
+/* The SVM ioctl: attributes of ranges. Memory does not migrate: preferred
+ * locations are stored and reported only. */
 #include <linux/mm.h>
 #include <linux/sched/mm.h>
 
@@ -63,7 +64,7 @@ static int sg_svm_check_range(struct sg_process *p, unsigned long first, unsigne
 	return err;
 }
 
-/* True: GPUs must be told. */
+/* True: GPU mappings must change. */
 static bool sg_svm_apply(struct sg_process *p, struct sg_svm_attrs *to, const struct kfd_ioctl_svm_attribute *attr)
 {
 	unsigned long gpu;
@@ -95,7 +96,7 @@ static bool sg_svm_apply(struct sg_process *p, struct sg_svm_attrs *to, const st
 	return !p->xnack;
 }
 
-/* Every page of [first, last] has a range afterwards. */
+/* Makes ranges for every page of [first, last]. */
 static int sg_svm_fill(struct sg_process *p, unsigned long first, unsigned long last)
 {
 	struct sg_svm_range *range;
@@ -121,7 +122,7 @@ static int sg_svm_fill(struct sg_process *p, unsigned long first, unsigned long 
 	return 0;
 }
 
-/* The part of a range that is in [first, last]; the result is where to go on. */
+/* The part of a range that is in [first, last]; the result is where to continue. */
 static int sg_svm_set_one(struct sg_svm_range *range, unsigned long first, unsigned long last, u32 count,
 			  const struct kfd_ioctl_svm_attribute *attrs, unsigned long *at)
 {
@@ -157,7 +158,8 @@ static int sg_svm_set_locked(struct sg_process *p, unsigned long first, unsigned
 	result = err ?: sg_svm_fill(p, first, last);
 	if (result)
 		return result;
-	/* A range that fails does not keep the others from being set: the last error is told. */
+	/* A range that fails does not keep the others from being set: the last
+	 * error is returned. */
 	while (at <= last && (range = sg_svm_first(p, at, last))) {
 		err = sg_svm_set_one(range, first, last, count, attrs, &at);
 		result = err ?: result;
@@ -198,7 +200,7 @@ int sg_svm_set(struct sg_process *p, u64 first, u64 npages, u32 count,
 	return err;
 }
 
-/* What all ranges of [first, last] have in common. */
+/* The common attributes of all ranges of [first, last]. */
 static void sg_svm_common(struct sg_process *p, unsigned long first, unsigned long last, struct sg_svm_attrs *all,
 			  u32 *flags_or)
 {

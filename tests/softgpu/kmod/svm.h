@@ -6,21 +6,21 @@
 #include "softgpu.h"
 
 void sg_svm_init(struct sg_process *p);
-/* The worker ends and does not come back: the address space is going away. */
+/* Ends the worker for good: the address space is ending. */
 void sg_svm_stop(struct sg_process *p);
 void sg_svm_exit(struct sg_process *p);
 
 int sg_svm_ioctl(struct sg_process *p, struct kfd_ioctl_svm_args *args);
 int sg_xnack_ioctl(struct sg_process *p, struct kfd_ioctl_set_xnack_mode_args *args);
-/* What a process starts with. */
+/* The defaults of a process. */
 bool sg_xnack_default(void);
 bool sg_xnack_possible(struct sg_process *p);
 
 /* Does any range touch [start, start + size)? Addresses of the process. */
 bool sg_svm_overlaps(struct sg_process *p, u64 start, u64 size);
-/* Is all of it mapped for good on this GPU? What a queue's save area must be. */
+/* Is all of it mapped for good on this GPU? A queue's save area must be. */
 bool sg_svm_always_mapped(struct sg_pdd *pdd, u64 start, u64 size);
-/* Inside of a slice, like sg_vm_page(). */
+/* Inside a slice, like sg_vm_page(). */
 int sg_svm_page(struct sg_process *p, struct sg_device *dev, u64 va, bool write, struct sg_page_ref *ref);
 
 /* CRIU, under p->lock. */

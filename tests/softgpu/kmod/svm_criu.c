@@ -48,7 +48,7 @@ void sg_svm_criu_info(struct sg_process *p, u32 *count, u64 *bytes)
 	*bytes = *count * sg_svm_priv_bytes(p);
 }
 
-/* The first range at or behind this page. */
+/* The first range at or after this page. */
 static bool sg_svm_find(struct sg_process *p, unsigned long at, u64 *first, u64 *npages)
 {
 	struct sg_svm_range *range;
@@ -128,7 +128,7 @@ int sg_svm_criu_restore(struct sg_process *p, u8 __user *priv, u64 *offset, u64 
 	return 0;
 }
 
-/* A prefetch that never was is none; flags that were not set are cleared. */
+/* Drops a prefetch that never happened; clears flags that were not set. */
 static int sg_svm_set_saved(struct sg_process *p, const struct sg_svm_priv *data)
 {
 	u32 count = sg_attr_count(p), flags = U32_MAX, i;

@@ -15,14 +15,14 @@ unsigned long sg_svm_wanted(const struct sg_svm_range *range)
 {
 	if (!range->p->xnack)
 		return range->attrs.access | range->attrs.in_place;
-	/* The others fault it in. */
+	/* The others map it by retry faults. */
 	if (range->attrs.in_place)
 		return range->attrs.in_place;
 	return range->mapped || range->attrs.flags & KFD_IOCTL_SVM_FLAG_GPU_ALWAYS_MAPPED ?
 	       range->attrs.access : 0;
 }
 
-/* Memory that the CPU may not write is not written by the GPU either. */
+/* The GPU may not write memory that the CPU may not write. */
 static bool sg_range_readonly(struct sg_svm_range *range)
 {
 	unsigned long start = range->host.start, end = start + (range->host.npages << PAGE_SHIFT);
@@ -169,7 +169,7 @@ static bool sg_pages_mapped_by_bo(struct sg_process *p, unsigned long page)
 	return false;
 }
 
-/* A range of its own around the page: ordinary memory, as much of 2 MiB as nobody else has. */
+/* A range of its own around the page: ordinary memory, as much of 2 MiB as no other range has. */
 static struct sg_svm_range *sg_svm_around(struct sg_process *p, unsigned long page)
 {
 	unsigned long first = ALIGN_DOWN(page, BIT(SG_SVM_GRANULARITY)), last = first + BIT(SG_SVM_GRANULARITY) - 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* The tree of SVM ranges of a process: making, splitting, giving up. */
+/* The tree of SVM ranges of a process: making, splitting, removing. */
 #include <linux/mm.h>
 #include <linux/sched/mm.h>
 #include <linux/slab.h>
@@ -71,7 +71,7 @@ void sg_svm_delete(struct sg_svm_range *range)
 	kfree(range);
 }
 
-/* Where a range is cut, at most: in front of and behind a part, and around what is gone. */
+/* Where a range is cut, at most: before and after a part, and around unmapped parts. */
 #define SG_SVM_MAX_PARTS	(3 + SG_SVM_MAX_GONE)
 
 struct sg_svm_parts {
@@ -109,9 +109,9 @@ static void sg_parts_remove(struct sg_svm_parts *parts, const struct sg_pages *g
 }
 
 /*
- * In the place of a range, these parts of it, less what is gone. The driver
+ * Replaces a range by these parts of it, without unmapped ones. The driver
  * splits its page lists; here the parts look their pages up again, while the
- * queues stand still. A page that is missing then is found by its use.
+ * queues are evicted. A missing page is noticed at its next access.
  */
 static void sg_svm_replace(struct sg_svm_range *range, struct sg_svm_parts *parts)
 {
@@ -122,7 +122,7 @@ static void sg_svm_replace(struct sg_svm_range *range, struct sg_svm_parts *part
 
 	if (mapped)
 		sg_process_evict_queues(p, SG_EVICT_SVM);
-	/* From here on no notification adds to what is gone. */
+	/* From here on no notification adds unmapped parts. */
 	sg_host_unregister(&range->host);
 	for (i = 0; i < range->n_gone; i++)
 		sg_parts_remove(parts, &range->gone[i]);
@@ -176,7 +176,8 @@ static bool sg_svm_flush_one(struct sg_process *p)
 
 void sg_svm_flush(struct sg_process *p)
 {
-	/* What is left of ranges looks its pages up, and hears of changes: nothing can when the memory is going. */
+	/* The rest of the ranges looks its pages up, and gets notifications:
+	 * impossible when the address space is ending. */
 	if (!mmget_not_zero(p->mm))
 		return;
 	while (sg_svm_flush_one(p))

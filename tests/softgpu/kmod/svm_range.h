@@ -6,7 +6,7 @@
 #include "host.h"
 #include "softgpu.h"
 
-#define SG_SVM_MAX_GONE		8	/* parts of a range that were unmapped, until the whole is given up */
+#define SG_SVM_MAX_GONE		8	/* parts of a range that were unmapped, until the whole is removed */
 #define SG_SVM_GRANULARITY	9	/* log2 of the pages that a retry fault maps */
 
 struct sg_pages {
@@ -38,14 +38,14 @@ struct sg_svm_range *sg_svm_insert(struct sg_process *p, unsigned long first, un
 				   const struct sg_svm_attrs *attrs);
 void sg_svm_delete(struct sg_svm_range *range);
 void sg_svm_defaults(struct sg_process *p, struct sg_svm_attrs *attrs);
-/* Parts in front of `first` and behind `last` become ranges of their own. NULL: it is gone, or no memory. */
+/* Makes parts before `first` and after `last` ranges of their own. NULL: unmapped, or no memory. */
 struct sg_svm_range *sg_svm_carve(struct sg_svm_range *range, unsigned long first, unsigned long last);
-/* What the process has unmapped is taken out of its ranges. Also with mem_lock held. */
+/* Removes what the process has unmapped from its ranges. Also with mem_lock held. */
 void sg_svm_flush(struct sg_process *p);
 
 /* svm_map.c: with mem_lock held as well. */
 int sg_svm_map(struct sg_svm_range *range, unsigned long gpus);
-/* Those GPUs that must have it mapped all the time. */
+/* GPUs that must have it mapped all the time. */
 unsigned long sg_svm_wanted(const struct sg_svm_range *range);
 void sg_svm_restore_work(struct work_struct *work);
 bool sg_svm_changed(struct mmu_interval_notifier *notifier, const struct mmu_notifier_range *range,

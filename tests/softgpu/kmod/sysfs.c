@@ -53,7 +53,7 @@ static int sg_pdd_sysfs_add(struct sg_pdd *pdd)
 	return sysfs_create_file(pdd->stats, &pdd->evict_attr.attr);
 }
 
-/* As with the driver, a process without its folder is a process all the same. */
+/* As with the driver, a process may exist without its folder. */
 void sg_process_sysfs_add(struct sg_process *p)
 {
 	struct kobject *proc = sg_chardev_proc();

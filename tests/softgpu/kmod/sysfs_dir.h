@@ -15,7 +15,7 @@ struct sg_dir {
 struct sg_dir *sg_dir_add(struct sg_dir *parent, struct kobject *parent_kobj, const char *name);
 __printf(3, 4)
 int sg_dir_file(struct sg_dir *dir, const char *name, const char *format, ...);
-/* With all that is in it. NULL is allowed. */
+/* With all of its content. NULL is allowed. */
 void sg_dir_remove(struct sg_dir *dir);
 
 #endif

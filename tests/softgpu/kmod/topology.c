@@ -212,7 +212,7 @@ static int sg_nodes_add(struct sg_dir *topology)
 	return err;
 }
 
-/* Tools ask in /sys/module whether the driver is there. */
+/* Tools read /sys/module to see whether the driver is loaded. */
 static void sg_driver_add(void)
 {
 	struct kset *modules = THIS_MODULE->mkobj.kobj.kset;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
  * USERPTR allocations of KFD. When the process' memory changes, all its queues
- * stop; a worker looks the pages up again and starts them.
+ * are evicted; a worker looks the pages up again and resumes them.
  */
 #include <linux/jiffies.h>
 #include <linux/sched/mm.h>
@@ -12,9 +12,9 @@
 #define SG_RESTORE_DELAY_MS	1
 
 /*
- * From RESTORE to RESUME the driver does not hear notifications at all, and
- * after a second RESUME it counts them without stopping anything: then the
- * pages are stale, and the judge learns of their use.
+ * From RESTORE to RESUME the driver ignores notifications, and after a second
+ * RESUME it counts them without evicting queues. Then the pages are stale, and
+ * the judge reports their use.
  */
 static bool sg_userptr_changed(struct mmu_interval_notifier *notifier,
 			       const struct mmu_notifier_range *range, unsigned long seq)
@@ -49,7 +49,7 @@ static const struct mmu_interval_notifier_ops sg_userptr_ops = {
 	.invalidate = sg_userptr_changed,
 };
 
-/* Looks up all that is invalid. A page that is missing is left so: its use will be a VM fault. */
+/* Looks up all invalid pages. A missing page stays invalid: its use will be a VM fault. */
 static int sg_userptr_update(struct sg_process *p)
 {
 	struct sg_mem *mem;
@@ -130,7 +130,7 @@ int sg_userptr_add(struct sg_mem *mem, bool restore)
 	int err = 0;
 
 	mutex_lock(&p->mem_lock);
-	/* Of whoever calls: also when a tracer restores. */
+	/* Of the caller: also when a tracer restores. */
 	host = sg_host_create(current->mm, mem->user_addr, sg_bo_npages(mem->bo), false, &sg_userptr_ops, mem);
 	if (IS_ERR(host)) {
 		err = PTR_ERR(host);
@@ -161,7 +161,7 @@ void sg_userptr_remove(struct sg_mem *mem)
 	mutex_lock(&p->mem_lock);
 	list_del_init(&mem->host_link);
 	mutex_unlock(&p->mem_lock);
-	/* The allocation is what notifications go to: none may come when it is freed. */
+	/* The allocation receives notifications: none may run when it is freed. */
 	sg_host_unregister(mem->bo->host);
 }
 
@@ -178,7 +178,7 @@ int sg_userptr_resume(struct sg_process *p)
 
 	mutex_lock(&p->mem_lock);
 	mutex_lock(&p->notify_lock);
-	/* Before the check, as the driver does: this is what a second RESUME breaks. */
+	/* Before the check, as the driver does: a second RESUME breaks this. */
 	p->evicted_bos++;
 	if (!p->block_notifications) {
 		err = -EINVAL;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* USERPTR allocations of KFD: host memory that queues use without being told when it moves. */
+/* USERPTR allocations of KFD: host memory that queues use without a notification when it moves. */
 #ifndef SOFTGPU_USERPTR_H
 #define SOFTGPU_USERPTR_H
 
@@ -11,9 +11,9 @@ void sg_userptr_stop(struct sg_process *p);
 int sg_userptr_add(struct sg_mem *mem, bool restore);
 void sg_userptr_remove(struct sg_mem *mem);
 
-/* RESTORE: notifications are not heard from now on. */
+/* RESTORE: notifications are ignored from now on. */
 void sg_userptr_block(struct sg_process *p);
-/* RESUME: they are, and the worker starts the queues. -EINVAL: they were not blocked. */
+/* RESUME: they count again, and the worker resumes the queues. -EINVAL: they were not blocked. */
 int sg_userptr_resume(struct sg_process *p);
 
 #endif

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* The GPU's page table of one DRM file: which BO is where. */
+/* The GPU's page table of one DRM file: addresses of BOs. */
 #include <linux/mm.h>
 #include <linux/slab.h>
 
@@ -100,7 +100,7 @@ void sg_vm_unmap_locked(struct sg_mapping *mapping)
 	mapping->gone = true;
 	spin_unlock(&vm->lock);
 	wait_event(vm->unused, !READ_ONCE(mapping->users));
-	/* The last user may still be inside of the lock. */
+	/* The last user may still hold the lock. */
 	spin_lock(&vm->lock);
 	spin_unlock(&vm->lock);
 	if (mapping->bo)
@@ -138,7 +138,7 @@ void sg_vm_fini(struct sg_vm *vm)
 	mutex_destroy(&vm->change);
 }
 
-/* What stays of a mapping in front of or behind a hole in it. */
+/* The rest of a mapping before or after a hole in it. */
 static int sg_vm_remainder(struct sg_mapping *from, u64 va, u64 size)
 {
 	u64 start = (u64)from->node.start << PAGE_SHIFT;

@@ -4,7 +4,7 @@
 
 #include "softgpu.h"
 
-/* With vm->change held. Takes [va, va + size) out of what GEM_VA mapped, splitting at its ends. */
+/* With vm->change held. Removes [va, va + size) from GEM_VA's mappings, splitting at its ends. */
 int sg_vm_clear(struct sg_vm *vm, u64 va, u64 size);
 int sg_vm_map_locked(struct sg_vm *vm, struct sg_bo *bo, u64 va, u64 offset, u64 size, u32 flags,
 		     struct sg_mapping **out);
@@ -16,7 +16,7 @@ void sg_vm_forget(struct sg_vm *vm, struct sg_bo *bo);
 /* Calls `each` for every mapping of this BO, until it returns an error. */
 int sg_vm_each(struct sg_vm *vm, struct sg_bo *bo,
 	       int (*each)(struct sg_mapping *mapping, void *data), void *data);
-/* The process whose compute VM it is has ended. */
+/* The process that owns this compute VM has ended. */
 void sg_vm_release(struct sg_vm *vm);
 /* That process, with a reference, or NULL. */
 struct sg_process *sg_vm_process(struct sg_vm *vm);

@@ -19,7 +19,7 @@ static unsigned long sg_wait_jiffies(u64 until)
 	s64 left = ktime_to_ns(ktime_sub(ns_to_ktime(until), ktime_get()));
 	unsigned long jiffies_left;
 
-	/* A negative time is far away: user space means "for ever". */
+	/* A negative time is in the far future: user space means "for ever". */
 	if ((s64)until < 0)
 		return MAX_SCHEDULE_TIMEOUT;
 	if (left <= 0)
@@ -28,7 +28,7 @@ static unsigned long sg_wait_jiffies(u64 until)
 	return min(jiffies_left, MAX_SCHEDULE_TIMEOUT - 1UL);
 }
 
-/* NULL: over for long. */
+/* NULL: ended long ago. */
 static struct dma_fence *sg_fence_of(struct sg_file *file, const struct drm_amdgpu_fence *user)
 {
 	struct sg_ctx *ctx = sg_ctx_get(file, user->ctx_id);
@@ -44,7 +44,7 @@ static struct dma_fence *sg_fence_of(struct sg_file *file, const struct drm_amdg
 	return fence;
 }
 
-/* More than 0: signalled; 0: not in time. Takes the fence. */
+/* More than 0: signalled; 0: not in time. Consumes the fence. */
 static long sg_fence_wait(struct dma_fence *fence, unsigned long timeout)
 {
 	long left;
@@ -113,7 +113,7 @@ static int sg_wait_any(struct sg_file *file, const struct drm_amdgpu_fence *user
 	for (; had < count && left > 0; had++) {
 		fences[had] = sg_fence_of(file, &users[had]);
 		if (!fences[had]) {
-			first = had;	/* over for long */
+			first = had;	/* ended long ago */
 			break;
 		}
 		if (IS_ERR(fences[had])) {

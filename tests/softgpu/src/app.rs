@@ -20,11 +20,11 @@ const SOCKET: &str = "app.sock";
 /// Where `cargo xtask vm` puts an older libc.
 const OLDER: &str = "/usr/local/lib/older";
 
-/// A server that runs.
+/// A running server.
 #[derive(Debug)]
 pub struct App {
     pid: u32,
-    /// None once it has been dumped: what comes back is nobody's child.
+    /// None once it has been dumped: a restored server is no child.
     child: Option<Child>,
     socket: PathBuf,
     model: Model,
@@ -36,7 +36,7 @@ impl App {
     /// without a terminal, as CRIU wants it.
     ///
     /// # Errors
-    /// It does not come up; with what it said.
+    /// The server does not start; the panic shows its log.
     pub fn start(shape: &Shape, folder: &Path) -> anyhow::Result<Self> {
         Self::start_by(&program()?, shape, folder)
     }
@@ -74,13 +74,13 @@ impl App {
         Ok(Self { pid, child: Some(child), socket, model: Model::new(shape), quit: false })
     }
 
-    /// One that comes back where `folder` lies over that of the one that was dumped, in pids of its own.
+    /// A server that was restored in pid and mount namespaces of its own, with `folder` over the original's.
     #[must_use]
     pub fn in_copy(shape: &Shape, folder: &Path) -> Self {
         Self { pid: 0, child: None, socket: folder.join(SOCKET), model: Model::new(shape), quit: true }
     }
 
-    /// Its number.
+    /// Its process id.
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
@@ -92,20 +92,20 @@ impl App {
         &self.socket
     }
 
-    /// Waits for a process that was dumped and killed; it may come back by other means.
+    /// Waits for the end of a dumped process; it may be restored later.
     pub fn was_dumped(&mut self) {
         if let Some(mut child) = self.child.take() {
-            // Killed by the dump: there is no other end.
+            // The dump killed it: its status is known.
             let _ = child.wait();
         }
     }
 
-    /// It was dumped, and will not come back: nothing of it is left to end.
+    /// The server was dumped, and will not be restored: drop ends nothing.
     pub fn is_over(&mut self) {
         self.quit = true;
     }
 
-    /// Kills it, as a crash would; it may come back from an image.
+    /// Kills the server, as a crash would; it may be restored from an image.
     ///
     /// # Errors
     /// It cannot be killed.
@@ -138,21 +138,21 @@ impl App {
         Ok(())
     }
 
-    /// Rounds of what goes on beside the answers.
+    /// Rounds of the work beside the answers.
     ///
     /// # Errors
-    /// One of them went wrong.
+    /// A round was wrong.
     pub fn rounds(&self) -> anyhow::Result<u64> {
         let answer = client::ask(&self.socket, "check")?;
         let rounds = answer.strip_prefix("ok ").and_then(|rounds| rounds.parse().ok());
         rounds.with_context(|| format!("`check` was answered by {answer:?}"))
     }
 
-    /// Waits until some more rounds have gone right.
+    /// Waits until some more rounds have succeeded.
     ///
     /// # Errors
-    /// One of them went wrong, or they do not come.
-    pub fn goes_on(&self, more: u64) -> anyhow::Result<()> {
+    /// A round was wrong, or none ends.
+    pub fn continues(&self, more: u64) -> anyhow::Result<()> {
         let before = self.rounds()?;
         let wrong_or_more = || match self.rounds() {
             Ok(rounds) => (rounds >= before + more).then_some(Ok(())),
@@ -161,24 +161,24 @@ impl App {
         until(2 * MINUTE, wrong_or_more).with_context(|| format!("no {more} rounds after {before}"))?
     }
 
-    /// Waits for the moment at which a new round begins: a dump that begins now finds GPUs at work, in the modes in
-    /// which a round takes seconds.
+    /// Waits for the start of a new round: a dump that begins now finds GPUs at work, in modes whose rounds
+    /// take seconds.
     ///
     /// # Errors
     /// A round went wrong, or none ends.
     pub fn gets_busy(&self) -> anyhow::Result<()> {
-        self.goes_on(1)
+        self.continues(1)
     }
 
     /// Checks a part of its process with render nodes only: `node`, `fresh` or `kept`.
     ///
     /// # Errors
-    /// What is wrong there.
+    /// The answer, where it is not right.
     pub fn rendered(&self, part: &str) -> anyhow::Result<()> {
         client::ask(&self.socket, &format!("rendered {part}")).map(drop)
     }
 
-    /// Ends it in good order.
+    /// Asks the server to end.
     ///
     /// # Errors
     /// It does not listen.
@@ -197,7 +197,7 @@ impl App {
 
 impl Drop for App {
     fn drop(&mut self) {
-        // After `quit` there is nothing to end; a test that failed before has told why.
+        // After `quit` there is nothing to end; a test that failed before has reported why.
         if let Some(mut child) = self.child.take() {
             let _ = child.kill();
             let _ = child.wait();
@@ -207,11 +207,12 @@ impl Drop for App {
     }
 }
 
-/// The workload's program, in `folder` if it is made: one that this CRIU can dump. The older one takes the guard pages that newer kernels have
-/// under threads' stacks for pages, and glibc 2.42 makes such: there, with an older libc if the machine has one.
+/// The workload's program, in `folder` if it is made there: one that this CRIU can dump. CRIU 4.1 takes guard
+/// pages under threads' stacks for pages, and glibc 2.42 makes them. There the program gets an older libc if
+/// the machine has one.
 ///
 /// # Errors
-/// There is none, or it cannot be made.
+/// There is no program, or it cannot be made.
 pub fn program_for(version: Version, folder: &Path) -> anyhow::Result<PathBuf> {
     let (program, libraries) = (program()?, Path::new(OLDER));
     let made = folder.join("gpu-app");

@@ -17,20 +17,21 @@ use serde_json::{Value, json};
 use crate::app;
 use crate::criu::Plugin;
 
-/// Its number for runc: one at a time.
+/// Its name for runc: only one exists at a time.
 const ID: &str = "softgpu-test";
-/// What it has of the machine's, read only.
+/// Folders of the host that it has, read only.
 const SYSTEM: [&str; 4] = ["/usr", "/bin", "/lib", "/lib64"];
-/// Whoever is in it, without privileges: not root.
+/// The user and group in it, without privileges: not root.
 const USER: u32 = 1000;
-/// Calls for which a filter kills the workload. It makes none of them, and nobody may have it make one.
+/// Calls for which a seccomp filter kills the workload. It makes none of them, and no injected call may be
+/// one.
 const DEADLY: [&str; 7] =
     ["userfaultfd", "bpf", "ptrace", "pidfd_getfd", "process_vm_writev", "io_uring_setup", "memfd_create"];
-/// The answer that is under way at the dump.
+/// The answer that is unfinished at the dump.
 const PROMPT: [u32; 2] = [7, 8];
 const TOKENS: usize = 12;
 
-/// A container; it goes when dropped.
+/// A container; dropping it removes it.
 #[derive(Debug)]
 pub struct Container {
     folder: tempfile::TempDir,
@@ -38,7 +39,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// Starts a server of this shape in one, has an answer begun, and dumps it with runc.
+    /// Starts a server of this shape in a container, begins an answer, and dumps it with runc.
     ///
     /// # Errors
     /// It does not serve, or cannot be dumped.
@@ -59,7 +60,7 @@ impl Container {
         Ok(container)
     }
 
-    /// What runc reads.
+    /// The bundle's configuration for runc.
     fn bundle(&self, shape: &Shape) -> anyhow::Result<Value> {
         let program = app::program()?;
         let programs = program.parent().context("the folder of programs")?;
@@ -78,7 +79,7 @@ impl Container {
             mounts.push(bind(path, "ro")?);
         }
         mounts.push(bind(&self.path("files"), "rw")?);
-        // Opened inside: CRIU cannot dump a file of the machine's that is open in a container.
+        // Opened inside: CRIU cannot dump an open file of the host in a container.
         let command = ["sh", "-c", "exec \"$0\" \"$@\" > \"${3%/*}/log\" 2>&1"].map(str::to_owned);
         let serve = [program.display().to_string(), "serve".to_owned(), "--socket".to_owned()];
         let arguments = command.into_iter().chain(serve).chain([self.socket().display().to_string()]);
@@ -130,12 +131,12 @@ impl Container {
     /// Dumps it into a folder of that name; it ends.
     ///
     /// # Errors
-    /// What CRIU complained about; it goes on then.
+    /// The error of CRIU; the container continues then.
     pub fn dump(&self, images: &str) -> anyhow::Result<()> {
         let images = self.path(images);
         fs::create_dir_all(&images)?;
         let act = self.runc("checkpoint", |checkpoint| {
-            // Missing memory is an error, and not waited for.
+            // A dump with missing memory fails, and does not wait.
             checkpoint.env("REWAKE_DUMP_WAIT", "0");
             checkpoint.arg("--image-path").arg(&images).arg("--work-path").arg(&images)
         });
@@ -145,7 +146,7 @@ impl Container {
     /// Restores it, for streamers whose work directory is that of the images.
     ///
     /// # Errors
-    /// What CRIU complained about.
+    /// The error of CRIU.
     pub fn restore(&self) -> anyhow::Result<()> {
         let images = self.images();
         let act = self.runc("restore", |restore| {
@@ -155,10 +156,10 @@ impl Container {
         act.with_context(|| errors(&images.join("restore.log")))
     }
 
-    /// The answer that was begun is right, and so is another; it ends in good order.
+    /// The answer that was begun is right, and so is another; then the server ends.
     ///
     /// # Errors
-    /// It is not so.
+    /// An answer is wrong or missing.
     pub fn ends_well(&self) -> anyhow::Result<()> {
         self.answer_is(&PROMPT, TOKENS)?;
         client::start(&self.socket(), &[200], 3)?;
@@ -176,11 +177,11 @@ impl Container {
     /// Waits until none of its processes is left.
     ///
     /// # Errors
-    /// Some are.
+    /// Processes are left.
     pub fn ends(&self) -> anyhow::Result<()> {
         let state = || {
             let state = output(Command::new("runc").args(["state", ID]))?;
-            serde_json::from_str::<Value>(&state).context("what runc says of it")
+            serde_json::from_str::<Value>(&state).context("the output of runc state")
         };
         let stopped = || state().is_ok_and(|state| state["status"] == "stopped").then_some(());
         until(2 * MINUTE, stopped).with_context(|| format!("the container does not end: {:?}", state()))
@@ -196,7 +197,7 @@ impl Container {
         let log = self.path("runc.log");
         let mut command = Command::new("runc");
         command.arg("--log").arg(&log).arg(act);
-        // These are the container's, too.
+        // The container has these, too.
         with(&mut command).arg(ID).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let status = command.status().context("start runc: is it installed?")?;
         ensure!(status.success(), "{command:?}: {status}: {}", fs::read_to_string(log).unwrap_or_default());
@@ -206,7 +207,7 @@ impl Container {
 
 impl Drop for Container {
     fn drop(&mut self) {
-        // It may be gone.
+        // It may have ended.
         let _ = self.runc("delete", |delete| delete.arg("--force"));
     }
 }
@@ -224,7 +225,7 @@ fn devices() -> anyhow::Result<Vec<Value>> {
     paths.map(device).collect()
 }
 
-/// What a log of CRIU's says went wrong.
+/// The error lines of a log of CRIU.
 fn errors(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     text.lines().filter(|line| line.contains("Error")).collect::<Vec<_>>().join("\n")

@@ -13,17 +13,17 @@ use rewake_testkit::soon;
 
 /// Where `cargo xtask vm` puts the plugin that it builds from Debian's source of CRIU.
 const STOCK_PLUGIN: &str = "/usr/local/lib/criu";
-/// Beside the test programs: where `cargo xtask plugin` puts this project's.
+/// Where `cargo xtask plugin` puts this project's plugin, beside the test programs.
 const OWN_PLUGIN: &str = "criu-plugin";
-/// What our plugin says when it waits, behind the number of pages.
+/// What our plugin logs when it waits, after the number of pages.
 pub const WAITS: &str = " missing pages of its memory";
 /// Lines of CRIU's log that an error quotes.
 const QUOTED: usize = 12;
 
-/// Whose plugin CRIU loads. Both read and write the same images.
+/// Which plugin CRIU loads. Both read and write the same images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plugin {
-    /// This project's; `REWAKE_PLUGIN` names its folder, otherwise looked for beside the tests.
+    /// This project's; `REWAKE_PLUGIN` names its folder, otherwise beside the tests.
     Ours,
     /// CRIU's own, of 4.2; `STOCK_PLUGIN` names its folder.
     Stock,
@@ -48,10 +48,10 @@ pub struct Criu {
 }
 
 impl Criu {
-    /// `images` is made if it is not there.
+    /// Makes the folder `images` if it does not exist.
     ///
     /// # Errors
-    /// The plugin is not there, or the folder cannot be made.
+    /// No plugin, or the folder cannot be made.
     pub fn with(plugin: Plugin, version: Version, images: &Path) -> anyhow::Result<Self> {
         let program = match version {
             Version::V4_2 => place("CRIU").unwrap_or_else(|| "criu".into()),
@@ -61,14 +61,14 @@ impl Criu {
         Ok(Self { program, plugin: plugin.folder()?, images: images.to_owned(), environment: Vec::new() })
     }
 
-    /// Sets an environment variable for CRIU, which its plugin reads: a switch of the topology's checks, say.
+    /// Sets an environment variable for CRIU and its plugin, for example to skip a check of the topology.
     #[must_use]
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// What its processes are called, and those that it restores until they are what they were.
+    /// The name of its processes, and of the tasks that it restores until they have their own.
     ///
     /// # Panics
     /// Its program has no name.
@@ -86,7 +86,7 @@ impl Criu {
     /// Dumps a process with its children; they end.
     ///
     /// # Errors
-    /// What CRIU complained about.
+    /// The error of CRIU.
     pub fn dump(&self, pid: u32) -> anyhow::Result<()> {
         self.run(&["dump", "--tree", &pid.to_string()])
     }
@@ -94,39 +94,39 @@ impl Criu {
     /// Dumps a process with its children by `rewake dump`; they end.
     ///
     /// # Errors
-    /// What it complained about.
+    /// The error of CRIU.
     pub fn dump_by_rewake(&self, pid: u32) -> anyhow::Result<()> {
         output(self.of_rewake("dump")?.args(["-t", &pid.to_string()])).map(drop)
     }
 
-    /// Dumps a process with its children; they go on.
+    /// Dumps a process with its children; they continue.
     ///
     /// # Errors
-    /// What CRIU complained about.
+    /// The error of CRIU.
     pub fn dump_running(&self, pid: u32) -> anyhow::Result<()> {
         self.run(&["dump", "--leave-running", "--tree", &pid.to_string()])
     }
 
-    /// Restores what was dumped; it runs when this returns, as nobody's child.
+    /// Restores the dumped process; it runs when this returns, as no child of this process.
     ///
     /// # Errors
-    /// What CRIU complained about.
+    /// The error of CRIU.
     pub fn restore(&self) -> anyhow::Result<()> {
         self.run(&["restore", "--restore-detached"])
     }
 
-    /// As [`Criu::restore`], where memory of CPUs comes lazily.
+    /// As [`Criu::restore`], with lazy CPU memory.
     ///
     /// # Errors
-    /// What CRIU complained about.
+    /// The error of CRIU.
     pub fn restore_lazily(&self) -> anyhow::Result<()> {
         self.run(&["restore", "--restore-detached", "--lazy-pages"])
     }
 
-    /// Runs CRIU to its end with the images, the plugin and a log; the first argument is what it is to do.
+    /// Runs CRIU to its end with the images, the plugin and a log; the first argument is its command.
     ///
     /// # Errors
-    /// What CRIU complained about: it failed, or did not start.
+    /// The error of CRIU: it failed, or did not start.
     pub fn run(&self, arguments: &[&str]) -> anyhow::Result<()> {
         let mut command = self.command(arguments);
         let status = command.status().with_context(|| format!("start {}", self.program.display()))?;
@@ -137,14 +137,15 @@ impl Criu {
         bail!("{} {arguments:?}: {status}:\n{}", self.program.display(), quoted(&log))
     }
 
-    /// The command that [`Criu::run`] runs, for a test that does something else with it. What the last one wrote is gone.
+    /// The command that [`Criu::run`] runs, for a test that does something else with it. Removes the log of
+    /// the last one.
     ///
     /// # Panics
     /// There are no arguments.
     #[must_use]
     pub fn command(&self, arguments: &[&str]) -> Command {
-        let act = arguments.first().expect("what CRIU is to do");
-        // One that is killed early does not come to that itself.
+        let act = arguments.first().expect("CRIU's command");
+        // A CRIU that is killed early does not remove it itself.
         let _ = fs::remove_file(self.images.join(format!("{act}.log")));
         let mut command = Command::new(&self.program);
         command.args(arguments).arg("--images-dir").arg(&self.images).arg("--libdir").arg(&self.plugin);
@@ -154,7 +155,8 @@ impl Criu {
         command
     }
 
-    /// `rewake dump` or `rewake restore` with the same CRIU, plugin and images; CRIU's own options go behind `--`.
+    /// `rewake dump` or `rewake restore` with the same CRIU, plugin and images. CRIU's own options follow
+    /// `--`.
     ///
     /// # Errors
     /// There is no such program.
@@ -173,10 +175,10 @@ impl Criu {
         Ok(command)
     }
 
-    /// What `rewake status` says now of the restore whose work directory the images' is.
+    /// What `rewake status` says now of the restore whose work directory is that of the images.
     ///
     /// # Panics
-    /// It says nothing that makes sense.
+    /// Its output is no status.
     #[must_use]
     pub fn status(&self) -> serde_json::Value {
         let program = rewake().unwrap();
@@ -184,7 +186,7 @@ impl Criu {
         serde_json::from_slice(&said.stdout).unwrap()
     }
 
-    /// Bytes of GPUs' memory that are there and bytes in all, of each process and GPU, as people are told.
+    /// Resident bytes and all bytes of GPU memory, of each process and GPU, as users see them.
     ///
     /// # Panics
     /// As [`Criu::status`].
@@ -198,10 +200,10 @@ impl Criu {
         of_gpus.map(|of| (number(of, "resident"), number(of, "bytes"))).collect()
     }
 
-    /// Pages of CPUs that the last restore waited for before anything ran, as the plugin has said.
+    /// CPU pages that the last restore awaited before any task ran, from the plugin's log.
     ///
     /// # Panics
-    /// It has said no number.
+    /// The log has no number.
     #[must_use]
     pub fn pages_waited_for(&self) -> u64 {
         let log = self.log("restore");
@@ -209,7 +211,7 @@ impl Criu {
         before.map(|before| before.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
     }
 
-    /// Whether the plugin has left buffers for later in the last restore.
+    /// Whether the plugin left buffers to the background load in the last restore.
     #[must_use]
     pub fn left_buffers(&self) -> bool {
         let log = self.log("restore");
@@ -219,7 +221,7 @@ impl Criu {
         })
     }
 
-    /// What it wrote at the last `dump`, `restore`...; empty if it never got so far.
+    /// The log of the last `dump`, `restore`...; empty if there is none.
     #[must_use]
     pub fn log(&self, act: &str) -> String {
         let text = fs::read(self.images.join(format!("{act}.log"))).unwrap_or_default();
@@ -228,7 +230,7 @@ impl Criu {
 }
 
 impl Plugin {
-    /// The folder that has it.
+    /// The folder of this plugin.
     pub(crate) fn folder(self) -> anyhow::Result<PathBuf> {
         let folder = match self {
             Self::Ours => beside("REWAKE_PLUGIN", OWN_PLUGIN, "cargo xtask plugin")?,
@@ -244,7 +246,7 @@ fn place(variable: &str) -> Option<PathBuf> {
     std::env::var_os(variable).map(PathBuf::from)
 }
 
-/// The lines of a log that say what went wrong; the last ones if none does.
+/// The error lines of a log; the last lines if there are none.
 fn quoted(log: &str) -> String {
     let errors: Vec<&str> = log.lines().filter(|line| line.contains("Error")).take(QUOTED).collect();
     if errors.is_empty() {
@@ -253,13 +255,13 @@ fn quoted(log: &str) -> String {
     errors.join("\n")
 }
 
-/// Whether queues of these GPUs can be restored at all. MES has no way, and Linux 7.2 compares the size of all XCCs'
-/// MQDs with that of one (`kfd_criu_restore_queue`).
+/// Whether queues of these GPUs can be restored at all. MES cannot, and Linux 7.2 compares the size of all
+/// XCCs' MQDs with that of one (`kfd_criu_restore_queue`).
 ///
 /// # Panics
-/// The machine cannot be asked.
+/// The topology cannot be read.
 #[must_use]
-pub fn queues_come_back() -> bool {
+pub fn queues_can_be_restored() -> bool {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let strict = fs::read_to_string("/sys/module/softgpu/parameters/strict");
     let lenient = strict.is_ok_and(|strict| strict.trim() == "N") || release.starts_with("6.12");
@@ -273,9 +275,9 @@ pub fn queues_come_back() -> bool {
 /// They cannot.
 ///
 /// # Panics
-/// As [`queues_come_back`].
+/// As [`queues_can_be_restored`].
 pub fn queues() -> Result<(), &'static str> {
-    if queues_come_back() { Ok(()) } else { Err("this kernel restores no queues of these GPUs") }
+    if queues_can_be_restored() { Ok(()) } else { Err("this kernel restores no queues of these GPUs") }
 }
 
 /// Waits until a restored process has ended.

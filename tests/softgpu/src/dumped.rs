@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A workload's server that was dumped, and comes back with its memory loaded behind it.
+//! A workload's server that was dumped, and is restored with a background load.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::unix::process::CommandExt as _;
@@ -20,25 +20,25 @@ use crate::left::runs;
 use crate::server::small;
 use crate::{Daemon, Held, Judge, Server, Streamer};
 
-/// With a ring, so that copies can be [held](Held), and they come one after the other.
+/// With one ring, so that copies can be [held](Held), and run one after the other.
 pub const ONE_RING: [(&str, &str); 1] = [("sdma_rings", "1")];
 
-/// Twelve MiB that no CPU reaches.
+/// Twelve MiB that no CPU can access.
 #[must_use]
 pub fn unreached() -> Shape {
     Shape { mode: Mode::NoAccess, layer_kib: 4096, ..small() }
 }
 
-/// What comes behind a process.
+/// What a restore loads in the background.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Behind {
-    /// Memory of its GPUs.
+    /// GPU memory.
     Gpus,
-    /// That of its CPUs, too.
+    /// GPU and CPU memory.
     Both,
 }
 
-/// A server that was dumped.
+/// A dumped server.
 #[derive(Debug)]
 pub struct Dumped {
     /// The server.
@@ -50,7 +50,7 @@ pub struct Dumped {
 
 impl Dumped {
     /// # Errors
-    /// The reason why a test does not run here: queues are not restored. Other tests see that.
+    /// The reason why a test does not run here: queues cannot be restored. Other tests check that.
     ///
     /// # Panics
     /// It cannot be dumped.
@@ -58,9 +58,10 @@ impl Dumped {
         Self::together(shape, version).map(|[dumped]| dumped)
     }
 
-    /// Servers that ran at the same time, and can again: the driver gives copy engines' queues back by number, which two that ran one after the
-    /// other have in common. The last comes first: CRIU has the kernel give pids from a task's on, so those of what began later would be
-    /// somebody else's.
+    /// Servers that ran at the same time, and can again: the driver restores queues of copy engines by
+    /// number, and servers that ran one after the other have the same. The last server is dumped first: CRIU
+    /// has the kernel assign pids upwards from a task's, so another process could get the pid of a later
+    /// server.
     ///
     /// # Errors
     /// As [`Dumped::of`].
@@ -80,7 +81,7 @@ impl Dumped {
         let dump = |(mut server, folder): (Server, tempfile::TempDir)| {
             let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
             criu.dump(server.pid).unwrap();
-            // Those that were there before it still are.
+            // Earlier servers are still alive.
             server.was_dumped(&criu);
             Self { server, criu, _folder: folder }
         };
@@ -97,7 +98,7 @@ impl Dumped {
         Streamer::start(self.criu.images()).unwrap()
     }
 
-    /// A streamer for what comes behind it.
+    /// A streamer for the memory that this restore loads in the background.
     ///
     /// # Panics
     /// It does not start.
@@ -117,23 +118,23 @@ impl Dumped {
         self.criu.command(&arguments)
     }
 
-    /// Restores it; it runs, and its GPUs stand still for as long as copies are held.
+    /// Restores it; it runs, and its queues stay evicted for as long as copies are held.
     ///
     /// # Panics
-    /// It is not so.
+    /// It fails, or its gate is open.
     #[must_use]
-    pub fn comes_back_paused(&self) -> (Streamer, Held) {
+    pub fn restores_paused(&self) -> (Streamer, Held) {
         let (streamer, held) = (self.streamer(), Held::streamers());
         self.criu.restore().unwrap();
         assert!(is_paused(self.server.pid), "{}", streamer.said());
         (streamer, held)
     }
 
-    /// Restores it, and waits until its GPUs run; what the streamer said.
+    /// Restores it, and waits until its queues are resumed; returns the streamer's log.
     ///
     /// # Panics
-    /// It is not so.
-    pub fn comes_back(&self) -> String {
+    /// The restore or the load fails.
+    pub fn restores(&self) -> String {
         let mut streamer = self.streamer();
         self.criu.restore().unwrap();
         let status = streamer.end().unwrap();
@@ -141,10 +142,10 @@ impl Dumped {
         streamer.said()
     }
 
-    /// Has `rewake restore` restore it; it runs, and its GPUs stand still for as long as copies are held.
+    /// Has `rewake restore` restore it; it runs, and its queues stay evicted for as long as copies are held.
     ///
     /// # Panics
-    /// It is not so.
+    /// It fails, or its gate is open.
     #[must_use]
     pub fn restoring(&self) -> (Restoring, Held) {
         let held = Held::streamers();
@@ -158,17 +159,17 @@ impl Dumped {
         (restoring, held)
     }
 
-    /// Kills what was restored.
+    /// Kills the restored server.
     ///
     /// # Panics
-    /// It is not there, or does not end.
+    /// It does not exist, or does not end.
     pub fn ends(&self) {
         dies(self.server.pid);
         wait_for_the_end_of(self.server.pid).unwrap();
     }
 }
 
-/// `rewake restore` under way, with a process group of its own.
+/// A running `rewake restore`, with a process group of its own.
 #[derive(Debug)]
 pub struct Restoring {
     child: Child,
@@ -186,7 +187,7 @@ impl Restoring {
         Self::with(criu, &["--", "-d"])
     }
 
-    /// Starts it with these options behind those that it needs.
+    /// Starts it with further options.
     ///
     /// # Panics
     /// It does not start.
@@ -208,7 +209,7 @@ impl Restoring {
         Self::with(criu, &["--socket", daemon.socket().to_str().unwrap(), "--", "-d"])
     }
 
-    /// Its number.
+    /// Its process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
@@ -226,7 +227,7 @@ impl Restoring {
         assert!(soon(|| runs(pid) && !restoring()), "{}", criu.log("restore"));
     }
 
-    /// Waits until it says that.
+    /// Waits until it prints this text.
     ///
     /// # Panics
     /// It ends first.
@@ -241,10 +242,10 @@ impl Restoring {
         }
     }
 
-    /// The supervisor of its streamer, and the workers, of which there is one at least.
+    /// The supervisor of its streamer, and the workers, at least one.
     ///
     /// # Panics
-    /// There is none.
+    /// There is no streamer.
     #[must_use]
     pub fn streamer(&self) -> (u32, Vec<u32>) {
         streamer_of(self.child.id())
@@ -253,13 +254,13 @@ impl Restoring {
     /// Whether it has ended.
     ///
     /// # Panics
-    /// It cannot be looked at.
+    /// Its status cannot be read.
     #[must_use]
     pub fn has_ended(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
     }
 
-    /// Waits for its end: whether it went well, and what it said.
+    /// Waits for its end: whether it succeeded, and what it printed.
     ///
     /// # Panics
     /// It does not end.
@@ -269,7 +270,7 @@ impl Restoring {
         (well, said)
     }
 
-    /// Waits for its end: whether it went well, what it said, and what it wrote to its standard output.
+    /// Waits for its end: whether it succeeded, what it printed, and its standard output.
     ///
     /// # Panics
     /// It does not end.
@@ -286,17 +287,17 @@ impl Restoring {
     }
 }
 
-/// Of the process, at this moment.
+/// Whether queues of the process are paused at this moment.
 #[must_use]
 pub fn is_paused(pid: u32) -> bool {
     let gates = Judge::find().map_or_else(Vec::new, |judge| judge.gates());
     gates.iter().any(|gate| gate.pid == pid && gate.paused)
 }
 
-/// What others can see of processes with this number that have a closed gate: a file of each.
+/// Files that show other programs a closed gate of a process with this number.
 ///
 /// # Panics
-/// The folder is not there.
+/// The folder does not exist.
 #[must_use]
 pub fn gate_files(pid: u32) -> Vec<PathBuf> {
     let files = std::fs::read_dir("/run/rewake/dump-blocks").unwrap().map(|file| file.unwrap().path());
@@ -304,17 +305,17 @@ pub fn gate_files(pid: u32) -> Vec<PathBuf> {
     files.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(&of_it)).collect()
 }
 
-/// Waits until the gate of a process is open, and its streamer's ledger has that.
+/// Waits until the gate of a process is open, and its streamer's ledger has recorded that.
 ///
 /// # Panics
 /// It does not open.
 pub fn gate_opens(pid: u32) {
     assert!(soon(|| gate_files(pid).is_empty()), "the gate of {pid} does not open");
-    // The ledger has it a moment after the file has gone.
+    // The streamer writes the ledger a moment after it removes the file.
     thread::sleep(Duration::from_millis(10));
 }
 
-/// The files with the memory of buffers.
+/// The files with BO contents.
 ///
 /// # Panics
 /// The folder cannot be read.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A disk that fails: what is read of it after that is EIO.
+//! A disk that starts to fail: each later read returns EIO.
 
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -7,12 +7,12 @@ use std::process::Command;
 
 use rewake_testkit::process::output as run;
 
-/// Besides the files: what the file system needs for itself.
+/// Space for the file system besides the files.
 const ROOM: u64 = 32 << 20;
-/// What is left of it: its own tables. All files are behind that.
+/// The part that still works: the file system's tables. All files are after it.
 const LEFT: u64 = 256 << 10;
 
-/// It has some files, each of which is still in its place, too. Dropped, it is gone, and so are they.
+/// A disk with some files, to which links lead from their old places. Dropping it removes all.
 #[derive(Debug)]
 pub struct FailingDisk {
     folder: tempfile::TempDir,
@@ -21,10 +21,10 @@ pub struct FailingDisk {
 }
 
 impl FailingDisk {
-    /// Moves these files there. None of their bytes is in the page cache then.
+    /// Moves these files to the disk. None of their bytes is in the page cache then.
     ///
     /// # Errors
-    /// The machine has no loop devices, or not enough room.
+    /// The machine has no loop devices, or not enough space.
     pub fn with(files: &[PathBuf]) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let (image, place) = (folder.path().join("disk"), folder.path().join("mounted"));
@@ -44,20 +44,20 @@ impl FailingDisk {
         disk.unmount();
         disk.mount(Path::new(&disk.device.clone()), &place, &["-t", "ext4", "-o", "ro"])?;
         for file in files {
-            // Whoever opens it finds the one on the disk.
+            // A link at the old place leads to the file on the disk.
             File::create(file)?;
             disk.mount(&there(file), file, &["--bind"])?;
-            // Where the file system has put its bytes is in memory, and they are not.
+            // The file system's tables are in memory, and the files' bytes are not.
             let from = format!("if={}", file.display());
             run(Command::new("dd").args([&from, "of=/dev/null", "bs=1M", "iflag=direct"]))?;
         }
         Ok(disk)
     }
 
-    /// From now on nothing can be read of its files.
+    /// Makes all later reads of its files fail.
     ///
     /// # Errors
-    /// It goes on.
+    /// Reads still succeed.
     pub fn fails(&self) -> anyhow::Result<()> {
         OpenOptions::new().write(true).open(self.folder.path().join("disk"))?.set_len(LEFT)?;
         run(Command::new("losetup").arg("--set-capacity").arg(&self.device)).map(drop)
@@ -72,7 +72,7 @@ impl FailingDisk {
     fn unmount(&mut self) {
         for place in self.mounted.drain(..).rev() {
             if let Err(error) = run(Command::new("umount").arg(&place)) {
-                eprintln!("a disk that fails stays: {error:#}");
+                eprintln!("a failing disk is left behind: {error:#}");
             }
         }
     }
@@ -82,7 +82,7 @@ impl Drop for FailingDisk {
     fn drop(&mut self) {
         self.unmount();
         if let Err(error) = run(Command::new("losetup").arg("--detach").arg(&self.device)) {
-            eprintln!("a disk that fails stays: {error:#}");
+            eprintln!("a failing disk is left behind: {error:#}");
         }
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Faults on demand in the soft GPU's driver: of all calls of some process, one fails or kills its caller. A harness
-//! counts the calls of an act first, and then does the act once for each of them.
+//! Injected faults in the soft GPU's driver: of all calls of a process, one fails or kills its caller. A test
+//! counts the calls of an operation first, and then repeats it once for each of them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use crate::judge::FOLDER;
 /// What happens to a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// It returns this errno, and has done nothing.
+    /// It returns this errno, and has no effect.
     Errno(i32),
-    /// Its caller is killed, before it is done.
+    /// Its caller is killed before it runs.
     KillBefore,
-    /// Its caller is killed, when it is done.
+    /// Its caller is killed after it has run.
     KillAfter,
 }
 
@@ -30,38 +30,38 @@ pub struct Calls<'a> {
 /// A call that was counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
-    /// From 1.
+    /// Its number, from 1.
     pub number: u64,
-    /// Of the process.
+    /// The caller's process id.
     pub pid: u32,
-    /// Its first thread's name.
+    /// The name of its first thread.
     pub comm: String,
-    /// What was called.
+    /// The kind of call.
     pub name: String,
-    /// What it returned: 0, or a negative errno. None while it is under way, and when its caller was killed before.
+    /// What it returned: 0, or a negative errno. None while it runs, and when its caller was killed before.
     pub result: Option<i64>,
-    /// Whether it is the one that was to fail.
+    /// Whether the fault was injected here.
     pub fault: bool,
 }
 
-/// The driver's switch; dropped, it is off.
+/// The driver's switch; dropping it turns faults off.
 #[derive(Debug)]
 pub struct Faults {
     folder: PathBuf,
 }
 
 impl Faults {
-    /// None where GPUs are real. Nothing is counted until it is asked for.
+    /// None where GPUs are real. Counts nothing until asked.
     #[must_use]
     pub fn find() -> Option<Self> {
         let folder = PathBuf::from(FOLDER);
         folder.is_dir().then_some(Self { folder })
     }
 
-    /// Counts calls from 1, and lets all go on.
+    /// Counts calls from 1, and injects no fault.
     ///
     /// # Panics
-    /// There is no call of that name, or the driver does not listen.
+    /// There is no call of that name, or the driver refuses.
     pub fn count(&self, calls: Calls<'_>) {
         self.write(&format!("count{}", calls.words()));
     }
@@ -79,10 +79,10 @@ impl Faults {
         self.write(&format!("nth={nth} {fault}{}", calls.words()));
     }
 
-    /// Counts no more; what was counted is still told.
+    /// Stops counting; counted calls can still be read.
     ///
     /// # Panics
-    /// The driver does not listen.
+    /// The driver refuses.
     pub fn off(&self) {
         self.write("off");
     }
@@ -96,7 +96,7 @@ impl Faults {
         self.number("seen")
     }
 
-    /// Whether the call that was to fail has come.
+    /// Whether the fault was injected.
     ///
     /// # Panics
     /// The file cannot be read.
@@ -108,7 +108,7 @@ impl Faults {
     /// The first 8192 calls that were counted.
     ///
     /// # Panics
-    /// The file cannot be read, or makes no sense.
+    /// The file cannot be read, or is malformed.
     #[must_use]
     pub fn calls(&self) -> Vec<Call> {
         let text = read(&self.folder.join("calls"));
@@ -130,7 +130,7 @@ impl Faults {
 
 impl Drop for Faults {
     fn drop(&mut self) {
-        // Best effort: a panic in a panic would tell less.
+        // Best effort: a second panic would hide the first.
         let _ = fs::write(self.folder.join("faults"), "off");
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Copies held back in the soft GPU's driver, so that what comes after them has not happened, however long a test takes.
+//! Copies held in the soft GPU's driver, so that what depends on them cannot have happened, however long a
+//! test takes.
 
 use std::fs;
 use std::path::Path;
@@ -9,18 +10,19 @@ use crate::criu::Criu;
 use crate::dumped::soon;
 use crate::judge::FOLDER;
 
-/// What the streamer's processes are called.
+/// The name of the streamer's processes.
 const STREAMER: &str = "rewake";
 
-/// What processes of a name have copy engines do is not begun; dropped, it is. A streamer waits two minutes for that.
+/// Copy engines begin no work of processes of a name; dropping this ends the hold. A streamer waits two
+/// minutes for a copy.
 #[derive(Debug)]
 pub struct Held(String);
 
 impl Held {
-    /// Of processes whose first thread has this name. None where GPUs are real.
+    /// Holds copies of processes whose first thread has this name. None where GPUs are real.
     ///
     /// # Panics
-    /// The driver does not listen, or has no engines.
+    /// The driver refuses, or has no engines.
     #[must_use]
     pub fn of(comm: &str) -> Option<Self> {
         if !Path::new(FOLDER).is_dir() {
@@ -32,7 +34,7 @@ impl Held {
         Some(Self(comm.to_owned()))
     }
 
-    /// Of all streamers.
+    /// Holds copies of all streamers.
     ///
     /// # Panics
     /// As [`Held::of`], or GPUs are real.
@@ -41,35 +43,35 @@ impl Held {
         Self::of(STREAMER).expect("a driver that holds copies back")
     }
 
-    /// So many more are begun, and no others.
+    /// Lets so many more copies begin, and no others.
     ///
     /// # Panics
-    /// The driver does not listen.
-    pub fn lets_go(&self, more: u32) {
+    /// The driver refuses.
+    pub fn release(&self, more: u32) {
         write(&format!("{} {more}", self.0));
     }
 
-    /// A copy at a time, the next one when that is seen, until one process's memory on one GPU is there: no more is there than that one waits for, however
-    /// long anything takes.
+    /// Releases one copy at a time, and waits for its effect, until one process's memory on one GPU is
+    /// resident. No more than that is resident then, however long it takes.
     ///
     /// # Panics
-    /// Nothing comes.
-    pub fn lets_go_until_one_is_whole(&self, criu: &Criu, streamer: &Streamer) {
+    /// A released copy has no effect.
+    pub fn release_until_one_is_resident(&self, criu: &Criu, streamer: &Streamer) {
         loop {
             let now = criu.memory_of_gpus();
             if now.iter().any(|(there, all)| there == all && *all > 0) {
                 return;
             }
-            self.lets_go(1);
-            assert!(soon(|| criu.memory_of_gpus() != now), "nothing comes: {now:?} {}", streamer.said());
+            self.release(1);
+            assert!(soon(|| criu.memory_of_gpus() != now), "no copy ends: {now:?} {}", streamer.said());
         }
     }
 
-    /// Nobody's, whatever was before.
+    /// Holds no copies, whatever was set before.
     ///
     /// # Panics
-    /// The driver does not listen.
-    pub fn nobody() {
+    /// The driver refuses.
+    pub fn none() {
         drop(Self(String::new()));
     }
 }
@@ -84,6 +86,6 @@ impl Drop for Held {
 
 fn write(line: &str) {
     let written = fs::write(Path::new(FOLDER).join("hold"), line);
-    // A panic in a panic would tell less.
+    // A second panic would hide the first.
     assert!(written.is_ok() || std::thread::panicking(), "the driver does not hold {line:?}: {written:?}");
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The soft GPU's judge: what GPUs did that they must not, and what is alive. Real GPUs have none.
+//! The soft GPU's judge: violations by GPUs, and what is alive. Real GPUs have none.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,33 +7,33 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Where they are.
+/// Where its files are.
 pub(crate) const FOLDER: &str = "/sys/kernel/debug/softgpu";
 
-/// How long a process must stand still where none should: the driver, too, stops queues for moments.
+/// How long a process must be stopped where none should be: the driver, too, stops queues for moments.
 pub const LONG: Duration = Duration::from_secs(12);
-/// The same where one should.
+/// The same where a stopped process is expected.
 pub const A_WHILE: Duration = Duration::from_secs(1);
-/// Time between looks.
+/// Polling interval.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What keeps a process's queues from running.
+/// Why a process's queues do not run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gate {
-    /// The process.
+    /// The process id.
     pub pid: u32,
     /// PROCESS_INFO was called, and UNPAUSE was not.
     pub paused: bool,
-    /// How often its queues were stopped and not started again, for each GPU.
+    /// Evictions of its queues that were not undone, for each GPU.
     pub evicted: Vec<u32>,
 }
 
-/// Work on compute queues at the moments when they were paused.
+/// Work on compute queues when they were paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Paused {
-    /// Dispatches in their middle.
+    /// Unfinished dispatches.
     pub waves: u64,
-    /// Packets that were not done, those of these dispatches among them.
+    /// Unfinished packets, including those of these dispatches.
     pub packets: u64,
 }
 
@@ -54,11 +54,11 @@ impl Judge {
     /// One line for each violation: kind, pid, GPU, address, packet, detail.
     ///
     /// # Panics
-    /// The list cannot be read, or is not all of them.
+    /// The list cannot be read, or is incomplete.
     #[must_use]
     pub fn violations(&self) -> Vec<String> {
         let count = || self.read("violations_count").trim().parse::<usize>().expect("a count");
-        // More may come between two looks.
+        // The judge may add violations between two reads.
         let before = count();
         let list: Vec<String> = self.read("violations").lines().map(str::to_owned).collect();
         let after = count();
@@ -69,7 +69,7 @@ impl Judge {
         list
     }
 
-    /// Asserts that there are violations, all of one kind, and empties the list; gives them.
+    /// Asserts that there are violations, all of one kind, and empties the list; returns them.
     ///
     /// # Panics
     /// There are none, or others.
@@ -84,24 +84,24 @@ impl Judge {
     /// Empties the list.
     ///
     /// # Panics
-    /// The judge does not listen.
+    /// The judge refuses.
     pub fn clear(&self) {
-        fs::write(self.folder.join("clear"), "1").expect("the judge can be told to clear");
+        fs::write(self.folder.join("clear"), "1").expect("the judge's list can be cleared");
     }
 
-    /// Declares memory of a process on a GPU as rightly zero.
+    /// Declares that memory of a process on a GPU is zero by intent.
     ///
     /// # Panics
-    /// The judge does not listen.
+    /// The judge refuses.
     pub fn declare_zero(&self, pid: u32, gpu: u32, address: u64, size: u64) {
         let line = format!("{pid} {gpu} {address} {size}\n");
-        fs::write(self.folder.join("declare_zero"), line).expect("the judge can be told what is zero");
+        fs::write(self.folder.join("declare_zero"), line).expect("memory can be declared zero");
     }
 
-    /// From now on this queue runs whatever the gate says: for a test that wants to see it noticed.
+    /// Lets this queue run from now on, whatever the gate says: for a test that the judge reports it.
     ///
     /// # Panics
-    /// The judge does not listen.
+    /// The judge refuses.
     pub fn break_gate(&self, pid: u32, queue: u32) {
         fs::write(self.folder.join("break_gate"), format!("{pid} {queue}\n")).expect("a gate can be broken");
     }
@@ -115,10 +115,10 @@ impl Judge {
         counts(&self.read("state"))
     }
 
-    /// What PROCESS_INFO has found under way, of all processes since the module was loaded.
+    /// Work that PROCESS_INFO interrupted, of all processes since the module was loaded.
     ///
     /// # Panics
-    /// The file cannot be read, or makes no sense.
+    /// The file cannot be read, or is malformed.
     #[must_use]
     pub fn paused(&self) -> Paused {
         let counts = counts(&self.read("paused"));
@@ -128,7 +128,7 @@ impl Judge {
     /// Every process that has compute state, with its gates, at this moment.
     ///
     /// # Panics
-    /// The file cannot be read, or makes no sense.
+    /// The file cannot be read, or is malformed.
     #[must_use]
     pub fn gates(&self) -> Vec<Gate> {
         let text = self.read("gates");
@@ -140,7 +140,7 @@ impl Judge {
         text.lines().map(|line| gate(line).unwrap_or_else(|| panic!("no gate: {line:?}"))).collect()
     }
 
-    /// Processes whose queues the driver holds until they are let go on.
+    /// Processes whose queues the driver has evicted and not resumed.
     ///
     /// # Panics
     /// As [`Judge::gates`].
@@ -149,22 +149,22 @@ impl Judge {
         self.gates().iter().filter(|gate| gate.paused).count()
     }
 
-    /// Processes whose queues stand still and do not start again by themselves: paused, or evicted by something that
-    /// was never undone. The driver, too, stops queues for moments, so that it takes seconds to say yes.
+    /// Processes whose queues are stopped and are not resumed by themselves: paused, or evicted by something
+    /// that was never undone. The driver, too, stops queues for moments, so a positive answer takes seconds.
     ///
     /// # Panics
     /// As [`Judge::gates`].
     #[must_use]
-    pub fn standing_still(&self) -> Vec<Gate> {
-        self.standing_still_for(LONG)
+    pub fn stopped(&self) -> Vec<Gate> {
+        self.stopped_for(LONG)
     }
 
-    /// As [`Judge::standing_still`] where such a process is expected: it stands still for that long.
+    /// As [`Judge::stopped`], for processes that are expected to be stopped: for all of `time`.
     ///
     /// # Panics
     /// As [`Judge::gates`].
     #[must_use]
-    pub fn standing_still_for(&self, time: Duration) -> Vec<Gate> {
+    pub fn stopped_for(&self, time: Duration) -> Vec<Gate> {
         let end = Instant::now() + time;
         let still = |gate: &Gate| gate.paused || gate.evicted.iter().any(|count| *count != 0);
         let mut found: Vec<Gate> = self.gates().into_iter().filter(still).collect();

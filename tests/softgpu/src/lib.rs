@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What tests of GPUs share.
 //!
-//! Every test runs its body in a process of its own, [`isolated`]: a process has one compute state, and what it leaves
-//! behind when it ends is a test too. After it the judge's list is empty and nothing is left alive.
+//! Every test runs its body in a process of its own, [`isolated`]: a process has one compute state, and the
+//! test checks what its end leaves. Afterwards the judge's list must be empty, and nothing may be alive.
 
 pub mod app;
 pub mod container;
@@ -24,7 +24,7 @@ pub mod sys;
 pub mod toucher;
 pub mod tried;
 
-/// Why a test of what only software GPUs do, or show, does not run.
+/// Why a test does not run that only software GPUs support.
 pub const REAL_GPUS: &str = "these GPUs are real";
 
 pub use container::Container;

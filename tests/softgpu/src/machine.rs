@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The soft GPUs of this machine, exchanged: softgpu.ko loaded anew with other parameters.
+//! Changes the soft GPUs of this machine: loads softgpu.ko again with other parameters.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,7 +14,7 @@ use crate::Judge;
 
 const PARAMETERS: &str = "/sys/module/softgpu/parameters";
 
-/// The machine as it was found; dropped, it is so again.
+/// The machine with its first parameters; dropping this restores them.
 #[derive(Debug)]
 pub struct Machine {
     module: PathBuf,
@@ -37,7 +37,7 @@ impl Machine {
         Some(Self { module, found: files.map(|file| parameter(&file.path())).collect() })
     }
 
-    /// One with these parameters for as long as it is kept. None where GPUs are real.
+    /// A machine with these parameters until it is dropped. None where GPUs are real.
     ///
     /// # Panics
     /// As [`Machine::find`] and [`Machine::becomes`].
@@ -48,16 +48,16 @@ impl Machine {
         Some(machine)
     }
 
-    /// A parameter as it was found.
+    /// A parameter's first value.
     ///
     /// # Panics
-    /// There is no such one.
+    /// There is no such parameter.
     #[must_use]
     pub fn found(&self, name: &str) -> &str {
         self.found.get(name).unwrap_or_else(|| panic!("the module has no parameter {name}"))
     }
 
-    /// Changes some of the parameters; all others are as they were found. What the judge has noted so far goes.
+    /// Changes some of the parameters; all others have their first values. Empties the judge's list.
     ///
     /// # Panics
     /// The judge has noted a violation, a process uses a GPU, or the module does not load.
@@ -70,7 +70,7 @@ impl Machine {
 
     fn load(&self, changes: &[(&str, &str)]) -> anyhow::Result<()> {
         let unload = || output(Command::new("rmmod").arg("softgpu"));
-        // The driver takes ended processes apart in the background.
+        // The driver cleans up ended processes in the background.
         if !soon(|| unload().is_ok()) {
             unload()?;
         }
@@ -81,8 +81,8 @@ impl Machine {
     }
 }
 
-/// Whether GPUs retry faults here, in processes that ask for nothing else (XNACK), as the module's parameters say.
-/// False where GPUs are real.
+/// Whether GPUs retry faults here, in processes that do not set it (XNACK), by the module's parameters. False
+/// where GPUs are real.
 #[must_use]
 pub fn gpus_retry_faults() -> bool {
     let parameter = fs::read_to_string(Path::new(PARAMETERS).join("xnack"));
@@ -90,14 +90,14 @@ pub fn gpus_retry_faults() -> bool {
 }
 
 impl Drop for Machine {
-    /// What the judge has noted goes with the module: it is looked at first.
+    /// Unloading the module empties the judge's list, so this reads it first.
     fn drop(&mut self) {
         let noted = Judge::find().map(|judge| judge.violations()).unwrap_or_default();
         let loaded = self.load(&[]);
         if thread::panicking() {
-            eprintln!("the judge's list: {noted:?}; the module as it was found: {loaded:?}");
+            eprintln!("the judge's list: {noted:?}; the module with its first parameters: {loaded:?}");
         } else {
-            assert_eq!(noted, Vec::<String>::new(), "before the machine is as it was");
+            assert_eq!(noted, Vec::<String>::new(), "before the module is loaded again");
             loaded.expect("no process of this test still uses a GPU");
         }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The program `pair`: started, looked at.
+//! Starts the program `pair`, controls it and checks its counts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use anyhow::{Context as _, ensure};
 use crate::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use crate::dumped::{dies, soon};
 
-/// Of the large buffers: where both are brought at one pace, one is there long before the other.
+/// Sizes of the large buffers: where both are loaded at one rate, one is resident long before the other.
 pub const BYTES: [usize; 2] = [8 << 20, 48 << 20];
-/// In a round.
+/// Bytes of a round.
 pub const COPIED: usize = 4096;
 
-/// It, at work.
+/// A running `pair`.
 #[derive(Debug)]
 pub struct Pair {
     folder: PathBuf,
@@ -27,7 +27,7 @@ impl Pair {
     /// Starts `program` with its files in `folder`, and waits until both GPUs have copied.
     ///
     /// # Errors
-    /// It does not come up.
+    /// It does not start.
     pub fn start(program: &str, folder: &Path) -> anyhow::Result<Self> {
         Self::start_with(program, folder, &[])
     }
@@ -35,7 +35,7 @@ impl Pair {
     /// As [`Pair::start`]; both GPUs have the same bytes, of the smaller buffer.
     ///
     /// # Errors
-    /// It does not come up.
+    /// It does not start.
     pub fn start_same(program: &str, folder: &Path) -> anyhow::Result<Self> {
         Self::start_with(program, folder, &["same"])
     }
@@ -54,7 +54,7 @@ impl Pair {
     /// As [`Pair::start`], and dumped into a folder of `folder`.
     ///
     /// # Errors
-    /// It does not come up, or is not dumped.
+    /// It does not start, or is not dumped.
     pub fn dumped(program: &str, folder: &Path) -> anyhow::Result<(Self, Criu)> {
         let mut pair = Self::start(program, folder)?;
         let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images"))?;
@@ -63,37 +63,37 @@ impl Pair {
         Ok((pair, criu))
     }
 
-    /// Its number.
+    /// Its process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// It was dumped, and has ended; what comes back is nobody's child.
+    /// Collects the dumped process; a restored one is no child.
     ///
     /// # Errors
-    /// It cannot be waited for.
+    /// Its end cannot be awaited.
     pub fn was_dumped(&mut self) -> anyhow::Result<()> {
         self.child.take().map_or(Ok(()), |mut child| Ok(child.wait().map(drop)?))
     }
 
-    /// Asks it for something, by the file's name, and waits until it has heard that.
+    /// Sends it an order, by the file's name, and waits until it has read that.
     ///
     /// # Errors
-    /// It cannot be told, or does not hear.
+    /// The file cannot be written, or is not read.
     pub fn asked(&self, what: &str) -> anyhow::Result<()> {
         let order = self.folder.join(what);
         fs::write(&order, "")?;
-        ensure!(soon(|| !order.exists()), "it does not hear {what}: {:?}", self.counts());
+        ensure!(soon(|| !order.exists()), "it does not read {what}: {:?}", self.counts());
         Ok(())
     }
 
-    /// Whether these queues resumed: some rounds are counted soon.
+    /// Whether these queues run: some rounds are counted soon.
     ///
     /// # Panics
-    /// Something was wrong.
+    /// A copy was wrong.
     #[must_use]
-    pub fn goes_on(&self, gpus: &[usize]) -> bool {
+    pub fn continues(&self, gpus: &[usize]) -> bool {
         let before = self.counts().unwrap();
         soon(|| {
             let now = self.counts().unwrap();
@@ -101,7 +101,7 @@ impl Pair {
         })
     }
 
-    /// Kills it, as it came back.
+    /// Kills the restored process.
     ///
     /// # Panics
     /// It does not end.
@@ -113,7 +113,7 @@ impl Pair {
     /// Rounds of both GPUs.
     ///
     /// # Errors
-    /// What was wrong.
+    /// A copy was wrong.
     pub fn counts(&self) -> anyhow::Result<[u64; 2]> {
         let text = fs::read_to_string(self.folder.join("counts"))?;
         let (first, second) = text.split_once(' ').with_context(|| text.clone())?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One test: its own process, and more of them in other roles if it wants.
+//! One test: its own process, and further ones in other roles.
 
 use std::any::type_name;
 use std::fs::File;
@@ -16,18 +16,18 @@ use crate::faults::Faults;
 use crate::hold::Held;
 use crate::judge::Judge;
 
-/// Names the test whose body a process is to run.
+/// Names the test whose body a process runs.
 const TEST: &str = "SOFTGPU_TEST";
 /// Names the role of a further process of a test.
 const ROLE: &str = "SOFTGPU_ROLE";
-/// Set where a GPU must be there: skipping is failing.
+/// Set where a GPU must exist: a skipped test fails.
 const REQUIRED: &str = "SOFTGPU_REQUIRED";
-/// Begins a line from a peer, among those of the test harness.
+/// Starts a line from a peer, among lines of the test harness.
 const MARK: &str = "@ ";
-/// What a process says when its body has run to the end.
+/// What a process prints when its body has run to its end.
 const RAN: &str = "the body ran";
 
-/// What a test's body has.
+/// What a test's body gets.
 #[derive(Debug)]
 pub struct Scene {
     name: &'static str,
@@ -45,8 +45,8 @@ pub struct Peer {
 /// Runs `body`, a closure of the test's own function, in a new process. The machine has at least `gpus` GPUs.
 ///
 /// # Panics
-/// The body panics, does not end in time, breaks a rule that the judge knows, or leaves something behind. Also if
-/// GPUs are missing that [`REQUIRED`] asks for.
+/// The body panics, does not end in time, breaks a rule of the judge, or leaves something alive. Also if GPUs
+/// are missing that [`REQUIRED`] demands.
 pub fn isolated<F: Fn(&Scene)>(gpus: usize, body: F) {
     isolate(test_of(type_name::<F>()), gpus, &body);
 }
@@ -75,24 +75,24 @@ fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     if let Some(judge) = &judge {
         judge.clear();
     }
-    // An earlier test's may have outlived it.
+    // Objects of an earlier test may still be alive.
     drop(Faults::find());
-    Held::nobody();
+    Held::none();
     let before = judge.as_ref().map(Judge::alive);
     let mut peer = Peer::start(name, None, Stdio::inherit());
     peer.listen_to_the_end();
     if let (Some(judge), Some(before)) = (judge, before) {
         assert_eq!(judge.violations(), Vec::<String>::new(), "the judge's list after {name}");
-        // The driver takes processes apart in the background.
+        // The driver cleans up processes in the background.
         assert!(
             soon(|| judge.alive() == before),
-            "left behind by {name}: {:?}, before it {before:?}",
+            "left alive by {name}: {:?}, before it {before:?}",
             judge.alive()
         );
     }
 }
 
-/// Whether this machine has the GPUs that a test needs, and if not, why not.
+/// Whether this machine has the GPUs that a test needs; the reason if not.
 ///
 /// # Errors
 /// What is missing.
@@ -106,7 +106,7 @@ pub fn found(gpus: usize) -> Result<(), String> {
         return Err("checkpoint operations need root".to_owned());
     }
     let count = Topology::read().map_err(|error| error.to_string())?.gpus().count();
-    if count < gpus { Err(format!("{gpus} GPUs are needed, and there are {count}")) } else { Ok(()) }
+    if count < gpus { Err(format!("{gpus} GPUs are needed, this machine has {count}")) } else { Ok(()) }
 }
 
 impl Scene {
@@ -122,8 +122,8 @@ impl Scene {
         Peer::start(self.name, Some(role), Stdio::piped())
     }
 
-    /// Starts the same test's body in another role as the leader of a session of its own, without a terminal, as CRIU
-    /// wants what it dumps.
+    /// Starts the same test's body in another role. It leads a session of its own, without a terminal, as
+    /// CRIU needs for a dump.
     ///
     /// # Panics
     /// It cannot be started.
@@ -136,10 +136,10 @@ impl Scene {
         command.stdin(Stdio::null()).stdout(output).stderr(errors).spawn().expect("setsid can be started")
     }
 
-    /// Says a line to the process that started this one.
+    /// Prints a line for the process that started this one.
     ///
     /// # Panics
-    /// Nobody listens.
+    /// The reader has ended.
     pub fn say(&self, line: &str) {
         let mut output = std::io::stdout().lock();
         writeln!(output, "\n{MARK}{line}").expect("standard output is open");
@@ -178,13 +178,13 @@ impl Peer {
         Self { input: child.stdin.take(), child, output }
     }
 
-    /// Its number.
+    /// Its process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Says a line to it.
+    /// Sends it a line.
     ///
     /// # Panics
     /// It has ended.
@@ -224,7 +224,7 @@ impl Peer {
         self.listen_to_the_end();
     }
 
-    /// Waits until it has ended, however.
+    /// Waits for its end, with any status.
     pub fn end(mut self) -> ExitStatus {
         self.wait()
     }
@@ -241,14 +241,14 @@ impl Peer {
 
     /// Kills it, as a crash would.
     pub fn kill(mut self) {
-        // One that has ended is as good.
+        // It may have ended already.
         let _ = self.child.kill();
         self.wait();
     }
 
     fn wait(&mut self) -> ExitStatus {
         wait_child(&mut self.child, 4 * MINUTE).unwrap_or_else(|| {
-            // Best effort: the panic tells.
+            // Best effort: a panic reports it.
             let _ = self.child.kill();
             panic!("process {} did not end", self.child.id());
         })

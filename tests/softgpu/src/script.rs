@@ -10,12 +10,12 @@ use crate::criu::Criu;
 
 /// No task is forked yet.
 pub const BEFORE: &str = "pre-restore";
-/// All tasks are restored. Page servers hear so afterwards, and then begin to bring what nobody asks for.
+/// All tasks are restored. CRIU notifies page servers afterwards, which then begin the background load.
 pub const RESTORED: &str = "post-restore";
-/// The plugin has nothing more to do; tasks are still stopped.
+/// The plugin has no more work; tasks are still stopped.
 pub const ABOUT_TO_RUN: &str = "pre-resume";
 
-/// One that does this at that moment.
+/// Writes a script that runs this command at that moment.
 ///
 /// # Panics
 /// It cannot be written.
@@ -30,7 +30,7 @@ pub fn at(criu: &Criu, moment: &str, act: &str) -> PathBuf {
 /// Kills CRIU.
 pub const KILLS: &str = "kill -KILL $PPID";
 
-/// Stops a page server and waits until it stands still.
+/// Stops a page server, and waits until all its threads are stopped.
 #[must_use]
 pub fn stops(pages: &Streamer) -> String {
     stop_command(&pages.processes())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The workload's server, dumped in the middle of an answer: what tests of every plugin do with it.
+//! The workload's server, dumped in the middle of an answer: shared by tests of every plugin.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,28 +13,29 @@ use crate::Judge;
 use crate::app::{App, program_for};
 use crate::criu::{Criu, Version, wait_for_the_end_of};
 
-/// The answer that is under way at the dump.
+/// The answer that is unfinished at the dump.
 const PROMPT: [u32; 2] = [7, 8];
 const TOKENS: usize = 12;
-/// Servers that are dumped until one is in the middle of work: on a slow machine its work may be over before CRIU comes to it.
+/// Servers that are dumped until one has unfinished work: on a slow machine the work may end before CRIU
+/// stops it.
 const DUMPS: u32 = 10;
 
-/// Something small enough for emulation.
+/// A shape that is small enough for emulation.
 #[must_use]
 pub fn small() -> Shape {
     Shape { layers: 3, layer_kib: 64, cache_mib: 2, queues: 1, ..Shape::small() }
 }
 
-/// The answer that was begun before the dump is right, and one that is asked for now.
+/// Checks the answer that was begun before the dump, and a new one.
 ///
 /// # Errors
-/// A token is wrong, or does not come.
+/// A token is wrong or missing.
 pub fn answers(app: &App) -> anyhow::Result<()> {
     app.answer_is(&PROMPT, TOKENS)?;
     app.answers(&[200], 3)
 }
 
-/// A server with an answer under way.
+/// A server with an unfinished answer.
 #[derive(Debug)]
 pub struct Server {
     /// The server.
@@ -50,10 +51,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it, looks at some tokens, waits for what goes on beside, and begins an answer.
+    /// Starts it, checks some tokens, waits for other work, and begins an answer.
     ///
     /// # Panics
-    /// Any of that goes wrong.
+    /// One of these steps fails.
     #[must_use]
     pub fn start(shape: &Shape, folder: &Path) -> Self {
         Self::start_for(Version::V4_2, shape, folder)
@@ -82,8 +83,8 @@ impl Server {
         Self { app, pid, version, shape, folder, judge, alive, packets }
     }
 
-    /// It was dumped by `criu`: in the middle of work if it is made for that, and nothing of it is left on the GPUs. If it was
-    /// idle, this is another then, dumped in its stead.
+    /// Checks that `criu` dumped it in the middle of work, if its mode has some, and that nothing of it is
+    /// left on the GPUs. Replaces a server that was idle by another, dumped.
     ///
     /// # Panics
     /// All were idle, or something is left.
@@ -101,48 +102,48 @@ impl Server {
             self.is_gone();
         }
         let packets = self.packets_under_way();
-        assert!(packets.is_none_or(|packets| packets > 1), "{packets:?} packets under way at the dump");
+        assert!(packets.is_none_or(|packets| packets > 1), "{packets:?} unfinished packets at the dump");
     }
 
-    /// At the dump; None where it is not made for that.
+    /// Unfinished packets at the dump; None in modes without work.
     fn packets_under_way(&self) -> Option<u64> {
         let judge = self.judge.as_ref()?;
         let busy = matches!(self.shape.mode, Mode::MidDispatch | Mode::Graph | Mode::Userptr | Mode::Svm);
         busy.then(|| judge.paused().packets - self.packets)
     }
 
-    /// It has ended, and nothing of it is left on the GPUs.
+    /// Waits for its end, and until nothing of it is left on the GPUs.
     fn is_gone(&mut self) {
         self.app.was_dumped();
         let Some(judge) = &self.judge else { return };
-        // The driver takes ended processes apart in the background.
+        // The driver cleans up ended processes in the background.
         let gone = soon(|| judge.alive() == self.alive);
         assert!(gone, "{:?} of dumped processes on the GPUs, before {:?}", judge.alive(), self.alive);
     }
 
-    /// The answer that was begun is right, and one that is asked for now.
+    /// Checks the answer that was begun, and a new one.
     ///
     /// # Errors
-    /// A token is wrong, or does not come.
+    /// A token is wrong or missing.
     pub fn answers(&self) -> anyhow::Result<()> {
         answers(&self.app)
     }
 
-    /// It answers, and goes on with the rest.
+    /// Checks that it answers, and that other work continues.
     ///
     /// # Panics
     /// It does not.
     pub fn works(&self) {
         self.answers().unwrap();
         if self.shape.mode.has_rounds() {
-            self.app.goes_on(2).unwrap();
+            self.app.continues(2).unwrap();
         }
         if self.shape.mode == Mode::RenderOnly {
             ["node", "kept", "fresh", "kept"].iter().for_each(|part| self.app.rendered(part).unwrap());
         }
     }
 
-    /// It [works](Server::works), and ends in good order.
+    /// Checks that it [works](Server::works), then ends it.
     ///
     /// # Panics
     /// It does not.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process's GPU state with the bytes of its buffers, from one process to another through a file: a checkpoint
-//! without CRIU, for tests of the operations themselves.
+//! A process's GPU state with the bytes of its BOs, moved between processes by a file: a checkpoint without
+//! CRIU, for tests of the operations themselves.
 
 use std::fs::File;
 use std::io::{self, Read, Seek as _, SeekFrom, Write};
@@ -18,29 +18,29 @@ use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_amdgpu_uapi::{Device, Kfd};
 
-/// What is written and read.
+/// What the file holds.
 #[derive(Debug)]
 pub struct Snapshot {
-    /// What the kernel told.
+    /// The kernel's data.
     pub image: Checkpoint,
-    /// Bytes of each buffer that has some of its own.
+    /// Bytes of each exported BO.
     pub contents: Vec<Option<Vec<u8>>>,
-    /// Address and bytes of the program's memory that GPUs reach.
+    /// Address and bytes of the program's memory that GPUs can access.
     pub memory: Vec<(u64, Vec<u8>)>,
 }
 
 impl Snapshot {
-    /// Takes the bytes of this process: of every buffer that was exported, and of its own memory that GPUs reach.
+    /// Reads the bytes of this process: of every exported BO, and of its own memory that GPUs can access.
     ///
     /// # Errors
-    /// A buffer cannot be mapped, or the kernel's data makes no sense.
+    /// A BO cannot be mapped, or the kernel's data is malformed.
     pub fn of(image: Checkpoint) -> anyhow::Result<Self> {
         let mut contents = Vec::new();
         for (bo, dmabuf) in image.bos.iter().zip(&image.dmabufs) {
             contents.push(match dmabuf {
                 Some(fd) => {
                     let mut bytes = vec![0; usize::try_from(bo.size)?];
-                    Mapping::shared(fd.as_fd(), 0, bo.size).context("map a buffer")?.read(0, &mut bytes);
+                    Mapping::shared(fd.as_fd(), 0, bo.size).context("map a BO")?.read(0, &mut bytes);
                     Some(bytes)
                 }
                 None => None,
@@ -59,10 +59,10 @@ impl Snapshot {
         Ok(Self { image, contents, memory })
     }
 
-    /// Puts the program's memory where it was, in a process where nothing is there.
+    /// Maps the program's memory at its old addresses, which must be free.
     ///
     /// # Errors
-    /// Something is.
+    /// An address is in use.
     pub fn put_memory(&self) -> anyhow::Result<Vec<Mapping>> {
         let mut all = Vec::new();
         for (address, bytes) in &self.memory {
@@ -74,7 +74,7 @@ impl Snapshot {
         Ok(all)
     }
 
-    /// Has the kernel make everything anew, on the GPUs of the same names; nothing is loaded yet.
+    /// Has the kernel make all objects again, on the GPUs of the same names; nothing is loaded yet.
     ///
     /// # Errors
     /// The operation failed, or a GPU is missing.
@@ -96,10 +96,10 @@ impl Snapshot {
         Ok(devices)
     }
 
-    /// A view of the buffer at an address: the whole of it, and where in it the address is.
+    /// A view of the whole BO at an address, and the address's offset in it.
     ///
     /// # Errors
-    /// No exported buffer is there.
+    /// No exported BO has this address.
     pub fn view(&self, address: u64) -> anyhow::Result<(Mapping, u64)> {
         let inside = |bo: &kfd_criu_bo_bucket| (bo.addr..bo.addr + bo.size).contains(&address);
         let mut all = self.image.bos.iter().zip(&self.image.dmabufs);
@@ -109,20 +109,20 @@ impl Snapshot {
         Ok((Mapping::shared(dmabuf.as_fd(), 0, bo.size)?, address - bo.addr))
     }
 
-    /// Writes bytes back into the buffers of a restored process; `wanted` chooses by place in the list.
+    /// Writes bytes back into the BOs of a restored process; `wanted` chooses by index in the list.
     ///
     /// # Errors
-    /// A buffer cannot be mapped.
+    /// A BO cannot be mapped.
     pub fn load(&self, wanted: impl Fn(usize) -> bool) -> anyhow::Result<()> {
         for (index, (bo, dmabuf)) in self.image.bos.iter().zip(&self.image.dmabufs).enumerate() {
             if let (Some(fd), Some(bytes), true) = (dmabuf, &self.contents[index], wanted(index)) {
-                Mapping::shared(fd.as_fd(), 0, bo.size).context("map a buffer")?.write(0, bytes);
+                Mapping::shared(fd.as_fd(), 0, bo.size).context("map a BO")?.write(0, bytes);
             }
         }
         Ok(())
     }
 
-    /// Writes all to a file.
+    /// Writes the snapshot to a file.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -157,7 +157,7 @@ impl Snapshot {
     /// Reads what [`Snapshot::write`] wrote.
     ///
     /// # Errors
-    /// The file cannot be read or is something else.
+    /// The file cannot be read, or is no snapshot.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         let mut file = File::open(path).with_context(|| format!("open {}", path.display()))?;
         let mut next = || get(&mut file);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake streamer`, which loads memory of GPUs behind restored processes, and `rewake lazy-pages`, which does memory of CPUs.
+//! `rewake streamer`, which loads GPU memory in the background, and `rewake lazy-pages`, which loads CPU
+//! memory.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -13,7 +14,7 @@ use rewake_testkit::programs::rewake;
 
 pub use rewake_testkit::process::children;
 
-/// One of them, with a process group of its own; killed when dropped.
+/// A streamer with a process group of its own; killed when dropped.
 #[derive(Debug)]
 pub struct Streamer {
     child: Child,
@@ -21,7 +22,7 @@ pub struct Streamer {
 }
 
 impl Streamer {
-    /// Starts it for a restore whose work directory this is; it listens when this returns.
+    /// Starts it for a restore with this work directory; it listens when this returns.
     ///
     /// # Errors
     /// There is no such program (`REWAKE_BIN`, or beside this test), or it does not start.
@@ -29,7 +30,7 @@ impl Streamer {
         Self::of_gpus(work, &[])
     }
 
-    /// As [`Streamer::start`]; it records in the image directory what CPUs touch.
+    /// As [`Streamer::start`]; it records in the image directory which buffers CPUs access.
     ///
     /// # Errors
     /// As [`Streamer::start`].
@@ -43,7 +44,8 @@ impl Streamer {
         Self::listens(command, work.join("streamer.log"))
     }
 
-    /// Starts the one for CPUs, for a restore of these images that has `--lazy-pages`; it listens when this returns.
+    /// Starts the one for CPU memory, for a restore of these images with `--lazy-pages`; it listens when this
+    /// returns.
     ///
     /// # Errors
     /// As [`Streamer::start`].
@@ -53,7 +55,8 @@ impl Streamer {
         Self::listens(command, images.join("lazy-pages.log"))
     }
 
-    /// Starts the one for both, for a restore of these images that has `--lazy-pages`; it listens when this returns.
+    /// Starts the one for CPU and GPU memory, for a restore of these images with `--lazy-pages`; it listens
+    /// when this returns.
     ///
     /// # Errors
     /// As [`Streamer::start`].
@@ -67,25 +70,25 @@ impl Streamer {
     fn listens(mut command: Command, log: PathBuf) -> anyhow::Result<Self> {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log)?).process_group(0);
         let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;
-        let told = child.stdout.take().context("no output")?.read_exact(&mut [0]);
+        let ready = child.stdout.take().context("no output")?.read_exact(&mut [0]);
         let streamer = Self { child, log };
-        told.with_context(|| format!("{command:?} does not listen: {}", streamer.said()))?;
+        ready.with_context(|| format!("{command:?} does not listen: {}", streamer.said()))?;
         Ok(streamer)
     }
 
-    /// Its supervisor's number.
+    /// Its supervisor's process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Its workers' numbers.
+    /// Its workers' process ids.
     #[must_use]
     pub fn workers(&self) -> Vec<u32> {
         children(self.pid())
     }
 
-    /// The numbers of both.
+    /// The process ids of both.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         [self.pid()].into_iter().chain(self.workers()).collect()
@@ -103,19 +106,19 @@ impl Streamer {
     /// Whether it has ended.
     ///
     /// # Errors
-    /// It cannot be looked at.
+    /// Its status cannot be read.
     pub fn has_ended(&mut self) -> anyhow::Result<bool> {
         Ok(self.child.try_wait()?.is_some())
     }
 
-    /// What it wrote.
+    /// Its log.
     #[must_use]
     pub fn said(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 }
 
-/// Runs `rewake recover`: whether all that was left could be served to its end, and what it said.
+/// Runs `rewake recover`: whether it served all sessions to their end, and its output.
 ///
 /// # Errors
 /// There is no such program.
@@ -132,12 +135,12 @@ impl Drop for Streamer {
     }
 }
 
-/// The number behind these words in what one said.
+/// The number after this text in a log.
 ///
 /// # Panics
-/// There is none.
+/// The log has none.
 #[must_use]
-pub fn told(said: &str, what: &str) -> u64 {
+pub fn number_after(said: &str, what: &str) -> u64 {
     let rest = said.split_once(what).unwrap_or_else(|| panic!("no {what:?}: {said}")).1;
     rest.split_whitespace().next().unwrap().parse().unwrap()
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! System calls that no crate at hand has.
+//! System calls that no dependency wraps.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
@@ -14,11 +14,11 @@ use rewake_amdgpu_uapi::abi::memory::Mapping;
 pub fn descriptor_of(pid: u32, number: i32) -> io::Result<OwnedFd> {
     // SAFETY: integers only.
     let pidfd = check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
-    // SAFETY: just made, and nobody else has it.
+    // SAFETY: a fresh descriptor that nothing else owns.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     // SAFETY: integers only.
     let fd = check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0) })?;
-    // SAFETY: just made, and nobody else has it.
+    // SAFETY: a fresh descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -30,25 +30,27 @@ pub fn seize(pid: u32) -> io::Result<()> {
     trace(libc::PTRACE_SEIZE, pid)
 }
 
-/// Gives a mapping these rights; the kernel's errno, 0 for none. With fewer than it had, whoever uses it is ended.
+/// Sets the access rights of a mapping; returns the kernel's errno, 0 for none. Access beyond the new rights
+/// ends the process.
 #[must_use]
 pub fn protect(mapping: &Mapping, rights: i32) -> i32 {
     let start = std::ptr::with_exposed_provenance_mut(usize::try_from(mapping.address()).unwrap_or(0));
     let length = usize::try_from(mapping.len()).unwrap_or(0);
-    // SAFETY: no byte of it changes.
+    // SAFETY: no byte changes.
     match unsafe { libc::mprotect(start, length, rights) } {
         0 => 0,
         _ => io::Error::last_os_error().raw_os_error().unwrap_or(0),
     }
 }
 
-/// Makes an ioctl with any number and argument; gives the kernel's errno, 0 for none. A 64-bit word of the argument
-/// that is an address of this process's memory is zeroed first, but for the first half of each mapping of `arena`.
+/// Makes an ioctl with any number and argument; returns the kernel's errno, 0 for none. It zeroes 64-bit
+/// words of the argument that are addresses of this process's memory, except in the first half of each
+/// mapping of `arena`.
 ///
 /// # Panics
 /// This process's memory map cannot be read.
 pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &[&Mapping]) -> i32 {
-    /// No struct of these drivers is longer than what an ioctl's number can say.
+    /// No struct of these drivers is longer than an ioctl's number can encode.
     const ROOM: usize = 1 << 14;
     let mut room = vec![0_u64; ROOM / 8];
     for (word, bytes) in room.iter_mut().zip(argument.chunks(8)) {
@@ -60,8 +62,8 @@ pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &[&Ma
             *word = 0;
         }
     }
-    // SAFETY: the argument has room for whatever size the number names; addresses in it are not this process's, or
-    // lie in the first half of a mapping whose bytes nobody borrows.
+    // SAFETY: the argument has space for any size that the number encodes. Addresses in it are not this
+    // process's, or lie in the first half of a mapping whose bytes nothing borrows.
     let result = unsafe { call::raw(fd, number, room.as_mut_ptr().cast()) };
     for (bytes, word) in argument.chunks_mut(8).zip(&room) {
         bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
@@ -71,7 +73,7 @@ pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &[&Ma
 
 /// Whether this process has memory at an address, or within a gigabyte above it.
 fn is_memory(address: u64) -> bool {
-    /// Lower, no program that is placed at random has anything.
+    /// Below, no memory is placed at random.
     const LOWEST: u64 = 2 << 32;
     if !(LOWEST..1 << 47).contains(&address) {
         return false;
@@ -85,15 +87,15 @@ fn is_memory(address: u64) -> bool {
     })
 }
 
-/// The same with an address instead of an argument, one where no program has memory.
+/// The same with an address instead of an argument, where no program has memory.
 ///
 /// # Panics
-/// It might.
+/// A program may have memory there.
 #[must_use]
 pub fn misuse_at(fd: BorrowedFd<'_>, number: u32, address: u64) -> i32 {
     assert!(!(1 << 16..1 << 47).contains(&address), "{address:#x} may be memory");
     let pointer = std::ptr::without_provenance_mut(usize::try_from(address).unwrap_or(0));
-    // SAFETY: nothing is at that address that the kernel could write to.
+    // SAFETY: no memory is mapped at that address, so the kernel writes to none.
     let result = unsafe { call::raw(fd, number, pointer) };
     result.err().and_then(|error| error.raw_os_error()).unwrap_or(0)
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The program `toucher`: started, asked, looked at.
+//! Starts the program `toucher`, sends it orders and reads its answers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,42 +14,43 @@ use crate::dumped::dies;
 
 /// Its buffers, and bytes of each.
 pub const BUFFERS: usize = 2;
-/// Enough to come later.
+/// Large enough to be loaded in the background.
 pub const BYTES: usize = 4 << 20;
-/// Parts of its own memory, each as long as a buffer: what a page server brings in a second or more, under emulation.
+/// Parts of its own memory, each as long as a buffer: a page server loads them in a second or more, under
+/// emulation.
 pub const OWN_PARTS: usize = 16;
-/// At the end of a buffer. Of a large one all else is zeros, at no cost for images.
+/// Bytes at the end of a buffer. All else of a large one is zero, which costs images nothing.
 pub const TAIL: usize = 4096;
-/// Where what it reads goes to, in a buffer: not at the beginning of a page.
+/// Offset in a buffer of the bytes that it reads: not at the start of a page.
 pub const READ: usize = (1 << 20) + 123;
-/// Between two looks at a file.
+/// Polling interval for a file.
 pub const LOOK: Duration = Duration::from_millis(2);
 
-/// Large buffers in the place of others.
+/// Large buffers instead of the default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Large {
     /// How many.
     pub count: usize,
-    /// Of each.
+    /// Size of each.
     pub mib: usize,
-    /// All of them is pattern, not the end alone.
+    /// All bytes are pattern, not the end alone.
     pub full: bool,
 }
 
 impl Large {
-    /// Where its pattern begins, in a buffer.
+    /// Where the pattern begins in a buffer.
     #[must_use]
     pub fn pattern_at(self) -> usize {
         if self.full { 0 } else { (self.mib << 20) - TAIL }
     }
 
-    /// As arguments of the program.
+    /// The arguments of the program.
     fn arguments(self) -> [String; 3] {
         [self.count.to_string(), self.mib.to_string(), self.full.to_string()]
     }
 }
 
-/// What is in a buffer: no two pages are alike.
+/// The content of a buffer: no two pages are alike.
 #[must_use]
 pub fn pattern(buffer: usize) -> Vec<u8> {
     pattern_of(buffer, BYTES)
@@ -60,12 +61,12 @@ pub fn pattern(buffer: usize) -> Vec<u8> {
 pub fn pattern_of(buffer: usize, bytes: usize) -> Vec<u8> {
     let word = |at: usize| ((at * 2 + buffer + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     let mut pattern = vec![0; bytes / 8 * 8];
-    // Word by word: tests make much of it, under emulation.
+    // Word by word, since tests make much of it under emulation.
     pattern.chunks_exact_mut(8).enumerate().for_each(|(at, bytes)| bytes.copy_from_slice(&word(at)));
     pattern
 }
 
-/// It, at work.
+/// A running toucher.
 #[derive(Debug)]
 pub struct Toucher {
     folder: PathBuf,
@@ -74,10 +75,10 @@ pub struct Toucher {
 }
 
 impl Toucher {
-    /// Starts `program` with its files in `folder`, and waits until it has its buffers; large ones, if that is told.
+    /// Starts `program` with its files in `folder`, and waits until it has its buffers; large ones, if given.
     ///
     /// # Errors
-    /// It does not come up.
+    /// It does not start.
     pub fn start(program: &str, folder: &Path, large: Option<Large>) -> anyhow::Result<Self> {
         let log = fs::File::create(folder.join("log"))?;
         let mut command = Command::new("setsid");
@@ -94,10 +95,11 @@ impl Toucher {
         Ok(toucher)
     }
 
-    /// Starts `program`, has it dumped into a folder of `folder` with memory of its own, and asks it to register that, which it hears when it comes back.
+    /// Starts `program`, dumps it with memory of its own into a folder of `folder`, and orders it to register
+    /// that memory; it reads the order after its restore.
     ///
     /// # Errors
-    /// It does not come up, or is not dumped.
+    /// It does not start, or is not dumped.
     pub fn about_to_register(program: &str, folder: &Path, version: Version) -> anyhow::Result<(Self, Criu)> {
         let mut toucher = Self::start(program, folder, None)?;
         toucher.asked(&format!("allocate {OWN_PARTS}"))?;
@@ -106,22 +108,23 @@ impl Toucher {
         Ok((toucher, criu))
     }
 
-    /// One that was restored where this folder lies over its own: its files are here. Its number is not known.
+    /// A toucher that was restored with this folder over its own: its files are here. Its process id is not
+    /// known.
     #[must_use]
     pub fn in_copy(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), pid: 0, child: None }
     }
 
-    /// Its number.
+    /// Its process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Has it dumped into a folder of its own folder.
+    /// Dumps it into a folder of its own folder.
     ///
     /// # Errors
-    /// It is not.
+    /// The dump fails.
     pub fn dump(&mut self, version: Version) -> anyhow::Result<Criu> {
         let criu = Criu::with(Plugin::Ours, version, &self.folder.join("images"))?;
         criu.dump(self.pid)?;
@@ -129,7 +132,7 @@ impl Toucher {
         Ok(criu)
     }
 
-    /// Kills it, as it came back.
+    /// Kills the restored process.
     ///
     /// # Panics
     /// It does not end.
@@ -138,24 +141,24 @@ impl Toucher {
         wait_for_the_end_of(self.pid).unwrap();
     }
 
-    /// It was dumped, and has ended; what comes back is nobody's child.
+    /// Collects the dumped process; a restored one is no child.
     ///
     /// # Errors
-    /// It cannot be waited for.
+    /// Its end cannot be awaited.
     pub fn was_dumped(&mut self) -> anyhow::Result<()> {
         self.child.take().map_or(Ok(()), |mut child| Ok(child.wait().map(drop)?))
     }
 
-    /// Asks it, and waits for its answer.
+    /// Sends it an order, and waits for its answer.
     ///
     /// # Errors
-    /// Those of both.
+    /// As [`Toucher::ask`] and [`Toucher::answer`].
     pub fn asked(&self, order: &str) -> anyhow::Result<()> {
         self.ask(order)?;
         self.answer().with_context(|| order.to_owned())
     }
 
-    /// Asks it.
+    /// Sends it an order.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -165,7 +168,7 @@ impl Toucher {
         Ok(fs::rename(part, self.folder.join("order"))?)
     }
 
-    /// What it has answered since, if it has; what it was asked is forgotten.
+    /// Its answer, if it has one; then removes the order.
     #[must_use]
     pub fn answered(&self) -> Option<String> {
         let _ = fs::remove_file(self.folder.join("order"));
@@ -179,16 +182,16 @@ impl Toucher {
         Some(answer)
     }
 
-    /// What it complained about.
+    /// Its standard error.
     #[must_use]
     pub fn log(&self) -> String {
         fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// Waits for the answer to what it was asked last.
+    /// Waits for the answer to the last order.
     ///
     /// # Errors
-    /// It was something else than `ok`, or did not come.
+    /// The answer is not `ok`, or is missing.
     pub fn answer(&self) -> anyhow::Result<()> {
         let answer = until(MINUTE, || self.take_answer());
         let answer = answer.with_context(|| format!("no answer: {}", self.log()))?;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bad use gets the errno that the real drivers give. A case is an ioctl's number, its argument, and that errno;
-//! sources: `kfd_chardev.c`, `kfd_queue.c`, `amdgpu_gem.c`, `amdgpu_ctx.c`, `amdgpu_cs.c` of Linux 7.2.
+//! Invalid calls fail with the errno that the real drivers return. A case is an ioctl's number, its argument,
+//! and that errno; sources: `kfd_chardev.c`, `kfd_queue.c`, `amdgpu_gem.c`, `amdgpu_ctx.c`, `amdgpu_cs.c` of
+//! Linux 7.2.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
@@ -11,9 +12,9 @@ use rewake_amdgpu_uapi::topology::Topology;
 use rewake_amdgpu_uapi::{Buffer, Device, Kfd, Spec};
 use softgpu_tests::{isolated, sys};
 
-/// The kernel's own, which libc does not name.
+/// The kernel's own errno, which libc does not name.
 const ENOTSUPP: i32 = 524;
-/// No program's memory: the first page, the kernel's, and no address at all.
+/// Addresses that no program has memory at: the first page, kernel memory, and a non-canonical address.
 const WILD: [u64; 4] = [8, 0xffff_8000_0000_1000, 0x8000_0000_0000_0000, u64::MAX - 7];
 
 /// A struct's bytes, written field by field.
@@ -84,7 +85,7 @@ fn invalid_numbers_are_refused() {
             ("number 0", 0xc008_4b00, zeros(8), libc::ENOTTY),
             ("number 0x2b", 0xc008_4b2b, zeros(8), libc::ENOTTY),
             ("number 0xff", 0xc008_4bff, zeros(8), libc::ENOTTY),
-            // By the last byte alone: another type and direction are not looked at.
+            // The driver checks the last byte alone: it ignores type and direction.
             ("GET_VERSION of another letter", 0x8008_5801, zeros(8), 0),
             ("GET_VERSION of four bytes", 0x8004_4b01, zeros(4), 0),
             ("GET_VERSION of 128 bytes", 0x8080_4b01, zeros(128), 0),
@@ -106,19 +107,19 @@ fn memory_cases(gpu: u32, handle: u64, list: u64) -> Vec<Case> {
         ("ALLOC of odd doorbells", IOC_ALLOC_MEMORY_OF_GPU, alloc().u32(36, 8), libc::EINVAL),
         ("ALLOC of many registers", IOC_ALLOC_MEMORY_OF_GPU, alloc().u64(8, 8192).u32(36, 16), libc::EINVAL),
         ("FREE of no GPU's", IOC_FREE_MEMORY_OF_GPU, free(1), libc::EINVAL),
-        ("FREE of what is not there", IOC_FREE_MEMORY_OF_GPU, free(beyond), libc::EINVAL),
+        ("FREE of a missing buffer", IOC_FREE_MEMORY_OF_GPU, free(beyond), libc::EINVAL),
         ("MAP on no GPU", IOC_MAP_MEMORY_TO_GPU, map().u32(16, 0), libc::EINVAL),
         ("MAP that is past its end", IOC_MAP_MEMORY_TO_GPU, map().u32(20, 2), libc::EINVAL),
-        ("MAP of what is not there", IOC_MAP_MEMORY_TO_GPU, map().u64(0, beyond), libc::ENOMEM),
+        ("MAP of a missing buffer", IOC_MAP_MEMORY_TO_GPU, map().u64(0, beyond), libc::ENOMEM),
         ("MAP of no GPU's", IOC_MAP_MEMORY_TO_GPU, map().u64(0, 1), libc::EINVAL),
         ("MAP with a wild list", IOC_MAP_MEMORY_TO_GPU, map().u64(8, WILD[1]), libc::EFAULT),
         ("MAP with the longest list", IOC_MAP_MEMORY_TO_GPU, map().u32(16, u32::MAX), libc::ENOMEM),
-        ("MAP on a stranger", IOC_MAP_MEMORY_TO_GPU, map().u64(8, list + 64), libc::EINVAL),
-        ("UNMAP of what is not there", IOC_UNMAP_MEMORY_FROM_GPU, map().u64(0, beyond), libc::ENOMEM),
-        ("UNMAP from a stranger", IOC_UNMAP_MEMORY_FROM_GPU, map().u64(8, list + 64), libc::EINVAL),
+        ("MAP on an unknown GPU", IOC_MAP_MEMORY_TO_GPU, map().u64(8, list + 64), libc::EINVAL),
+        ("UNMAP of a missing buffer", IOC_UNMAP_MEMORY_FROM_GPU, map().u64(0, beyond), libc::ENOMEM),
+        ("UNMAP from an unknown GPU", IOC_UNMAP_MEMORY_FROM_GPU, map().u64(8, list + 64), libc::EINVAL),
         ("IMPORT of no descriptor", IOC_IMPORT_DMABUF, zeros(24).u32(16, gpu).u32(20, 9999), libc::EBADF),
         ("IMPORT on no GPU", IOC_IMPORT_DMABUF, zeros(24).u32(20, 9999), libc::EINVAL),
-        ("EXPORT of what is not there", IOC_EXPORT_DMABUF, zeros(16).u64(0, beyond), libc::EINVAL),
+        ("EXPORT of a missing buffer", IOC_EXPORT_DMABUF, zeros(16).u64(0, beyond), libc::EINVAL),
         ("ACQUIRE_VM of no descriptor", IOC_ACQUIRE_VM, zeros(8).u32(0, 9999).u32(4, gpu), libc::EINVAL),
         ("AVAILABLE_MEMORY of no GPU", IOC_AVAILABLE_MEMORY, zeros(16), libc::EINVAL),
     ]
@@ -147,7 +148,7 @@ fn memory_is_refused_with_the_drivers_words() {
 }
 
 fn queue_cases(gpu: u32) -> Vec<Case> {
-    // Nothing is mapped at these addresses for the GPU.
+    // No GPU mapping exists at these addresses.
     let create = || zeros(96).u32(32, 4096).u32(36, gpu).u32(40, 2).u32(44, 100).u32(48, 7);
     let update = || zeros(24).u32(8, 77).u32(12, 4096).u32(16, 100);
     let event = |id| zeros(8).u32(0, id);
@@ -175,7 +176,7 @@ fn queue_cases(gpu: u32) -> Vec<Case> {
         ("CRIU_OP of kind 99", IOC_CRIU_OP, zeros(56).u32(48, 99), libc::EINVAL),
         ("CRIU_OP RESTORE of nothing", IOC_CRIU_OP, zeros(56).u32(48, 3), libc::EINVAL),
         ("CRIU_OP CHECKPOINT of nothing", IOC_CRIU_OP, zeros(56).u32(48, 1), libc::EINVAL),
-        ("CRIU_OP RESUME of nobody", IOC_CRIU_OP, zeros(56).u32(48, 4).u32(44, 0x3f_fff0), libc::ESRCH),
+        ("CRIU_OP RESUME of no process", IOC_CRIU_OP, zeros(56).u32(48, 4).u32(44, 0x3f_fff0), libc::ESRCH),
     ]
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of CPUs and of GPUs, both behind processes that run: what GPUs reach of the former is there before, and what a program
-//! registers meanwhile is waited for.
+//! Background load of CPU and GPU memory. Host pages that GPUs can access are resident before queues run.
+//! Memory that a program registers later is loaded on demand.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,58 +15,59 @@ use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::streamer::told;
+use softgpu_tests::streamer::number_after;
 use softgpu_tests::toucher::{BYTES, OWN_PARTS};
 use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, gpus_retry_faults, isolated, script};
 
-/// Blocks at the ends of memory that is zeros, and what the file system keeps.
+/// Allowance for blocks at the ends of zero regions, and for what the file system keeps.
 const SLACK: u64 = 256 << 10;
 
-/// What the plugin says where everything must be there.
+/// What the plugin logs where all memory must be resident before queues run.
 const RETRIES: &str = "its GPUs can access all of its memory";
 
-/// Restores it; how many pages of CPUs were waited for before anything ran.
-fn comes_back(criu: &Criu) -> u64 {
+/// Restores the process. Returns how many CPU pages were awaited before any task ran.
+fn restores(criu: &Criu) -> u64 {
     criu.restore_lazily().unwrap();
     criu.pages_waited_for()
 }
 
-/// There and back. Queues' save areas are registered memory, if nothing else is: 60 MiB.
-fn there_and_back(shape: &Shape) {
+/// Dumps and restores. Save areas of queues alone are 60 MiB of registered memory.
+fn dump_and_restore(shape: &Shape) {
     let dumped = need!(Dumped::of(shape, Version::V4_2));
     let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
-    let waited = comes_back(&dumped.criu);
+    let waited = restores(&dumped.criu);
     assert!(both.end().unwrap().success(), "{}", both.said());
     assert!(dumped.criu.left_buffers(), "{}", dumped.criu.log("restore"));
     let said = both.said();
-    let lazy = told(&said, " lazy_pages=");
+    let lazy = number_after(&said, " lazy_pages=");
     let back = said
         .lines()
         .find(|line| line.contains("all CPU memory is resident"))
         .unwrap_or_else(|| panic!("{said}"));
-    let faults = told(back, " faults=");
+    let faults = number_after(back, " faults=");
     if gpus_retry_faults() {
         assert!(dumped.criu.log("restore").contains(RETRIES), "{}", dumped.criu.log("restore"));
     } else {
-        assert!(waited < lazy, "all memory of CPUs came first: {waited} of {lazy} pages");
-        // Save areas are half of it. How much of them is waited for is the background's doing; one by one it must not be.
-        assert!(faults < lazy / 2, "pages were waited for one by one: {faults} of {lazy}, {waited} at first");
+        assert!(waited < lazy, "all CPU memory was loaded first: {waited} of {lazy} pages");
+        // Save areas are half of it. The background load decides how much of them is awaited. Page by page
+        // must not be.
+        assert!(faults < lazy / 2, "single pages were awaited: {faults} of {lazy}, {waited} at first");
     }
     is_whole(&left(dumped.criu.images()).unwrap(), &said);
     dumped.server.ends_well();
 }
 
-/// Bytes of memory of CPUs, or else of GPUs, as a picture has them.
+/// Bytes of CPU memory, or of GPU memory, as a timeline file has them.
 fn bytes(processes_or_record: &[&Value], of_cpus: bool, name: &str) -> u64 {
     let memory = processes_or_record.iter().flat_map(|of| of["memory"].as_array().unwrap());
     memory.filter(|of| of["minor"].is_null() == of_cpus).map(|of| of[name].as_u64().unwrap()).sum()
 }
 
-/// All of both kinds was there, of each process, and the samples lead there.
+/// All CPU and GPU memory of each process became resident, and the samples end there.
 fn is_whole(record: &Value, said: &str) {
     assert_eq!(record["state"], "complete", "{record}");
     let back = said.lines().find(|line| line.contains("all CPU memory is resident")).unwrap();
-    assert_eq!(bytes(&[record], true, "resident"), told(back, " pages=") * 4096, "{record}");
+    assert_eq!(bytes(&[record], true, "resident"), number_after(back, " pages=") * 4096, "{record}");
     for kind in [true, false] {
         assert_eq!(bytes(&[record], kind, "bytes"), bytes(&[record], kind, "resident"), "{record}");
     }
@@ -88,10 +89,10 @@ fn is_whole(record: &Value, said: &str) {
         assert!(samples.is_sorted() && samples.last().copied() == of["resident"].as_u64(), "{record}");
     }
     let faults = record["processes"].as_array().unwrap().iter().map(|of| of["page_faults"].as_u64().unwrap());
-    assert_eq!(faults.sum::<u64>(), told(back, " faults="), "{record}");
+    assert_eq!(faults.sum::<u64>(), number_after(back, " faults="), "{record}");
 }
 
-/// What is left for programs; none yet.
+/// Memory left for programs; none yet.
 fn left(images: &Path) -> Option<Value> {
     let text = fs::read_to_string(images.join("rewake-timeline.json")).ok()?;
     Some(serde_json::from_str(&text).unwrap())
@@ -103,9 +104,9 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let (mut both, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
-        comes_back(&dumped.criu);
+        restores(&dumped.criu);
         assert!(soon(|| both.said().contains("all CPU memory is resident")), "{}", both.said());
-        // Memory of CPUs is there, and that of GPUs is not.
+        // CPU memory is resident, and GPU memory is missing.
         let now = dumped.criu.status();
         let processes: Vec<&Value> = now["processes"].as_array().unwrap().iter().collect();
         assert_eq!((now["state"].as_str(), processes.len()), (Some("running"), 2), "{now}");
@@ -123,15 +124,15 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
 }
 
 #[test]
-fn buffers_come_later_still() {
+fn gpu_memory_is_loaded_after_cpu_memory() {
     isolated(1, |_| {
-        there_and_back(&unreached());
-        there_and_back(&Shape { processes: 2, ..small() });
+        dump_and_restore(&unreached());
+        dump_and_restore(&Shape { processes: 2, ..small() });
     });
 }
 
 #[test]
-fn what_rewake_has_dumped_has_holes_for_zeros() {
+fn a_dump_by_rewake_has_holes_for_zeros() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
@@ -156,9 +157,9 @@ fn what_rewake_has_dumped_has_holes_for_zeros() {
 #[test]
 fn registered_memory_is_resident_before_queues_start() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Userptr, ..small() });
+        dump_and_restore(&Shape { mode: Mode::Userptr, ..small() });
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
-            there_and_back(&Shape { mode: Mode::Svm, ..small() });
+            dump_and_restore(&Shape { mode: Mode::Svm, ..small() });
         }
     });
 }
@@ -168,7 +169,7 @@ fn about_to_register(version: Version, folder: &Path) -> (Toucher, Criu) {
     Toucher::about_to_register(env!("CARGO_BIN_EXE_toucher"), folder, version).unwrap()
 }
 
-/// It has registered the right bytes, and all is brought to its end.
+/// It has registered the right bytes, and the streamer loads all memory.
 fn registers(toucher: &Toucher, both: &mut Streamer) {
     toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
     assert!(both.end().unwrap().success(), "{}", both.said());
@@ -176,16 +177,17 @@ fn registers(toucher: &Toucher, both: &mut Streamer) {
 }
 
 #[test]
-fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
+fn a_registration_of_missing_memory_waits_for_it() {
     isolated(1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
             let (toucher, criu) = about_to_register(version, folder.path());
             let mut both = Streamer::of_both(criu.images()).unwrap();
-            let (waited, log) = (comes_back(&criu), criu.log("restore"));
+            let (waited, log) = (restores(&criu), criu.log("restore"));
             if gpus_retry_faults() {
                 assert!(log.contains(RETRIES), "{log}");
-                // The streamer may have been faster than the plugin: what counts is that nothing is missing now.
+                // The streamer may have been faster than the plugin. The test checks that nothing is missing
+                // now.
                 let now = criu.status();
                 let processes: Vec<&Value> = now["processes"].as_array().unwrap().iter().collect();
                 assert_eq!(bytes(&processes, true, "resident"), bytes(&processes, true, "bytes"), "{now}");
@@ -203,7 +205,7 @@ fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
         let folder = tempfile::tempdir().unwrap();
         let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
         let mut both = Streamer::of_both(criu.images()).unwrap();
-        comes_back(&criu);
+        restores(&criu);
         for _ in 0..3 {
             both.workers().into_iter().chain([both.pid()]).for_each(|pid| asked(pid, Signal::SIGTERM));
         }
@@ -222,15 +224,14 @@ fn without_lazy_pages_it_ends_when_queues_are_resumed() {
     });
 }
 
-/// One that may have ended.
+/// Collects a process that may have ended.
 fn asked(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid.cast_signed()), signal);
 }
 
-/// What the plugin says when its page server has gone: nothing has run, and CRIU fails.
-const PLUGIN_KILLS: &str =
-    "cannot be started, all restored tasks are killed: the other end has closed the socket";
-/// What the supervisor says when its worker has gone, which had taken over: the plugin has nothing more to do.
+/// What the plugin logs when its page server has died: no task has run, and CRIU fails.
+const PLUGIN_KILLS: &str = "cannot be started, all restored tasks are killed: the peer has closed the socket";
+/// What the supervisor logs when its worker has died after the handoff: the plugin has no part any more.
 const SUPERVISOR_KILLS: &str = "killed 1 restored processes whose GPUs were not resumed yet";
 
 /// Workers are killed at each step of a restore before the target runs. Copies are held: no gate opens.

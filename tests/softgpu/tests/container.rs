@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Containers with GPUs: `runc checkpoint` and `runc restore --lazy-pages`, memory of CPUs and of GPUs behind them.
+//! Containers with GPUs: `runc checkpoint` and `runc restore --lazy-pages`, with background loads of CPU and
+//! GPU memory.
 
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::Signal;
@@ -10,7 +11,7 @@ use softgpu_tests::server::small;
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Container, Held, Machine, REAL_GPUS, Streamer, isolated};
 
-fn there_and_back(shape: &Shape) {
+fn dump_and_restore(shape: &Shape) {
     need!(queues());
     let container = Container::dumped(shape).unwrap();
     let mut both = Streamer::of_both(&container.images()).unwrap();
@@ -22,7 +23,7 @@ fn there_and_back(shape: &Shape) {
     container.ends_well().unwrap();
 }
 
-/// Runs; its GPUs stand still for as long as copies are held.
+/// The target runs; its queues stay evicted for as long as copies are held.
 fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
     let machine = Machine::find().ok_or(REAL_GPUS)?;
     machine.becomes(&ONE_RING);
@@ -34,23 +35,24 @@ fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
 }
 
 #[test]
-fn a_container_with_gpus_comes_back() {
+fn a_container_with_gpus_is_restored() {
     isolated(1, |_| {
-        there_and_back(&unreached());
-        // CPUs reach these buffers: placeholders, and swaps of what the filter of system calls does not know.
-        there_and_back(&Shape { layer_kib: 4096, ..small() });
+        dump_and_restore(&unreached());
+        // CPUs can access these buffers: placeholders, and swaps of mappings that the ioctl filter does not
+        // cover.
+        dump_and_restore(&Shape { layer_kib: 4096, ..small() });
     });
 }
 
 #[test]
 fn processes_of_a_container_share_their_buffers_again() {
     isolated(1, |_| {
-        there_and_back(&Shape { processes: 2, mode: Mode::SharedBo, ..small() });
+        dump_and_restore(&Shape { processes: 2, mode: Mode::SharedBo, ..small() });
     });
 }
 
 #[test]
-fn a_container_whose_gpus_stand_still_is_not_dumped() {
+fn a_container_with_a_closed_gate_is_not_dumped() {
     isolated(1, |_| {
         let (_machine, container, mut both, held) = need!(paused());
         let error = format!("{:#}", container.dump("again").unwrap_err());

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Every CRIU with every plugin that it takes, on a process that uses no GPU: what all other tests with CRIU stand on.
+//! Every CRIU with every plugin that it accepts, on a process that uses no GPU. All other tests with CRIU
+//! rely on this.
 
 use std::process::{Child, Command, Stdio};
 
@@ -17,8 +18,8 @@ fn runs(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "sleep")
 }
 
-/// Dumped while it runs, dumped and ended, restored.
-fn there_and_back(plugin: Plugin, version: Version, says: &str) {
+/// Dumps it while it runs, dumps and ends it, restores it.
+fn dump_and_restore(plugin: Plugin, version: Version, says: &str) {
     let folder = tempfile::tempdir().unwrap();
     let criu = Criu::with(plugin, version, &folder.path().join("images")).unwrap();
     let mut sleeper = sleeper();
@@ -40,19 +41,19 @@ fn there_and_back(plugin: Plugin, version: Version, says: &str) {
 #[test]
 fn our_plugin_in_both_versions() {
     isolated(0, |_| {
-        there_and_back(Plugin::Ours, Version::V4_2, "Version: 4.2");
-        there_and_back(Plugin::Ours, Version::V4_1, "Version: 4.1");
+        dump_and_restore(Plugin::Ours, Version::V4_2, "Version: 4.2");
+        dump_and_restore(Plugin::Ours, Version::V4_1, "Version: 4.1");
     });
 }
 
 #[test]
 fn the_stock_plugin_in_its_own_version_only() {
     isolated(0, |_| {
-        there_and_back(Plugin::Stock, Version::V4_2, "Version: 4.2");
+        dump_and_restore(Plugin::Stock, Version::V4_2, "Version: 4.2");
         let folder = tempfile::tempdir().unwrap();
         let old = Criu::with(Plugin::Stock, Version::V4_1, folder.path()).unwrap();
         let mut sleeper = sleeper();
-        // It has a hook that 4.1 does not know.
+        // The plugin has a hook that CRIU 4.1 does not know.
         let error = old.dump(sleeper.id()).unwrap_err().to_string();
         assert!(error.contains("Corrupted plugin"), "{error}");
         sleeper.kill().unwrap();

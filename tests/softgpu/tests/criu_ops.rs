@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoint operations: what each does, who may ask for it, in what order.
+//! Checkpoint operations: what each does, which process may call it, in what order.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use rewake_amdgpu_uapi::criu::{self, Counts};
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_amdgpu_uapi::{Error, Kfd};
 use rewake_skip::need;
-use softgpu_tests::criu::queues_come_back;
+use softgpu_tests::criu::queues_can_be_restored;
 use softgpu_tests::snapshot::Snapshot;
 use softgpu_tests::{Judge, REAL_GPUS, Scene, isolated, sys};
 
@@ -47,7 +47,7 @@ fn a_process_is_counted_and_described_to_the_last_byte() {
         let ids: Vec<u32> = Topology::read().unwrap().gpus().map(|node| node.gpu_id).collect();
         assert_eq!(image.devices.iter().map(|device| device.user_gpu_id).collect::<Vec<_>>(), ids);
         assert_eq!(image.devices.iter().map(|device| device.actual_gpu_id).collect::<Vec<_>>(), ids);
-        // Reading to the last byte by the documented layout is the proof of sizes and offsets.
+        // Reading to the last byte by the documented layout proves sizes and offsets.
         let private = image.private().unwrap();
         for dmabuf in image.dmabufs.iter().flatten() {
             let flags = nix::fcntl::fcntl(dmabuf, nix::fcntl::FcntlArg::F_GETFD).unwrap();
@@ -82,17 +82,21 @@ fn a_process_is_counted_and_described_to_the_last_byte() {
             assert_eq!(queue.read_pointer - queue.write_pointer, 128);
             assert!(!queue.mqd().is_empty() && !queue.control_stack().is_empty());
         }
-        // Of the process: one for a lane's end, one for faults. The first has the page.
+        // Events of the process: one for the end of a lane, one for faults. The first has the page.
         let events: Vec<_> = private.events().collect();
         assert_eq!(events.len(), 2);
         assert_eq!(events.iter().filter(|event| event.page != 0).count(), 1, "{events:?}");
         let ranges = private.ranges().count();
-        assert_eq!(ranges > 0, gpus.device(0).node().has_svm(), "save areas are ranges where there are such");
+        assert_eq!(
+            ranges > 0,
+            gpus.device(0).node().has_svm(),
+            "save areas are SVM ranges where the kernel has SVM"
+        );
     });
 }
 
 #[test]
-fn private_data_comes_back_byte_for_byte() {
+fn private_data_is_restored_byte_for_byte() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _lane = Lane::new(&gpus, 1, 2).unwrap();
@@ -113,7 +117,7 @@ fn private_data_comes_back_byte_for_byte() {
 }
 
 #[test]
-fn a_paused_process_stands_still() {
+fn queues_of_a_paused_process_do_not_run() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -158,7 +162,7 @@ fn work_in_the_middle_is_interrupted_and_continues() {
 }
 
 #[test]
-fn what_comes_out_of_turn_is_refused() {
+fn calls_out_of_order_are_refused() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
@@ -239,11 +243,11 @@ fn the_capability_is_asked_for() {
         criu::unpause(kfd.as_fd()).unwrap();
         nix::unistd::setuid(nix::unistd::Uid::from_raw(65534)).unwrap();
         assert_eq!(errno(criu::process_info(kfd.as_fd())), Some(libc::EACCES));
-        kfd.version().expect("other calls go on");
+        kfd.version().expect("other calls still succeed");
     });
 }
 
-/// Runs the body's first process as a donor, which leaves a snapshot, and a second one as its heir.
+/// Runs the body's first process as a donor, which leaves a snapshot, and a second process as its heir.
 fn donor_and_heir(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: fn(Snapshot, &str)) {
     match scene.role() {
         None => {
@@ -251,19 +255,19 @@ fn donor_and_heir(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: 
             let path = folder.path().join("snapshot").display().to_string();
             let mut first = scene.peer("donor");
             first.say(&path);
-            let told = first.hear();
+            let message = first.hear();
             first.kill();
             let mut second = scene.peer("heir");
             second.say(&path);
-            second.say(&told);
+            second.say(&message);
             second.finish();
         }
         Some("donor") => {
             let path = scene.hear();
-            let (snapshot, told) = donor(scene);
+            let (snapshot, message) = donor(scene);
             snapshot.write(path.as_ref()).unwrap();
-            scene.say(&told);
-            // It is killed here.
+            scene.say(&message);
+            // The donor is killed here.
             let _ = scene.hear();
         }
         Some(_) => {
@@ -282,7 +286,7 @@ fn summing(_: &Scene) -> (Snapshot, String) {
     let sums = gpus.host(words * 4).unwrap();
     let sum = Kernel::Axpy { y: sums.address(), x: ones.address(), words, a: 1 };
     let kfd = gpus.device(0).kfd().as_fd();
-    // Who stands still for a while finds all of them done: the next ones take longer.
+    // A thread that the scheduler delays finds all of them done: the next ones take longer.
     let stopped = [20_000, 200_000, 1_000_000].into_iter().find_map(|microseconds| {
         sums.cpu().write(0, &vec![0; 1 << 18]);
         let busy = Kernel::Spin { microseconds };
@@ -307,11 +311,11 @@ fn summing(_: &Scene) -> (Snapshot, String) {
 #[test]
 fn a_restored_process_continues_where_it_was() {
     isolated(1, |scene| {
-        donor_and_heir(scene, summing, |mut snapshot, told| {
+        donor_and_heir(scene, summing, |mut snapshot, message| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _memory = snapshot.put_memory().unwrap();
             let restored = snapshot.restore(&kfd);
-            if !queues_come_back() {
+            if !queues_can_be_restored() {
                 let error = restored.unwrap_err();
                 let found = error.downcast_ref::<Error>().and_then(Error::errno);
                 assert_eq!(found, Some(libc::EINVAL), "{error:#}");
@@ -319,7 +323,7 @@ fn a_restored_process_continues_where_it_was() {
             }
             let _devices = restored.unwrap();
             snapshot.load(|_| true).unwrap();
-            let (sums, at) = snapshot.view(told.parse().unwrap()).unwrap();
+            let (sums, at) = snapshot.view(message.parse().unwrap()).unwrap();
             let before = sums.load32(at);
             thread::sleep(A_WHILE);
             assert_eq!(sums.load32(at), before, "it runs before RESUME");
@@ -353,12 +357,12 @@ fn buffers(_: &Scene) -> (Snapshot, String) {
 #[test]
 fn a_second_resume_is_refused_and_reported() {
     isolated(1, |scene| {
-        donor_and_heir(scene, buffers, |mut snapshot, told| {
+        donor_and_heir(scene, buffers, |mut snapshot, message| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _devices = snapshot.restore(&kfd).unwrap();
             snapshot.load(|_| true).unwrap();
             criu::resume(kfd.as_fd(), std::process::id()).unwrap();
-            let (view, at) = snapshot.view(told.parse().unwrap()).unwrap();
+            let (view, at) = snapshot.view(message.parse().unwrap()).unwrap();
             assert_eq!(view.load32(at + 8188), 0x7777_7777);
             let judge = need!(Judge::find(), REAL_GPUS);
             assert_eq!(judge.violations(), Vec::<String>::new());
@@ -389,6 +393,6 @@ fn a_process_that_does_not_exist_is_not_resumed() {
     isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         assert_eq!(errno(criu::resume(kfd.as_fd(), 0x3f_fff0)), Some(libc::ESRCH));
-        assert_eq!(errno(criu::resume(kfd.as_fd(), 1)), Some(libc::ESRCH), "no process of GPUs");
+        assert_eq!(errno(criu::resume(kfd.as_fd(), 1)), Some(libc::ESRCH), "no process that uses GPUs");
     });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A load that another thread asks for buffers: what is wanted comes first, and is told as soon as it is there.
+//! Demand loads by another thread: a wanted buffer is loaded first, and reported as soon as it is resident.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -19,22 +19,22 @@ use softgpu_tests::{Machine, REAL_GPUS, Scene, isolated};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
-/// What files are read and copied in.
+/// The unit of reads and copies.
 const CHUNK: u64 = 2 * MIB;
-/// Before the first byte of the first buffer.
+/// The header before the first byte of the first buffer.
 const HEADER: u64 = 8;
 /// N of `amdgpu-kfd-N.img`.
 const ID: u32 = 3;
-/// In buffers before they are loaded.
+/// The byte that buffers hold before they are loaded.
 const STALE: u8 = 0xaa;
 
-/// All memory can be looked at by the CPU.
+/// CPUs can access all GPU memory.
 const SEEN: (&str, &str) = ("small_bar", "0");
 /// A chunk is copied in an eleventh of a second.
 const SLOW: [(&str, &str); 3] = [("copy_mbps", "24"), ("sdma_rings", "1"), SEEN];
-/// Chunks that have been read, or are, before they are copied: of one GPU.
+/// Chunks of one GPU that are read, or in flight, before they are copied.
 const SLOTS: usize = 8;
-/// Tries of what comes only if files are read faster than copies go.
+/// Attempts, since the case needs reads that are faster than copies.
 const ROUNDS: usize = 6;
 
 /// A buffer of an image.
@@ -43,7 +43,7 @@ struct Made {
     gpu: usize,
     bytes: u64,
     hole: bool,
-    /// Loaded by nobody.
+    /// The load leaves it out.
     left: bool,
 }
 
@@ -51,7 +51,7 @@ fn made(bytes: u64) -> Made {
     Made { gpu: 0, bytes, hole: false, left: false }
 }
 
-/// A process's buffers, stale, and files for them.
+/// A process's buffers with stale bytes, and files for them.
 struct Image {
     made: Vec<Made>,
     buffers: Vec<Buffer>,
@@ -61,7 +61,7 @@ struct Image {
     _folder: tempfile::TempDir,
 }
 
-/// All bytes of a buffer by its number; none of them is zero or stale.
+/// The byte that fills a buffer of this number: neither zero nor stale.
 fn byte(buffer: usize) -> u8 {
     u8::try_from(buffer % 150).unwrap() + 1
 }
@@ -105,13 +105,13 @@ impl Image {
         Self { made: made.to_vec(), buffers, files, dmabufs, minors, _folder: folder }
     }
 
-    /// Loads it in a thread of its own, beside which `act` hears the numbers of buffers as they become resident, and how many bytes
-    /// were by then.
+    /// Loads the image in a thread of its own. Meanwhile `act` receives the numbers of buffers as they become
+    /// resident, and how many bytes were resident by then.
     fn load<T>(&self, act: impl FnOnce(&LoadHandle, &Receiver<(usize, u64)>) -> T) -> (Report, T) {
         self.load_with(|_| (), act)
     }
 
-    /// As [`Image::load`]; the load goes on when `before` has returned, which hears each of these numbers, too.
+    /// As [`Image::load`]. `before` receives each number too, and the load waits until it has returned.
     fn load_with<T>(
         &self,
         before: impl Fn(usize) + Send,
@@ -120,7 +120,7 @@ impl Image {
         let processes = [ProcessBuffers { files: &self.files, dmabufs: &self.dmabufs }];
         let loading = BackgroundLoad::new(&processes, None).unwrap();
         let (desk, counted) = (loading.handle(), loading.handle());
-        let (tell, told) = channel();
+        let (tell, reports) = channel();
         thread::scope(|scope| {
             let load = scope.spawn(move || {
                 loading.run(move |whole| {
@@ -130,12 +130,12 @@ impl Image {
                     }
                 })
             });
-            let answer = act(&desk, &told);
-            (load.join().unwrap().unwrap().expect("there was something to load"), answer)
+            let answer = act(&desk, &reports);
+            (load.join().unwrap().unwrap().expect("the image has bytes to load"), answer)
         })
     }
 
-    /// That all its bytes are there, or none of one that is left alone.
+    /// Whether all its bytes are right: those of the file, or stale ones where the load leaves it out.
     fn is_right(&self, buffer: usize) -> bool {
         let right = match self.made[buffer] {
             Made { left: true, .. } => STALE,
@@ -148,7 +148,8 @@ impl Image {
     }
 }
 
-/// Runs `body` where copies are slow, in another process: the machine changes while nobody uses it.
+/// Runs `body` where copies are slow. It runs in another process: the machine changes while no process uses
+/// it.
 fn slowly(scene: &Scene, body: fn()) {
     if scene.role().is_some() {
         return body();
@@ -158,7 +159,7 @@ fn slowly(scene: &Scene, body: fn()) {
     assert!(scene.peer("loads").end().success());
 }
 
-/// Runs `body` where the CPU can look at all memory, in the same way; on real GPUs as they are.
+/// Runs `body` where CPUs can access all GPU memory, in the same way; on real GPUs as they are.
 fn seen(scene: &Scene, body: fn()) {
     if scene.role().is_some() {
         return body();
@@ -172,8 +173,8 @@ fn resident(desk: &LoadHandle) -> u64 {
     desk.progress().iter().map(|progress| progress.resident).sum()
 }
 
-/// Demands the last of 24 buffers and one before it when the first is there, which nothing comes after until then. How many chunks
-/// came before both.
+/// Demands the last of 24 buffers, and one before it, when the first is resident; until then the load waits.
+/// Returns how many chunks came before both.
 fn far_end(gpus: &Arc<Gpus>) -> u64 {
     let image = &Image::new(gpus, &[made(CHUNK); 24]);
     let (go, waits) = channel::<()>();
@@ -182,9 +183,9 @@ fn far_end(gpus: &Arc<Gpus>) -> u64 {
             waits.recv().unwrap();
         }
     };
-    let (_, (meanwhile, order)) = image.load_with(both_are_wanted, move |desk, told| {
-        let (first, before) = told.recv().unwrap();
-        assert_eq!(first, 0, "in file order until somebody wants something");
+    let (_, (meanwhile, order)) = image.load_with(both_are_wanted, move |desk, reports| {
+        let (first, before) = reports.recv().unwrap();
+        assert_eq!(first, 0, "in file order before the first demand load");
         let mut order = vec![first];
         desk.demand(0, 23);
         desk.demand(0, 20);
@@ -192,15 +193,15 @@ fn far_end(gpus: &Arc<Gpus>) -> u64 {
         let mut by_then = before;
         for wanted in [23, 20] {
             while order.last() != Some(&wanted) {
-                let (buffer, bytes) = told.recv().unwrap();
+                let (buffer, bytes) = reports.recv().unwrap();
                 order.push(buffer);
                 by_then = bytes;
             }
-            assert!(image.is_right(wanted), "{wanted} is told before its bytes are there");
+            assert!(image.is_right(wanted), "{wanted} is reported before its bytes are resident");
         }
         let under_way = |buffer: &usize| *buffer < SLOTS || [23, 20].contains(buffer);
-        assert!(order.iter().all(under_way), "before what was wanted, and not under way: {order:?}");
-        order.extend(told.iter().map(|(buffer, _)| buffer));
+        assert!(order.iter().all(under_way), "before the wanted buffers, and not in flight: {order:?}");
+        order.extend(reports.iter().map(|(buffer, _)| buffer));
         ((by_then - before) / CHUNK, order)
     });
     let mut sorted = order.clone();
@@ -215,21 +216,22 @@ fn a_demand_load_waits_only_for_reads_in_flight() {
     isolated(1, |scene| {
         slowly(scene, || {
             let gpus = Gpus::open(1).unwrap();
-            // Their own four chunks of the file, two on the ring, and two that went there while the first of theirs was read.
+            // Their own four chunks of the file, two on the ring, and two that entered the ring while the
+            // first was read.
             let overtakes = (0..ROUNDS).any(|_| far_end(&gpus) <= 8);
-            assert!(overtakes, "what was read already was never overtaken");
+            assert!(overtakes, "no demand load overtook a chunk that was read already");
         });
     });
 }
 
 #[test]
-fn small_buffers_come_before_large_ones() {
+fn small_buffers_are_loaded_before_large_ones() {
     isolated(1, |scene| {
         slowly(scene, || {
             let small = [made(4 * KIB); 300];
             let image = Image::new(&Gpus::open(1).unwrap(), &[&[made(5 * CHUNK); 2][..], &small].concat());
             let (_, order) =
-                image.load(|_, told| told.iter().map(|(buffer, _)| buffer).collect::<Vec<usize>>());
+                image.load(|_, reports| reports.iter().map(|(buffer, _)| buffer).collect::<Vec<usize>>());
             let large = order.iter().position(|buffer| *buffer < 2);
             assert_eq!(large, Some(300), "{order:?}");
         });
@@ -264,14 +266,14 @@ fn each_buffer_is_reported_once_and_progress_counts_bytes() {
             };
             let processes = [ProcessBuffers { files: &image.files, dmabufs: &image.dmabufs }];
             assert_eq!(BackgroundLoad::new(&processes, None).unwrap().handle().progress(), progress(|_| 0));
-            let (report, mut order) = image.load(|desk, told| {
-                // Left alone, unknown, of no process; a hole, twice; and one that is there already.
+            let (report, mut order) = image.load(|desk, reports| {
+                // Left out, unknown, of no process; a hole, twice; and a resident one.
                 for (process, buffer) in [(0, 8), (0, 43), (0, 44), (1, 0), (0, 41), (0, 41)] {
                     desk.demand(process, buffer);
                 }
-                let (first, _) = told.recv().unwrap();
+                let (first, _) = reports.recv().unwrap();
                 desk.demand(0, first);
-                let others = told.iter().map(|(buffer, _)| buffer);
+                let others = reports.iter().map(|(buffer, _)| buffer);
                 let order: Vec<usize> = std::iter::once(first).chain(others).collect();
                 assert_eq!(desk.progress(), progress(|all| all));
                 desk.demand(0, 0);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The machine's scratch disk is as fast as it was made, whoever measures on it: `cargo xtask vm --disk MIB@MBPS`.
+//! The machine's scratch disk has the rate of `cargo xtask vm --disk MIB@MBPS`, for every program that
+//! measures it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek as _, SeekFrom, Write};
@@ -10,12 +11,12 @@ use rewake_skip::skip;
 use softgpu_tests::isolated;
 
 const PLACE: &str = "/mnt/disk/measured";
-/// Bytes of one request, and what the disk wants them aligned to.
+/// Bytes of one request, and the alignment that the disk wants.
 const PART: usize = 1 << 20;
 const ALIGNMENT: usize = 4096;
-/// Measured for so long: after a rest the disk gives a tenth of a second's bytes at once.
+/// Duration of a measurement: after a rest the disk gives a tenth of a second's bytes at once.
 const SECONDS: usize = 3;
-/// How often, where it seems too slow: this machine may have had other work.
+/// Attempts where it seems too slow: this machine may have had other work.
 const TRIES: usize = 10;
 
 /// Millions of bytes a second.
@@ -38,7 +39,7 @@ fn the_scratch_disk_has_its_rate() {
         let at = room.as_ptr().align_offset(ALIGNMENT);
         let part = &mut room[at..at + PART];
         let mut options = OpenOptions::new();
-        // Past the page cache.
+        // Bypasses the page cache.
         options.read(true).write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT);
         let mut file: File = options.open(PLACE).expect("a file on the scratch disk");
         let (mut written, mut read) = (0.0_f64, 0.0_f64);
@@ -50,7 +51,7 @@ fn the_scratch_disk_has_its_rate() {
             let reading = rate(parts, || file.read_exact(part).unwrap());
             assert!(part.iter().all(|byte| *byte == 7));
             println!("written at {writing:.1} MB/s, read at {reading:.1} MB/s, made for {wanted}");
-            // Never faster, but for the first tenth of a second.
+            // Never faster, except in the first tenth of a second.
             let fastest = writing.max(reading);
             assert!(fastest < 1.05 * f64::from(wanted), "{fastest:.1} MB/s on a disk made for {wanted}");
             (written, read) = (written.max(writing), read.max(reading));

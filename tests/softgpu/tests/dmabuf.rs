@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers that go from hand to hand as dma-bufs.
+//! Buffers that processes and drivers share as dma-bufs.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -41,7 +41,7 @@ fn an_import_is_the_same_memory_elsewhere() {
             "through the dma-buf's own mapping"
         );
         drop(own);
-        assert_eq!(seen.load32(8188), 0x1234_5678, "it lives as long as anybody has it");
+        assert_eq!(seen.load32(8188), 0x1234_5678, "it lives as long as one descriptor of it");
     });
 }
 
@@ -92,7 +92,7 @@ fn a_render_node_and_compute_share_a_buffer() {
 }
 
 #[test]
-fn what_is_no_gpus_buffer_is_refused() {
+fn a_foreign_buffer_is_refused() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let file = File::open("/proc/self/exe").unwrap();

@@ -23,7 +23,7 @@ use Event::{CgroupKill, Group, OutOfMemory};
 use Outcome::{KilledByRecover, Recovered, ServesThenEnds, StreamerServes};
 use Phase::{GateClosed, MemoryMissing};
 
-/// A command that gets an event.
+/// A command that receives an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Command {
     /// `rewake streamer` without `-D`: GPU memory only.
@@ -32,13 +32,13 @@ enum Command {
     StreamBoth,
     /// `rewake serve`: its streamers have process groups of their own.
     Serve,
-    /// `rewake restore`: so has its streamer. CRIU has ended.
+    /// `rewake restore`: its streamer has a process group of its own, too. CRIU has ended.
     Restore,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    /// Signals to the command's process group, together.
+    /// Signals to the command's process group, in quick succession.
     Group(&'static [Signal]),
     /// `cgroup.kill` to the cgroup of the command's processes.
     CgroupKill,
@@ -46,20 +46,20 @@ enum Event {
     OutOfMemory,
 }
 
-/// What becomes of the target, and of the command that got the event.
+/// What becomes of the target, and of the command that received the event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
-    /// The command brings all memory back and opens the gate. Then it ends with 0.
+    /// The command loads all memory and opens the gate. Then it ends with 0.
     ServesThenEnds,
-    /// The command ends. Its streamer brings all memory back and opens the gate.
+    /// The command ends. Its streamer loads all memory and opens the gate.
     StreamerServes,
     /// No process of the streamer is left, and the target waits. `rewake recover` kills it, and reports it.
     KilledByRecover,
-    /// No process of the streamer is left, and the target waits. `rewake recover` brings its memory back.
+    /// No process of the streamer is left, and the target waits. `rewake recover` loads its memory.
     Recovered,
 }
 
-/// What a terminal, a script or a service manager sends, and no process of a streamer uses.
+/// Signals that terminals, scripts and service managers send, and that no process of a streamer uses.
 const UNUSED: Event = Group(&[
     Signal::SIGHUP,
     Signal::SIGQUIT,
@@ -69,22 +69,22 @@ const UNUSED: Event = Group(&[
     Signal::SIGPIPE,
     Signal::SIGPWR,
 ]);
-/// Twice: a service manager asks every process, and a person asks again.
+/// Twice: a service manager sends it to every process, and a person repeats it.
 const STOP: Event = Group(&[Signal::SIGTERM, Signal::SIGTERM]);
 const INTERRUPT: Event = Group(&[Signal::SIGINT, Signal::SIGINT]);
 const KILL: Event = Group(&[Signal::SIGKILL]);
 
-/// How far the restore is when the event comes. The target runs.
+/// How far the restore is when the event happens. The target runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Memory of its GPUs is missing.
+    /// GPU memory is missing.
     GateClosed,
-    /// Its gate is open, and memory of its CPUs is missing.
+    /// Its gate is open, and CPU memory is missing.
     MemoryMissing,
 }
 
-/// Each event but the last leaves the command at work, as if it had not come. What `rewake serve` and `rewake restore` do is the
-/// same in both phases, which share their rows.
+/// Each event but the last leaves the command at work, without any effect. What `rewake serve` and `rewake
+/// restore` do is the same in both phases, which share their rows.
 #[rustfmt::skip]
 const TABLE: [(Phase, Command, &[Event], Outcome); 16] = [
     (GateClosed,    StreamGpus, &[UNUSED, STOP, INTERRUPT], ServesThenEnds),
@@ -105,16 +105,16 @@ const TABLE: [(Phase, Command, &[Event], Outcome); 16] = [
     (MemoryMissing, Restore,    &[STOP],                    StreamerServes),
 ];
 
-/// Restores at most until an event came while memory was missing.
+/// Restores at most until an event happened while memory was missing.
 const MOST: usize = 5;
 /// A target that reads its memory from the end meets a missing page within this time.
 const FAULT: Duration = Duration::from_secs(5);
-/// How long a command, and a target whose gate must not open, are watched.
+/// How long the test watches a command, and a target whose gate must not open.
 const WATCHED: Duration = Duration::from_millis(200);
 
-/// A command at work for one restore.
+/// A command that serves one restore.
 enum Running {
-    /// With the cgroup of its processes, where the event comes to that.
+    /// With the cgroup of its processes, where the event concerns that.
     Streams(Streamer, Option<Cgroup>),
     Serves(Daemon, Restoring),
     Restores(Restoring),
@@ -151,7 +151,7 @@ impl Running {
         }
     }
 
-    /// The processes that bring the target's memory.
+    /// The processes that load the target's memory.
     fn streamer(&self) -> Vec<u32> {
         let (supervisor, workers) = match self {
             Self::Streams(streamer, _) => return streamer.processes(),
@@ -175,7 +175,7 @@ impl Running {
                 assert!(soon(|| group.processes().is_empty()), "the kernel kills the group");
                 assert_eq!(group.group_kills(), 1);
             }
-            (CgroupKill | OutOfMemory, None) => panic!("{event:?} comes to a streamer's cgroup"),
+            (CgroupKill | OutOfMemory, None) => panic!("{event:?} is for a streamer's cgroup"),
         }
     }
 
@@ -188,7 +188,7 @@ impl Running {
         }
     }
 
-    /// Lets events happen. The command ends at the last of them, as soon as the outcome says, or not yet.
+    /// Sends events. The command must end at the last of them, or keep running, as the outcome says.
     fn gets(&mut self, events: &[Event], outcome: Outcome) {
         for (number, event) in events.iter().enumerate() {
             self.send(*event);
@@ -196,13 +196,13 @@ impl Running {
                 assert!(soon(|| self.has_ended()), "{event:?}: it does not end");
             } else {
                 thread::sleep(WATCHED);
-                assert!(!self.has_ended(), "{event:?}: it has ended before memory was back");
+                assert!(!self.has_ended(), "{event:?}: it has ended before memory was resident");
             }
         }
     }
 
-    /// Waits for the end of a restore that no event came to.
-    fn comes_to_its_end(self) {
+    /// Waits for the end of a restore that received no event.
+    fn completes(self) {
         let well = match self {
             Self::Streams(mut streamer, _) => streamer.end().unwrap().success(),
             Self::Serves(_, restoring) | Self::Restores(restoring) => restoring.end().0,
@@ -210,9 +210,9 @@ impl Running {
         assert!(well);
     }
 
-    /// Waits until the target `pid` has all memory, or is killed, and checks that the command, and its streamer, are as this
-    /// outcome says.
-    fn comes_to(self, outcome: Outcome, streamer: &[u32], pid: u32) {
+    /// Waits until the target `pid` has all memory, or is killed. Then checks the command and its streamer
+    /// against this outcome.
+    fn has_outcome(self, outcome: Outcome, streamer: &[u32], pid: u32) {
         match (self, outcome) {
             (Self::Streams(mut streamer, _), ServesThenEnds) => {
                 assert!(streamer.end().unwrap().success(), "{}", streamer.said());
@@ -241,7 +241,7 @@ impl Running {
 }
 
 impl Event {
-    /// The cgroup that it comes to, empty.
+    /// The cgroup that receives the event, empty.
     fn cgroup(self) -> Option<Cgroup> {
         match self {
             Group(_) => None,
@@ -251,7 +251,7 @@ impl Event {
     }
 }
 
-/// Every row of the table in a phase.
+/// Plays every row of the table that has this phase.
 fn table(phase: Phase, play: impl Fn(Command, &[Event], Outcome)) {
     for (_, command, events, outcome) in TABLE.into_iter().filter(|row| row.0 == phase) {
         eprintln!("{command:?}, {events:?}: {outcome:?}");
@@ -273,7 +273,7 @@ fn every_event_while_a_gate_is_closed() {
             running.gets(events, outcome);
             assert!(is_paused(pid), "its gate opened while memory was missing");
             drop(held);
-            running.comes_to(outcome, &streamer, pid);
+            running.has_outcome(outcome, &streamer, pid);
             if outcome != KilledByRecover {
                 dumped.server.answers().unwrap();
                 assert!(!is_paused(pid));
@@ -284,7 +284,7 @@ fn every_event_while_a_gate_is_closed() {
     });
 }
 
-/// Whether a process waits for memory that no streamer brings.
+/// Whether a process waits for memory that no streamer loads.
 fn waits(pid: u32) -> bool {
     until(FAULT, || waits_for_memory(pid).then_some(())).is_some() && {
         thread::sleep(WATCHED);
@@ -309,9 +309,9 @@ fn comes(toucher: &Toucher, criu: &Criu, command: Command, events: &[Event], out
         signal(&streamer, Signal::SIGCONT);
     }
     if came {
-        running.comes_to(outcome, &streamer, pid);
+        running.has_outcome(outcome, &streamer, pid);
     } else {
-        running.comes_to_its_end();
+        running.completes();
     }
     toucher.answer().unwrap();
     ["check 0", "check 1"].into_iter().for_each(|order| toucher.asked(order).unwrap());
@@ -325,7 +325,7 @@ fn every_event_while_memory_of_cpus_is_missing() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         need!(queues());
         if gpus_retry_faults() {
-            skip!("GPUs that retry faults reach all memory of CPUs: it is resident before the gate opens");
+            skip!("GPUs that retry faults can access all CPU memory: it is resident before the gate opens");
         }
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();

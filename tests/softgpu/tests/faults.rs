@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Faults on demand: one call fails, or kills its caller, and no other. And what such a fault leaves behind is seen.
+//! Injected faults: exactly one call fails, or kills its caller. The judge reports what such a fault leaves
+//! behind.
 
 use std::fs;
 use std::os::fd::AsFd as _;
@@ -50,12 +51,12 @@ fn a_call_that_fails_has_done_nothing() {
         faults.fail(1, Fault::Errno(12), Calls { call: Some("kfd/CRIU_OP/UNPAUSE"), ..Calls::default() });
         criu::process_info(kfd).unwrap();
         assert_eq!(errno(criu::unpause(kfd)), Some(Errno::ENOMEM));
-        let still = judge.standing_still_for(A_WHILE);
+        let still = judge.stopped_for(A_WHILE);
         assert_eq!(still.len(), 1);
         assert_eq!((still[0].pid, still[0].paused, still[0].evicted[0]), (std::process::id(), true, 1));
         criu::unpause(kfd).unwrap();
-        assert_eq!(judge.standing_still(), []);
-        assert_eq!(judge.gates().len(), 1, "it is there, and runs");
+        assert_eq!(judge.stopped(), []);
+        assert_eq!(judge.gates().len(), 1, "the process exists, and its gate is open");
     });
 }
 
@@ -93,7 +94,7 @@ fn other_processes_and_other_calls_are_left_alone() {
         let faults = need!(Faults::find(), REAL_GPUS);
         let kfd = Kfd::open().unwrap();
         for calls in [
-            Calls { comm: Some("somebody"), ..VERSIONS },
+            Calls { comm: Some("other"), ..VERSIONS },
             Calls { call: Some("kfd/CRIU_OP"), ..Calls::default() },
             Calls { call: Some("drm/VERSION"), ..Calls::default() },
         ] {
@@ -103,7 +104,7 @@ fn other_processes_and_other_calls_are_left_alone() {
     });
 }
 
-/// A process that pauses another one, as CRIU's does, is killed by that call.
+/// CRIU's call kills a process that pauses another process.
 fn pauser_killed(scene: &Scene, fault: Fault) -> bool {
     let (Some(faults), Some(judge)) = (Faults::find(), Judge::find()) else {
         return fault == Fault::KillAfter;
@@ -113,7 +114,7 @@ fn pauser_killed(scene: &Scene, fault: Fault) -> bool {
         let kfd = sys::descriptor_of(pid, fd).unwrap();
         sys::seize(pid).unwrap();
         let result = criu::process_info(kfd.as_fd());
-        panic!("still there after a call that kills: {result:?}");
+        panic!("still alive after a call that kills: {result:?}");
     }
     let kfd = Kfd::open().unwrap();
     let mut peer = scene.peer("pauser");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What nobody but the judge would notice: a gate that does not hold, a descriptor that nobody closes.
+//! Defects that the judge alone would notice: a gate that does not hold, a descriptor that is never closed.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use rewake_skip::need;
 use rewake_testkit::soon;
 use softgpu_tests::{Judge, REAL_GPUS, isolated, sys};
 
-/// Longer than the judge lets a descriptor be on its way, on a machine with three GPUs.
+/// Longer than the judge lets a descriptor be in transit, on a machine with three GPUs.
 const FORGOTTEN: Duration = Duration::from_millis(4500);
 
 #[test]
@@ -62,12 +62,12 @@ fn a_descriptor_that_alone_keeps_memory_is_reported() {
             let processes = judge.alive()["processes"];
             owner.kill();
             if imported.is_some() {
-                // The driver takes it apart in the background; from then on the judge would count.
+                // The driver releases it in the background; from then on the judge would count.
                 assert!(soon(|| judge.alive()["processes"] < processes), "{:?}", judge.alive());
                 thread::sleep(FORGOTTEN);
                 assert_eq!(judge.violations(), Vec::<String>::new(), "it has another user");
             } else {
-                // If none is reported, `take` says so.
+                // If none is reported, `take` fails and says so.
                 let _ = soon(|| !judge.violations().is_empty());
                 assert_eq!(judge.take("leak").len(), 1);
             }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Nonsense, a bounded amount from a known seed, from several processes at once. What it must not do is seen from
-//! outside: an oops, a warning or a hang fails the machine's run, a leak fails the test.
+//! Random calls, a bounded number from a known seed, from several processes at once. An oops, a warning or a
+//! hang fails the machine's run. A leak fails the test.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use softgpu_tests::{Judge, isolated, sys};
 
 /// Calls of each process.
 const CALLS: u32 = 4000;
-/// `SOFTGPU_FUZZ_SEED` chooses another.
+/// `SOFTGPU_FUZZ_SEED` chooses another seed.
 const SEED: u64 = 0x5eed_0003;
 
 /// Sizes of arguments of KFD's calls, by number; all others take 64 bytes.
@@ -88,30 +88,30 @@ fn render_number(random: &mut Random) -> u32 {
 enum Field {
     Is(u64),
     OneOf(&'static [u64]),
-    /// Of the process's GPU.
+    /// The id of the process's GPU.
     Gpu,
-    /// A buffer of KFD's, a GEM handle, or a queue, event, context or syncobj: what some call gave.
+    /// A buffer of KFD, a GEM handle, or a queue, event, context or syncobj that an earlier call returned.
     Given,
     /// A GPU address where a buffer may be.
     Place,
-    /// Of the ring that is mapped, or of the page of pointers.
+    /// An address in the mapped ring, or in the page of pointers.
     Ring,
     Pointers,
-    /// Of memory in the arena; its first word is the GPU.
+    /// An address in the arena; its first word is the GPU's id.
     Arena,
 }
 
 use Field::{Arena, Given, Gpu, Is, OneOf, Place, Pointers, Ring};
 
-/// Kinds of KFD's memory, writable and executable; also two at once.
+/// Memory kinds of KFD, writable and executable; also two at once.
 const KINDS: &[u64] =
     &[0x8000_0001, 0x8000_0002, 0xc000_0001, 0x8000_0004, 0x8000_0008, 0x8000_0010, 0x8000_0003];
 const SIZES: &[u64] = &[4096, 8192, 1 << 16, 1 << 20];
 const SMALL: &[u64] = &[0, 1, 2, 3];
 
-/// A number, and for each field its place, its bytes and what it holds.
+/// A number, and for each field its place, its bytes and its content.
 type Call = (u32, &'static [(usize, usize, Field)]);
-/// Calls that do something.
+/// Calls with an effect.
 const CALLS_THAT_WORK: &[Call] = &[
     (
         IOC_ALLOC_MEMORY_OF_GPU,
@@ -186,7 +186,7 @@ const CALLS_THAT_WORK: &[Call] = &[
     (DRM_PRIME_FD_TO_HANDLE, &[(8, 4, Given)]),
 ];
 
-/// A 64-bit word that a driver may take for something: often a real handle, address, size or descriptor.
+/// A 64-bit word that a driver may accept: often a real handle, address, size or descriptor.
 fn word(random: &mut Random, pool: &[u64]) -> u64 {
     match random.below(6) {
         0 => random.number(),
@@ -197,7 +197,8 @@ fn word(random: &mut Random, pool: &[u64]) -> u64 {
     }
 }
 
-/// No call waits for long, and no list of syncobjs is long: DRM's core, which is not what is tested, warns of them.
+/// No call waits for long, and no list of syncobjs is long: the DRM core warns of them, and it is not under
+/// test.
 fn shorten(number: u32, argument: &mut [u8]) {
     let (times, counts): (&[usize], &[usize]) = match number & 0xffff {
         0x4b0c => (&[16], &[]),
@@ -217,7 +218,7 @@ fn shorten(number: u32, argument: &mut [u8]) {
     }
 }
 
-/// An argument of nothing but chance.
+/// An argument of random bytes alone.
 fn noise(random: &mut Random, pool: &[u64], number: u32) -> Vec<u8> {
     let mut argument = vec![0; usize::try_from(number >> 16 & 0x3fff).unwrap()];
     for chunk in argument.chunks_mut(8) {
@@ -231,7 +232,7 @@ fn noise(random: &mut Random, pool: &[u64], number: u32) -> Vec<u8> {
     argument
 }
 
-/// Addresses and names that calls that work are made of.
+/// Addresses and names of which valid calls are made.
 struct World {
     gpu: u64,
     ring: u64,
@@ -239,7 +240,7 @@ struct World {
     arena: u64,
 }
 
-/// An argument that may be right, or is wrong in one field.
+/// A valid argument, or one that is wrong in one field.
 fn nearly_right(
     random: &mut Random,
     pool: &[u64],
@@ -285,7 +286,7 @@ fn one_call(
     };
     shorten(number, &mut argument);
     if sys::misuse(fd, number, &mut argument, arena) == 0 {
-        // What the driver gave is what it may be given next.
+        // Passes the driver's results to later calls.
         let given = match number & 0xffff {
             0x4b16 => &argument[16..24],
             0x4b1d => &argument[8..16],
@@ -358,13 +359,13 @@ fn nonsense_from_several_processes_does_no_harm() {
         for peer in &mut peers {
             assert_eq!(peer.hear(), "begun");
         }
-        // One ends as a crash does, in the middle.
+        // One process ends in the middle, as in a crash.
         std::thread::sleep(std::time::Duration::from_millis(500));
         peers.remove(0).kill();
         for peer in peers {
             peer.finish();
         }
-        // Nonsense breaks rules: that is no news. What is left alive is looked at afterwards.
+        // Random calls break rules, so violations are not failures. The test then checks what is still alive.
         if let Some(judge) = Judge::find() {
             judge.clear();
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What others are told of processes whose gates are shut: who would dump them, and who waits for their restore.
+//! What other commands report of processes whose gates are closed: dumps, and waits for a restore.
 
 use std::fs::OpenOptions;
 use std::time::Duration;
@@ -16,13 +16,13 @@ use softgpu_tests::random::{Random, count};
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Machine, REAL_GPUS, isolated};
 
-/// A server that was dumped, and the machine that it is restored on.
+/// A dumped server, and the machine that restores it.
 fn dumped() -> Result<(Machine, Dumped), &'static str> {
     let machine = Machine::with(&ONE_RING).ok_or(REAL_GPUS)?;
     Ok((machine, Dumped::of(&unreached(), Version::V4_2)?))
 }
 
-/// For a dump of the process that was restored: a folder of its own.
+/// A folder of its own for a dump of the restored process.
 fn again(dumped: &Dumped) -> Criu {
     Criu::with(Plugin::Ours, Version::V4_2, &dumped.criu.images().with_file_name("again")).unwrap()
 }
@@ -31,7 +31,7 @@ fn again(dumped: &Dumped) -> Criu {
 fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
     isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         let again = again(&dumped);
         let without_patience = again.clone().variable("REWAKE_DUMP_WAIT", "0");
         let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
@@ -40,12 +40,12 @@ fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
             "{refused}"
         );
         assert!(is_paused(dumped.server.pid), "{refused}");
-        assert!(pages(again.images()).is_empty(), "nothing was begun");
+        assert!(pages(again.images()).is_empty(), "the dump has written nothing");
         let (criu, pid) = (again.clone(), dumped.server.pid);
         let dump = std::thread::spawn(move || criu.dump(pid));
         std::thread::sleep(Duration::from_secs(2));
         assert!(!dump.is_finished() && is_paused(dumped.server.pid), "the dump waits");
-        assert!(pages(again.images()).is_empty(), "nothing was begun");
+        assert!(pages(again.images()).is_empty(), "the dump has written nothing");
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         dump.join().unwrap().unwrap();
@@ -55,7 +55,7 @@ fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
     });
 }
 
-/// Of the copy rings, 10^6 bytes a second: the gate stays closed for a second, or for no time that can be seen.
+/// Rate of the copy rings in 10^6 bytes a second: the gate stays closed for a second, or for an instant.
 const PACES: [&str; 3] = ["5", "20", "400"];
 /// What a dump logs that waits for a closed gate, and for missing memory.
 const WAITS: [&str; 2] = ["has GPU queues that are stopped", "has memory that session"];
@@ -81,7 +81,7 @@ fn a_dump_at_any_moment_has_all_memory() {
             waited += u64::from(WAITS.iter().any(|text| again.log("dump").contains(text)));
             assert!(streamer.end().unwrap().success(), "{}", streamer.said());
             dumped.server.was_dumped(&again);
-            // All at once, by the plugin alone: whatever is missing in the second image stays missing.
+            // All at once, by the plugin alone: memory that is missing in the second image stays missing.
             again.restore().unwrap();
             dumped.server.works();
             dumped.ends();
@@ -96,7 +96,7 @@ fn processes_that_have_ended_are_not_reported() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
-            let (mut streamer, held) = dumped.comes_back_paused();
+            let (mut streamer, held) = dumped.restores_paused();
             assert_eq!(gate_files(dumped.server.pid).len(), 1);
             let dying = if itself { vec![dumped.server.pid] } else { streamer.workers() };
             dying.into_iter().for_each(dies);
@@ -105,7 +105,7 @@ fn processes_that_have_ended_are_not_reported() {
             wait_for_the_end_of(dumped.server.pid).unwrap();
             assert!(gate_files(dumped.server.pid).is_empty());
         }
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -135,7 +135,7 @@ fn rewake_restore_reports_the_result_after_any_death() {
         let (well, said) = recover().unwrap();
         assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
         wait_for_the_end_of(dumped.server.pid).unwrap();
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -146,7 +146,7 @@ fn an_unknown_result_is_reported_and_a_paused_target_not_dumped() {
         let (_machine, mut dumped) = need!(dumped());
         let (restoring, held) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
-        // It must not see its worker die.
+        // The supervisor must not notice that its worker died.
         signal(&[supervisor], Signal::SIGSTOP);
         workers.into_iter().chain([supervisor]).for_each(dies);
         drop(held);
@@ -158,9 +158,9 @@ fn an_unknown_result_is_reported_and_a_paused_target_not_dumped() {
         let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
         assert!(refused.contains("has GPU queues that are stopped"), "{refused}");
         dumped.ends();
-        // What is told of it stays, and is not told of the next with its pid.
+        // The report of it stays, and is not shown for the next process with its pid.
         assert_eq!(gate_files(dumped.server.pid).len(), 1);
-        dumped.comes_back();
+        dumped.restores();
         assert_eq!(gate_files(dumped.server.pid).len(), 1);
         again.dump(dumped.server.pid).unwrap();
         dumped.server.was_dumped(&again);
@@ -174,14 +174,14 @@ fn an_unknown_result_is_reported_and_a_paused_target_not_dumped() {
 fn rewake_restore_ends_a_streamer_without_sessions() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
-        // CRIU waits for somebody who writes it.
+        // CRIU waits for a writer.
         let tree = dumped.criu.images().join("pstree.img");
         std::fs::remove_file(&tree).unwrap();
         mkfifo(&tree, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
         let restoring = Restoring::start(&dumped.criu);
         let (supervisor, workers) = restoring.streamer();
         dies(supervisor);
-        // It is empty: CRIU fails, and nobody comes to the streamer.
+        // The file is empty: CRIU fails, and the streamer receives no task.
         drop(OpenOptions::new().write(true).open(&tree).unwrap());
         let (well, said) = restoring.end();
         assert!(!well && said.contains("criu restore failed"), "{said}");

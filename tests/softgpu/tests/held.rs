@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that register memory wait until it is resident, where the kernel can make them wait. Elsewhere they fail:
-//! `userptr.rs`. Other calls are blocked for processes that are marked.
+//! Calls that register memory wait until it is resident, where the kernel can delay them. Elsewhere they
+//! fail: `userptr.rs`. The filter blocks other calls of marked processes.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _};
@@ -29,7 +29,8 @@ const CROSS_MEMORY_COPY: u32 = 0x4b83;
 const PAGES: u64 = 5;
 const ALL: [u64; 5] = [0, 1, 2, 3, 4];
 
-/// Makes a call with memory of which these pages are watched and missing, and fills each when the call waits for it.
+/// Makes a call with memory of which these pages are watched and missing. Fills each page when the call waits
+/// for it.
 fn waits<T: Send>(watched: &[u64], call: impl FnOnce(Mapping) -> T + Send) -> T {
     let memory = Mapping::anonymous(PAGES * PAGE).unwrap();
     let address = memory.address();
@@ -45,7 +46,7 @@ fn waits<T: Send>(watched: &[u64], call: impl FnOnce(Mapping) -> T + Send) -> T 
                 watched[at..].iter().for_each(|page| {
                     uffd.copy(address + page * PAGE, &[7; 4096]);
                 });
-                panic!("page {page} is not waited for; the call has ended: {ended}");
+                panic!("the call does not wait for page {page}; the call has ended: {ended}");
             }
             assert!(uffd.copy(address + page * PAGE, &[7; 4096]).complete(PAGE));
         }
@@ -59,7 +60,7 @@ fn has_page_fault(uffd: &Uffd, limit: u16) -> bool {
 }
 
 #[test]
-fn memory_that_is_registered_is_waited_for() {
+fn a_registration_waits_for_missing_memory() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
@@ -69,7 +70,7 @@ fn memory_that_is_registered_is_waited_for() {
 }
 
 #[test]
-fn memory_with_attributes_is_waited_for() {
+fn setting_attributes_waits_for_missing_memory() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         if !gpus.device(0).node().has_svm() {
@@ -85,7 +86,7 @@ fn memory_with_attributes_is_waited_for() {
 }
 
 #[test]
-fn memory_of_render_nodes_is_waited_for() {
+fn render_node_calls_wait_for_missing_memory() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = Render::open(gpus.device(0).node().render_minor()).unwrap();
@@ -98,7 +99,7 @@ fn memory_of_render_nodes_is_waited_for() {
 }
 
 #[test]
-fn pages_between_mappings_that_are_not_watched_are_waited_for() {
+fn calls_wait_for_watched_pages_between_unwatched_mappings() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
@@ -142,16 +143,16 @@ fn present(address: u64) -> usize {
     entries.filter(|entry| entry & PRESENT != 0).count()
 }
 
-/// Makes a call that names a range, and that the driver refuses before it looks at the range.
+/// Makes a call that names a range, and that the driver refuses before it reads the range.
 fn call_in_vain(render: &Render, memory: &Mapping) {
     assert_eq!(gem_userptr(render.as_fd(), memory, 0).unwrap_err().raw_os_error(), Some(libc::EACCES));
 }
 
 /// A page fault for each page would take hours.
 #[test]
-fn a_range_that_is_not_watched_costs_one_look_at_each_mapping() {
+fn an_unwatched_range_costs_one_check_for_each_mapping() {
     isolated(1, |_| {
-        /// For 20 calls, emulated.
+        /// The limit of 20 calls, emulated.
         const LIMIT: Duration = Duration::from_secs(2);
         let gpus = Gpus::open(1).unwrap();
         let render = gpus.device(0).render();
@@ -170,7 +171,7 @@ fn a_range_that_is_not_watched_costs_one_look_at_each_mapping() {
     });
 }
 
-/// Bytes of a page that all read accesses of untouched memory share, where the range allows it.
+/// Bytes of a page that all read accesses of unwritten memory share, where the range allows it.
 const HUGE: u64 = 2 << 20;
 /// Resident memory whose pages a call reads for more than a second, and that the kernel unmaps at once.
 const RESIDENT: u64 = 32 * GIB;
@@ -204,7 +205,7 @@ fn call_with_watched(scene: &Scene, is_missing: bool) {
 }
 
 #[test]
-fn a_process_that_is_killed_in_such_a_call_ends() {
+fn a_process_that_is_killed_in_a_waiting_call_ends() {
     isolated(1, |scene| {
         if let Some(role) = scene.role() {
             return call_with_watched(scene, role == "missing");
@@ -220,11 +221,11 @@ fn a_process_that_is_killed_in_such_a_call_ends() {
         let killed = Instant::now();
         resident.kill();
         let took = killed.elapsed();
-        assert!(took < call / 2, "the call went on: {took:?} of {call:?}");
+        assert!(took < call / 2, "the call continued: {took:?} of {call:?}");
     });
 }
 
-/// It succeeds where a hook has no room for one more program.
+/// Succeeds where a hook has no room for one more program.
 #[test]
 fn a_check_attaches_nothing() {
     isolated(1, |_| {
@@ -237,7 +238,7 @@ fn a_check_attaches_nothing() {
 }
 
 #[test]
-fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
+fn unmapped_memory_is_refused_by_the_driver() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let refused =
@@ -249,7 +250,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
 }
 
 #[test]
-fn other_memory_is_registered_as_ever() {
+fn unwatched_memory_is_registered_without_a_wait() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (hold, _) = rewake_ioctl_filter::attach().unwrap();
@@ -258,13 +259,13 @@ fn other_memory_is_registered_as_ever() {
         drop(gpus.registered(&[7; 4096]).unwrap());
         drop(gpus.host(PAGE).unwrap());
         drop(hold);
-        // Held no more.
+        // The filter delays no call any more.
         let error = Userptr::register(gpus.device(0), missing).unwrap_err();
         assert_eq!(error.errno(), Some(libc::EFAULT));
     });
 }
 
-/// What an export gives: an errno, 0 for none.
+/// The result of an export: an errno, 0 for none.
 fn export(buffer: &Buffer) -> i32 {
     buffer.export().err().map_or(0, |error| error.errno().unwrap())
 }
@@ -274,7 +275,7 @@ fn buffer(gpus: &Gpus, gpu: usize) -> Buffer {
 }
 
 #[test]
-fn calls_of_a_marked_process_are_kept_away() {
+fn calls_of_a_marked_process_are_blocked() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (device, mut buffer) = (gpus.device(0), buffer(&gpus, 0));
@@ -292,7 +293,7 @@ fn calls_of_a_marked_process_are_kept_away() {
         };
         let plain = calls();
         assert!(plain[0] == 0 && !plain.contains(&libc::EAGAIN), "{plain:?}");
-        // Not those of another open file: of the process.
+        // The mark is of the process: calls of another open file do not count.
         let other = Kfd::open().unwrap();
         let blocked = |calls: &[usize]| {
             let mut expected = plain;
@@ -342,7 +343,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
         for rights in [read, libc::PROT_WRITE, libc::PROT_EXEC, all] {
             assert_eq!(protect(buffer.cpu(), rights), libc::EAGAIN);
         }
-        // None, where there is some, and of what is no GPU's: as ever.
+        // Mappings without access, and of other files, are not refused.
         assert_eq!(
             [protect(buffer.cpu(), none), protect(shown.cpu(), read), protect(shown.cpu(), all)],
             [0; 3]
@@ -350,7 +351,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
         assert_eq!([protect(&other, none), protect(&other, read)], [0; 2]);
         marks.unblock(device.render().as_fd(), 0).unwrap();
         assert_eq!(protect(buffer.cpu(), all), 0);
-        // Other kinds are of other calls.
+        // Other kinds of argument belong to other calls.
         assert_eq!(protect(buffer.cpu(), none), 0);
         marks.block(device.render().as_fd(), 0, EXPORT | CROSS_COPY).unwrap();
         assert_eq!(protect(buffer.cpu(), all), 0);
@@ -373,7 +374,7 @@ fn a_marked_process_stays_the_one_that_is_marked() {
 }
 
 #[test]
-fn other_processes_are_not_kept_away() {
+fn calls_of_unmarked_processes_are_not_blocked() {
     isolated(1, |scene| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = buffer(&gpus, 0);
@@ -403,7 +404,7 @@ fn other_processes_are_not_kept_away() {
 }
 
 #[test]
-fn other_gpus_of_a_marked_process_run_on() {
+fn other_gpus_of_a_marked_process_continue() {
     isolated(2, |_| {
         let gpus = Gpus::open(2).unwrap();
         let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));
@@ -422,7 +423,7 @@ fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
-        // 0: what a part that was not read might be taken for.
+        // 0: the value that a part that was not read might be taken for.
         for part in [0, gpus.device(0).gpu_id()] {
             marks.block(kfd, part, EXPORT).unwrap();
         }
@@ -440,7 +441,7 @@ fn marks_are_those_of_one_hold() {
         let (hold, marks) = rewake_ioctl_filter::attach().unwrap();
         let (_other, others) = rewake_ioctl_filter::attach().unwrap();
         marks.block(kfd, gpu, EXPORT).unwrap();
-        // Who has another number opens nothing.
+        // A process with another number opens nothing.
         others.unblock(kfd, gpu).unwrap();
         assert_eq!(export(&buffer), libc::EAGAIN);
         drop(hold);
@@ -451,7 +452,7 @@ fn marks_are_those_of_one_hold() {
 }
 
 #[test]
-fn there_are_so_many_marks_and_no_more() {
+fn the_number_of_marks_is_limited() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
@@ -461,7 +462,7 @@ fn there_are_so_many_marks_and_no_more() {
             marks.block(kfd, part, EXPORT).unwrap();
         }
         assert!(full(rewake_ioctl_filter::MAX_BLOCKS));
-        // One that is there may change.
+        // An existing mark may change.
         marks.block(kfd, 7, CROSS_COPY).unwrap();
         marks.unblock(kfd, 7).unwrap();
         assert!(!full(rewake_ioctl_filter::MAX_BLOCKS));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The judge sees what it must, and nothing else: each test breaks one rule.
+//! The judge reports every violation, and nothing else: each test breaks one rule.
 
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ fn on_first(kernel: Kernel) -> Step {
     Step { gpu: 0, queue: 0, kernel }
 }
 
-/// A process that was restored with one buffer of host memory, which is not loaded; it has queues and runs.
+/// A restored process with one buffer of host memory, which is not loaded; it has queues and runs.
 struct Restored {
     gpus: Arc<Gpus>,
     lane: Lane,
@@ -85,7 +85,7 @@ fn restored(scene: &Scene, heir: fn(Restored)) {
             let path = scene.hear();
             Snapshot::of(image).unwrap().write(path.as_ref()).unwrap();
             scene.say(&host.address().to_string());
-            // It is killed here.
+            // The donor is killed here.
             let _ = scene.hear();
         }
         Some(_) => {
@@ -104,7 +104,7 @@ fn restored(scene: &Scene, heir: fn(Restored)) {
 }
 
 #[test]
-fn a_gpus_read_of_what_is_not_loaded() {
+fn a_gpu_that_reads_missing_memory_is_reported() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.hash(8192, 4096);
@@ -114,7 +114,7 @@ fn a_gpus_read_of_what_is_not_loaded() {
 }
 
 #[test]
-fn what_is_loaded_is_read_in_silence() {
+fn reads_of_loaded_memory_are_no_violation() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.snapshot.load(|_| true).unwrap();
@@ -124,7 +124,7 @@ fn what_is_loaded_is_read_in_silence() {
 }
 
 #[test]
-fn what_is_declared_zero_is_read_in_silence_and_the_rest_is_not() {
+fn reads_of_declared_zeros_only_are_no_violation() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.judge.declare_zero(std::process::id(), restored.gpu(), restored.address + 4096, 8192);
@@ -138,7 +138,7 @@ fn what_is_declared_zero_is_read_in_silence_and_the_rest_is_not() {
 }
 
 #[test]
-fn a_gpus_own_writes_count_as_loaded_as_far_as_they_go() {
+fn bytes_that_a_gpu_has_written_count_as_loaded() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             let fill = Kernel::Fill { to: restored.address, words: 512, value: 3 };
@@ -152,7 +152,7 @@ fn a_gpus_own_writes_count_as_loaded_as_far_as_they_go() {
 }
 
 #[test]
-fn a_cpus_read_of_what_is_not_loaded() {
+fn a_cpu_that_reads_missing_memory_is_reported() {
     isolated(1, |scene| {
         restored(scene, |restored| {
             let (view, at) = restored.snapshot.view(restored.address).unwrap();
@@ -167,7 +167,7 @@ fn the_damage_of_a_second_resume_stale_memory() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             let kfd = Arc::clone(restored.gpus.device(0).kfd());
-            // Queues run, so the first RESUME's work is done: only now does a second one do its harm.
+            // Queues run, so the first RESUME's work is done: only now does a second one do damage.
             let fill = Kernel::Fill { to: restored.out.address(), words: 2, value: 0 };
             restored.lane.run(&[on_first(fill)]).unwrap();
             assert!(criu::resume(kfd.as_fd(), std::process::id()).is_err());
@@ -175,7 +175,8 @@ fn the_damage_of_a_second_resume_stale_memory() {
             let memory = restored.gpus.registered(&vec![1; 1 << 20]).unwrap();
             let hash =
                 Kernel::Hash { out: restored.out.address(), from: memory.address(), bytes: 1 << 20, seed: 0 };
-            // Nothing stops for the page that goes, and nothing looks for the one that comes: the next use is stale.
+            // No queue is evicted for the page that is unmapped, and no lookup finds the new page: the next
+            // access is stale.
             for _ in 0..2 {
                 restored.lane.run(&[on_first(hash)]).unwrap();
                 memory.cpu().discard().unwrap();
@@ -186,13 +187,14 @@ fn the_damage_of_a_second_resume_stale_memory() {
 }
 
 #[test]
-fn a_save_area_that_is_not_the_one_that_was_saved() {
+fn a_save_area_of_another_save_is_reported() {
     isolated(1, |_| {
         let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let kfd = Arc::clone(gpus.device(0).kfd());
-        // Long, so that it is under way when the queue is stopped, on a slow machine too; there it may not have begun at first.
+        // Long, so that it runs when the queue is stopped, on a slow machine too; there it may not have begun
+        // at first.
         lane.launch(&[on_first(Kernel::Spin { microseconds: 60_000_000 })]).unwrap();
         let waves = judge.paused().waves;
         let under_way = (0..60).any(|_| {
@@ -204,10 +206,10 @@ fn a_save_area_that_is_not_the_one_that_was_saved() {
             }
             found
         });
-        assert!(under_way, "it was never in its middle");
+        assert!(under_way, "the dispatch was never seen running");
         lane.queues(0)[0].save_area().discard().unwrap();
         criu::unpause(kfd.as_fd()).unwrap();
-        // The queue comes back when the area's new pages were looked up.
+        // The queue is resumed when the area's new pages have been looked up.
         for _ in 0..600 {
             if !judge.violations().is_empty() {
                 break;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whoever of a streamer is killed, and whenever: nobody stands still for ever, and no GPU reads what is not there.
+//! Processes of a streamer are killed at any moment: no target stays stopped for ever, and no GPU reads
+//! missing memory.
 
 use std::process::Child;
 use std::thread;
@@ -17,11 +18,11 @@ use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, isolated};
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
 
 #[test]
-fn a_streamer_that_dies_takes_what_stands_still_with_it() {
+fn a_dying_streamer_kills_processes_with_closed_gates() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         streamer.workers().into_iter().for_each(dies);
         drop(held);
         assert!(!streamer.end().unwrap().success());
@@ -31,7 +32,7 @@ fn a_streamer_that_dies_takes_what_stands_still_with_it() {
             "{}",
             streamer.said()
         );
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -42,7 +43,7 @@ fn a_worker_without_supervisor_serves_until_recover_kills() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         for both in [false, true] {
-            let (mut streamer, held) = dumped.comes_back_paused();
+            let (mut streamer, held) = dumped.restores_paused();
             let workers = streamer.workers();
             dies(streamer.pid());
             streamer.end().unwrap();
@@ -59,12 +60,12 @@ fn a_worker_without_supervisor_serves_until_recover_kills() {
             }
             wait_for_the_end_of(dumped.server.pid).unwrap();
         }
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
 
-/// Who is killed.
+/// Which processes are killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Workers,
@@ -83,18 +84,18 @@ impl Victim {
     }
 }
 
-/// What became of a target.
+/// The outcome for a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     /// CRIU has reported that the restore failed. No target is left.
     RestoreFailed,
-    /// It was killed, and that was reported: by the plugin, by the supervisor or by `rewake recover`.
+    /// It was killed, and a message says so: of the plugin, the supervisor or `rewake recover`.
     Killed,
     /// Its gate is open, and it answers.
     Answers,
 }
 
-/// What the plugin, a supervisor and `rewake recover` say who have killed a target.
+/// What the plugin, a supervisor and `rewake recover` log when they have killed a target.
 const KILLED: [&str; 3] = [
     "all restored tasks are killed",
     "killed 1 restored processes whose GPUs were not resumed yet",
@@ -104,7 +105,7 @@ const KILLED: [&str; 3] = [
 /// Waits for a moment of a restore.
 type Moment<'a> = &'a dyn Fn(&mut Child);
 
-/// Restores it, and kills some of the streamer when `moment` has come: before CRIU is started if there is none.
+/// Restores the target, and kills the victims when `moment` has come: before CRIU is started if it is None.
 fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<Moment<'_>>) -> Outcome {
     let mut streamer = dumped.streamer_of(behind);
     let victims = victim.pids(&streamer);
@@ -170,11 +171,12 @@ impl Sum {
     }
 }
 
-/// Moments that no time can miss: before the restore, while its gate is closed, while CRIU waits for memory, when its gate is open.
+/// Moments that need no timing: before the restore, while its gate is closed, while CRIU waits for memory,
+/// when its gate is open.
 fn killed_at_known_moments(dumped: &Dumped) {
     let pid = dumped.server.pid;
     let gpus = |victim, moment| killed_at(dumped, Behind::Gpus, victim, moment);
-    assert_eq!(gpus(Victim::Workers, None), Outcome::Answers, "nothing was handed over yet");
+    assert_eq!(gpus(Victim::Workers, None), Outcome::Answers, "no handoff has happened yet");
     let closed = |criu: &mut Child| {
         criu.wait().unwrap();
         assert!(is_paused(pid));
@@ -203,7 +205,7 @@ fn a_streamer_killed_at_any_moment_leaves_no_paused_queue() {
         let _machine = need!(Machine::with(&SLOW), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let start = Instant::now();
-        dumped.comes_back();
+        dumped.restores();
         let whole = start.elapsed();
         dumped.ends();
         killed_at_known_moments(&dumped);
@@ -222,9 +224,9 @@ fn a_streamer_killed_at_any_moment_leaves_no_paused_queue() {
                 sum.add(outcome);
             }
         }
-        // The first moments come before anything was handed over, the last ones when all memory is resident.
+        // The first moments come before the handoff, the last ones when all memory is resident.
         assert!(sum.answers > 0 && sum.failed + sum.killed > 0, "{sum:?}");
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }

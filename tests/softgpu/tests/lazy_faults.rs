@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Restores whose memory of CPUs and GPUs comes behind them, and that CRIU does not bring to their end: it is killed, or a call to a
-//! driver fails. Nobody is left standing still, the page server ends, and the image is as good as before.
+//! Restores with lazy CPU and GPU memory that CRIU does not finish: it is killed, or a driver call fails. No
+//! target stays stopped, the page server ends, and the image is unchanged.
 //!
-//! `REWAKE_KILLS` says at how many moments CRIU is killed besides those that have names; `PLUGIN_EVERY_FAULT=1` tries every call.
+//! `REWAKE_KILLS` is the number of moments at which CRIU is killed besides the named ones;
+//! `PLUGIN_EVERY_FAULT=1` tries every call.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,51 +21,52 @@ use softgpu_tests::faults::{Calls, Fault};
 use softgpu_tests::tried::{CRIU, ERRNOS, every, says_why, tail, tried};
 use softgpu_tests::{Faults, Judge, REAL_GPUS, Streamer, isolated, left, script};
 
-/// What the plugin says when a page server has answered it.
+/// What the plugin logs when a page server has answered it.
 const MET: &str = "a streamer loads memory in the background";
-/// What its guard says when it has done what it is for.
+/// What the CRIU watchdog logs when it has killed the tasks.
 const KILLED: &str = "the restored tasks are killed";
-/// The calls that fail, but with `PLUGIN_EVERY_FAULT`: a task's state is made, what comes first is loaded, gates are shut, queues start.
+/// The calls that fail without `PLUGIN_EVERY_FAULT`: state is made, first buffers are loaded, gates are
+/// closed, queues start.
 const HALF_WAY: [&str; 4] = ["kfd/CRIU_OP/RESTORE", LOADS, "kfd/CRIU_OP/PROCESS_INFO", "kfd/CRIU_OP/RESUME"];
 const LOADS: &str = "amdgpu/CS";
 
-/// Looks for what CRIU says, and time between them: half a minute.
+/// Polls of CRIU's log, and time between them: half a minute.
 const LOOKS: u32 = 30_000;
 const LOOK: Duration = Duration::from_millis(1);
 
-/// How often it is looked, where CRIU goes on and may be done with it.
+/// Polling interval where CRIU continues and may finish.
 const TRIES: u32 = 5;
 
 /// When CRIU is killed.
 #[derive(Debug, Clone, Copy)]
 enum Moment {
-    /// By a script that it waits for.
+    /// In a script that it waits for.
     Script(&'static str),
     /// In a call to a driver.
     Call(&'static str, Fault),
-    /// When it loads what comes first, and its guard does nothing.
+    /// While it loads the first buffers, with its watchdog stopped.
     Unguarded,
-    /// As soon as it says that.
+    /// As soon as it logs this text.
     Says(&'static str),
     /// So long after its start.
     After(Duration),
 }
 
-/// No process runs yet, whatever is killed then.
+/// At these moments no process runs yet, whatever is killed.
 const EARLY: [Moment; 4] = [
     Moment::Script(script::BEFORE),
     Moment::Script(script::RESTORED),
     Moment::Call(LOADS, Fault::KillBefore),
     Moment::Unguarded,
 ];
-/// The same, when all tasks are whole: whichever CRIU it is, there is a guard.
+/// The same, when all tasks are whole: each version of CRIU has a watchdog then.
 const WHOLE: [Moment; 3] = [
     Moment::Says(WAITS),
     Moment::Call("kfd/CRIU_OP/PROCESS_INFO", Fault::KillAfter),
     Moment::Call("kfd/CRIU_OP/RESUME", Fault::KillAfter),
 ];
 
-/// A server that was dumped, to be restored again and again.
+/// A dumped server, to be restored again and again.
 struct Stage {
     dumped: Dumped,
     faults: Faults,
@@ -73,7 +75,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// The reason where GPUs are real, or queues do not come back.
+    /// The reason where GPUs are real, or queues cannot be restored.
     fn set(version: Version) -> Result<Self, &'static str> {
         let (faults, judge) = (Faults::find().ok_or(REAL_GPUS)?, Judge::find().ok_or(REAL_GPUS)?);
         let dumped = Dumped::of(&unreached(), version)?;
@@ -103,7 +105,7 @@ impl Stage {
             }
             Moment::Call(name, fault) => self.dies_in(name, fault),
             Moment::Unguarded => {
-                // Its death CRIU would notice.
+                // CRIU would notice the watchdog's death, so it is stopped.
                 let stands = format!("busybox killall -STOP {}", left::GUARD);
                 restore.arg("--action-script").arg(script::at(criu, script::RESTORED, &stands));
                 self.dies_in(LOADS, Fault::KillBefore);
@@ -129,7 +131,7 @@ impl Stage {
         let ended = restoring.wait().unwrap();
         self.faults.off();
         if matches!(moment, Moment::Unguarded) {
-            assert!(soon(|| !left::runs(self.dumped.server.pid)), "it runs on: {}", tail(&self.log()));
+            assert!(soon(|| !left::runs(self.dumped.server.pid)), "it still runs: {}", tail(&self.log()));
             left::named(left::GUARD).into_iter().for_each(dies);
         }
         let by_itself = matches!(moment, Moment::Says(_) | Moment::After(_)) && ended.success();
@@ -144,22 +146,23 @@ impl Stage {
         self.faults.fail(1, fault, Calls { comm: Some(self.dumped.criu.name()), call: Some(call) });
     }
 
-    /// What a restore comes to that may have ended early: whether the server is back, which is asked then, and ended. Otherwise all of it is gone.
-    fn is_back(&self, mut streamer: Streamer, after: &str) -> bool {
+    /// The outcome of a restore that may have ended early: true if the server answers; it is then ended.
+    /// Otherwise no process of it is left.
+    fn is_restored(&self, mut streamer: Streamer, after: &str) -> bool {
         let pid = self.dumped.server.pid;
         left::sweep(pid);
         let log = self.log();
         if !log.contains(MET) {
-            // Nobody has come to it, as far as is known, and nobody comes any more.
+            // No target was handed over, as far as the log says, and none will be.
             let _ = kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM);
         }
         let streamed = streamer.end().unwrap_or_else(|error| panic!("{after}: {error:#}")).success();
         let said = || format!("{after}: {}\n{}", streamer.said(), tail(&log));
-        // It may have been killed when all was handed over, and CRIU did not know yet.
+        // It may have been killed after the handoff, before CRIU knew of it.
         let back = streamed && !log.contains(KILLED) && left::runs(pid);
         if back {
             self.dumped.server.answers().unwrap_or_else(|error| panic!("{error:#} {}", said()));
-            assert_eq!(self.judge.standing_still(), [], "{}", said());
+            assert_eq!(self.judge.stopped(), [], "{}", said());
             self.dumped.ends();
         }
         wait_for_the_end_of(pid).unwrap_or_else(|error| panic!("{error:#} {}", said()));
@@ -169,23 +172,23 @@ impl Stage {
         back
     }
 
-    /// Restores it to the end; how long CRIU took.
-    fn comes_back(&self) -> Duration {
+    /// Restores it to the end; returns how long CRIU took.
+    fn restores(&self) -> Duration {
         let (streamer, start) = (self.streamer(), Instant::now());
         self.dumped.criu.restore_lazily().unwrap();
         let took = start.elapsed();
-        assert!(self.is_back(streamer, "without a fault"));
+        assert!(self.is_restored(streamer, "without a fault"));
         took
     }
 
     fn is_killed_at(&self, moment: Moment) -> bool {
         let streamer = self.streamer();
         self.killed(moment);
-        self.is_back(streamer, &format!("killed: {moment:?}"))
+        self.is_restored(streamer, &format!("killed: {moment:?}"))
     }
 }
 
-/// Who is not to be dumped because its gate is shut, of this number.
+/// Files that block dumps of process `pid`, because its gate is closed.
 fn marked(pid: u32) -> Vec<String> {
     let files = fs::read_dir("/run/rewake/dump-blocks").unwrap();
     let names = files.map(|file| file.unwrap().file_name().to_string_lossy().into_owned());
@@ -198,11 +201,11 @@ fn killed_at(version: Version, early: &[Moment]) {
     for moment in early {
         let tries = if matches!(moment, Moment::Says(_)) { TRIES } else { 1 };
         let back = (0..tries).all(|_| stage.is_killed_at(*moment));
-        assert!(!back, "{moment:?}: nobody was left to let it run");
+        assert!(!back, "{moment:?}: no process was left to resume its queues");
     }
     let done = Moment::Script(script::ABOUT_TO_RUN);
     assert!(stage.is_killed_at(done), "the page server answered for it: {}", stage.log());
-    stage.comes_back();
+    stage.restores();
 }
 
 #[test]
@@ -223,12 +226,12 @@ fn the_older_criu_killed_when_tasks_are_whole_leaves_nothing() {
 fn criu_killed_at_any_moment_leaves_no_paused_queue() {
     isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
-        let whole = stage.comes_back();
+        let whole = stage.restores();
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(4, |kills| kills.parse().unwrap());
         for moment in 1..moments {
             stage.is_killed_at(Moment::After(whole * moment / moments));
         }
-        stage.comes_back();
+        stage.restores();
     });
 }
 
@@ -237,7 +240,7 @@ fn a_refused_call_is_reported_and_nothing_is_left() {
     isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
         stage.faults.count(CRIU);
-        stage.comes_back();
+        stage.restores();
         stage.faults.off();
         let mut calls = tried(&stage.faults.calls());
         calls.retain(|call| every() || HALF_WAY.contains(&&*call.name));
@@ -250,12 +253,12 @@ fn a_refused_call_is_reported_and_nothing_is_left() {
             let hit = stage.faults.hit();
             stage.faults.off();
             let after = format!("{errno} of {call:?}");
-            assert_eq!(stage.is_back(streamer, &after), restored, "{after}: {}", tail(&stage.log()));
+            assert_eq!(stage.is_restored(streamer, &after), restored, "{after}: {}", tail(&stage.log()));
             if !restored {
                 says_why(&stage.dumped.criu, "restore", call, errno);
             }
             assert!(every() || (hit && !restored), "{after}: {}", tail(&stage.log()));
         }
-        stage.comes_back();
+        stage.restores();
     });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of CPUs that comes lazily (`criu restore --lazy-pages`) in programs that use GPUs: the driver, which waits for no page, finds
-//! all of it, whether it is registered before the dump or after the restore.
+//! Lazy CPU memory (`criu restore --lazy-pages`) in programs that use GPUs. The driver waits for no page, so
+//! registered memory must be resident, whether it was registered before the dump or after the restore.
 
 use std::thread;
 use std::time::Duration;
@@ -18,11 +18,11 @@ use softgpu_tests::{Streamer, Toucher, isolated, script};
 const RESUMED: &str = "Restore finished successfully";
 /// What the plugin logs while the streamer has not received all userfaultfds. Later it logs [`WAITS`].
 const RECEIVES: &str = "waiting until it has received the userfaultfds of all tasks";
-/// For so long at least no task is resumed while the streamer is stopped.
+/// Minimum time in which no task may be resumed while the streamer is stopped.
 const A_WHILE: Duration = Duration::from_millis(200);
 
-/// Restores it with a streamer that is stopped when all tasks are restored: no task is resumed meanwhile.
-fn comes_back(criu: &Criu, pages: &mut Streamer) {
+/// Restores with a streamer that is stopped when all tasks are restored: no task is resumed meanwhile.
+fn restores(criu: &Criu, pages: &mut Streamer) {
     let stopper = script::at(criu, script::RESTORED, &script::stops(pages));
     let mut command = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
     let mut restoring = command.arg("--action-script").arg(stopper).spawn().unwrap();
@@ -39,18 +39,18 @@ fn comes_back(criu: &Criu, pages: &mut Streamer) {
     assert!(pages.end().unwrap().success(), "{}", pages.said());
 }
 
-/// Its memory of both kinds comes lazily.
-fn there_and_back(shape: &Shape, version: Version) {
+/// Both CPU and GPU memory are lazy.
+fn dump_and_restore(shape: &Shape, version: Version) {
     let dumped = need!(Dumped::of(shape, version));
     let mut pages = Streamer::of_cpus(dumped.criu.images()).unwrap();
-    comes_back(&dumped.criu, &mut pages);
+    restores(&dumped.criu, &mut pages);
     dumped.server.ends_well();
 }
 
 #[test]
 fn registered_memory_is_resident_before_queues_start() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Userptr, ..small() }, Version::V4_2);
+        dump_and_restore(&Shape { mode: Mode::Userptr, ..small() }, Version::V4_2);
     });
 }
 
@@ -58,16 +58,16 @@ fn registered_memory_is_resident_before_queues_start() {
 fn memory_with_attributes_is_resident_before_queues_start() {
     isolated(1, |_| {
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
-            there_and_back(&Shape { mode: Mode::Svm, ..small() }, Version::V4_2);
+            dump_and_restore(&Shape { mode: Mode::Svm, ..small() }, Version::V4_2);
         }
     });
 }
 
 #[test]
-fn memory_of_gpus_comes_later_still() {
+fn gpu_memory_is_loaded_after_cpu_memory() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Userptr, ..unreached() }, Version::V4_2);
-        there_and_back(&Shape { processes: 2, ..small() }, Version::V4_2);
+        dump_and_restore(&Shape { mode: Mode::Userptr, ..unreached() }, Version::V4_2);
+        dump_and_restore(&Shape { processes: 2, ..small() }, Version::V4_2);
     });
 }
 
@@ -79,7 +79,7 @@ fn memory_that_is_registered_at_once_is_resident() {
             let program = env!("CARGO_BIN_EXE_toucher");
             let (toucher, criu) = Toucher::about_to_register(program, folder.path(), version).unwrap();
             let mut pages = Streamer::of_cpus(criu.images()).unwrap();
-            comes_back(&criu, &mut pages);
+            restores(&criu, &mut pages);
             toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", pages.said()));
             toucher.ends();
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory that cannot be had while its processes run already: a copy fails, or a disk. Those that wait for it are killed, none sees zeros in its
-//! place, and the page server says why.
+//! Memory that cannot be loaded while its processes run: a copy fails, or a disk. Processes that wait for it
+//! are killed, none sees zeros in its place, and the page server logs why.
 
 use std::fs;
 use std::path::PathBuf;
@@ -17,12 +17,12 @@ use softgpu_tests::{
     FailingDisk, Faults, Held, Judge, Machine, REAL_GPUS, Streamer, Toucher, isolated, script,
 };
 
-/// KiB of a layer of which no more than a part is read ahead.
+/// KiB of a layer, most of which is not read ahead.
 const LARGE: u64 = 12 << 10;
-/// Of memory of GPUs, more than is read ahead.
+/// GPU memory: more than is read ahead.
 const FULL: Large = Large { count: 2, mib: 24, full: true };
 
-/// It has ended, and said why; all that it said.
+/// Waits for the streamer's failure with one of these reasons; returns all that it logged.
 fn failed(mut streamer: Streamer, reasons: &[&str]) -> String {
     let status = streamer.end().unwrap();
     assert_eq!(status.code(), Some(1), "{}", streamer.said());
@@ -48,9 +48,9 @@ fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
         assert!(soon(|| streamer.said().contains("all CPU memory is resident")), "{}", streamer.said());
         let mut both: Vec<u32> = judge.gates().iter().map(|gate| gate.pid).collect();
         both.retain(|pid| is_paused(*pid));
-        held.lets_go_until_one_is_whole(&dumped.criu, &streamer);
+        held.release_until_one_is_resident(&dumped.criu, &streamer);
         assert!(soon(|| judge.shut() == 1), "{}", streamer.said());
-        let (waits, goes_on): (Vec<u32>, Vec<u32>) = both.iter().partition(|pid| is_paused(**pid));
+        let (waits, continues): (Vec<u32>, Vec<u32>) = both.iter().partition(|pid| is_paused(**pid));
 
         faults.fail(1, Fault::Errno(libc::EIO), Calls { comm: Some("rewake"), call: Some("amdgpu/CS") });
         drop(held);
@@ -58,7 +58,7 @@ fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
         assert!(faults.hit());
         faults.off();
         assert!(soon(|| !runs(waits[0])), "{waits:?}");
-        assert!(runs(goes_on[0]), "the gate of {goes_on:?} was open: {said}");
+        assert!(runs(continues[0]), "the gate of {continues:?} was open: {said}");
         dies(dumped.server.pid);
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(soon(|| judge.alive() == alive), "{:?}, before {alive:?}", judge.alive());
@@ -70,13 +70,13 @@ fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
     });
 }
 
-/// The files of an image with memory of this kind.
+/// The files of an image that hold this kind of memory.
 fn files(criu: &Criu, prefix: &str) -> Vec<PathBuf> {
     let files = fs::read_dir(criu.images()).unwrap().map(|file| file.unwrap().path());
     files.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with(prefix)).collect()
 }
 
-/// Restores a program from a disk that fails when it runs, which then does what needs memory of this kind.
+/// Restores a program from a disk that fails once it runs. The program then accesses this kind of memory.
 fn the_disk_fails(toucher: &Toucher, criu: &Criu, kind: &str, order: &str) {
     let files = files(criu, kind);
     let disk = FailingDisk::with(&files).unwrap();
@@ -93,7 +93,7 @@ fn the_disk_fails(toucher: &Toucher, criu: &Criu, kind: &str, order: &str) {
     let names = files.iter().map(|file| file.file_name().unwrap().to_str().unwrap());
     assert!(names.clone().any(|name| said.contains(name)), "none of {:?}: {said}", names.collect::<Vec<_>>());
     wait_for_the_end_of(toucher.pid()).unwrap();
-    assert_eq!(toucher.answered(), None, "it saw what was not there");
+    assert_eq!(toucher.answered(), None, "it read missing memory");
 }
 
 #[test]

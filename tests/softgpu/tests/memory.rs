@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers: where their bytes are, who reaches them, what they cost.
+//! Buffers: where their bytes are, which processors can access them, what they cost.
 
 use std::fs;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -37,7 +37,7 @@ fn vm_flags(address: u64) -> Vec<String> {
 }
 
 #[test]
-fn what_the_cpu_writes_the_gpu_reads_and_back() {
+fn bytes_that_the_cpu_writes_are_read_by_the_gpu_and_back() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -121,14 +121,14 @@ fn vram_is_counted_and_does_not_grow() {
 }
 
 #[test]
-fn a_buffer_that_a_gpu_reaches_is_not_freed() {
+fn a_buffer_that_a_gpu_has_mapped_is_not_freed() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = gpus.host(4096).unwrap();
         let mut argument = kfd_ioctl_free_memory_of_gpu_args { handle: buffer.handle() };
         let error = call::free_memory(gpus.device(0).kfd().as_fd(), &mut argument).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EBUSY));
-        // It is still there.
+        // The buffer still exists.
         buffer.cpu().store64(0, 7);
         assert_eq!(buffer.cpu().load64(0), 7);
     });
@@ -140,7 +140,7 @@ fn memory_beyond_the_bar_is_for_gpus_alone() {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         if device.node().has_large_bar() {
-            skip!("CPUs reach all memory of this GPU");
+            skip!("CPUs can access all memory of this GPU");
         }
         let visible = Buffer::alloc(device, Spec::vram(4096)).unwrap_err();
         assert_eq!(visible.errno(), Some(libc::EINVAL), "PUBLIC on a small BAR");
@@ -160,7 +160,7 @@ fn a_gpu_writes_the_memory_of_another() {
                 Some(libc::EINVAL),
                 "no link between them"
             );
-            skip!("these GPUs do not reach each other");
+            skip!("these GPUs cannot access each other");
         }
         theirs.map(&[second]).unwrap();
         let back = gpus.host(4096).unwrap();

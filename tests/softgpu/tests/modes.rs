@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whatever the workload does at the dump, it runs before its memory is resident, and all its answers are right. Each mode
-//! is restored by both versions of CRIU: by one with GPU memory lazy, by the other with all memory lazy.
+//! In every mode of the workload at the dump, it runs before its memory is resident, and all its answers are
+//! right. Each mode is restored by both versions of CRIU: by one with GPU memory lazy, by the other with all
+//! memory lazy.
 
 use std::fs;
 
@@ -13,26 +14,26 @@ use softgpu_tests::dumped::{Behind, Dumped};
 use softgpu_tests::isolated;
 use softgpu_tests::server::small;
 
-/// Whether the kernel tells what a render node has.
-fn told() -> bool {
+/// Whether the kernel reports the buffers of a render node.
+fn reports_bos() -> bool {
     !fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().starts_with("6.12")
 }
 
-/// Whether this machine has what the mode needs. Elsewhere the workload's own tests, and for render nodes the plugin's, see it refused.
+/// Whether this machine has what the mode needs. Elsewhere other tests check that it is refused.
 fn can(mode: Mode) -> bool {
     let all = |have: fn(&Node) -> bool| Topology::read().unwrap().gpus().all(have);
     match mode {
         Mode::CpuReads => all(Node::has_large_bar),
         Mode::Svm => all(Node::has_svm),
-        Mode::RenderOnly => told(),
+        Mode::RenderOnly => reports_bos(),
         _ => true,
     }
 }
 
 /// Restores it with this memory lazy.
-fn there_and_back(mode: Mode, behind: Behind, version: Version) {
+fn dump_and_restore(mode: Mode, behind: Behind, version: Version) {
     let processes = if mode == Mode::SharedBo { 2 } else { 1 };
-    // Large enough for a placeholder where CPUs reach them.
+    // Large enough for a placeholder where CPUs can access it.
     let shape = Shape { mode, processes, gpus: 2, layer_kib: 2048, ..small() };
     let dumped = need!(Dumped::of(&shape, version));
     eprintln!("{mode:?}, {behind:?}, {version:?}");
@@ -48,7 +49,7 @@ fn there_and_back(mode: Mode, behind: Behind, version: Version) {
 
 fn every_mode(behind: Behind, version: Version) {
     for mode in Mode::value_variants().iter().filter(|mode| can(**mode)) {
-        there_and_back(*mode, behind, version);
+        dump_and_restore(*mode, behind, version);
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Another program that computes on the GPU whose memory is being brought back: neither disturbs the other.
+//! Another program computes on the GPU whose memory is loaded: neither disturbs the other.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -9,7 +9,7 @@ use softgpu_tests::criu::{Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, is_paused, unreached};
 use softgpu_tests::{Held, Machine, REAL_GPUS, Server, Streamer, isolated};
 
-/// Dropped, it is so, where a test fails, too.
+/// Sets its flag when dropped, also when a test fails.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -24,14 +24,14 @@ fn a_server_answers_while_another_is_restored_on_its_gpu() {
         need!(queues());
         let machine = need!(Machine::find(), REAL_GPUS);
         machine.becomes(&ONE_RING);
-        // At the same time: the driver gives queues of copy engines back by number.
+        // Both at the same time: the driver restores queues of copy engines by number.
         let folder = tempfile::tempdir().unwrap();
         let other = Server::start(&unreached(), folder.path());
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let over = AtomicBool::new(false);
         let answered = thread::scope(|scope| {
             let answering = scope.spawn(|| {
-                // The one that was begun.
+                // The answer that was begun.
                 other.answers().unwrap();
                 let mut answered = 0;
                 while !over.load(Ordering::Relaxed) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Gates are opened one by one: each when all memory of its process is resident, whatever other processes wait for. No process receives
-//! missing memory of another. All GPUs of a process are resumed together.
+//! Each gate opens when all memory of its process is resident, whatever other processes wait for. No process
+//! receives missing memory of another. All GPUs of a process are resumed together.
 
 use std::fs;
 use std::path::Path;
@@ -13,10 +13,10 @@ use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
 
-/// Long enough for a gate to be opened that must not be.
+/// Long enough to notice a gate that opens too early.
 const A_WHILE: Duration = Duration::from_millis(500);
 
-fn comes_back(criu: &Criu) -> Streamer {
+fn restores(criu: &Criu) -> Streamer {
     let both = Streamer::of_both(criu.images()).unwrap();
     criu.restore_lazily().unwrap();
     both
@@ -29,9 +29,9 @@ fn a_process_runs_while_another_waits_for_its_memory() {
         let judge = need!(Judge::find(), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let held = Held::streamers();
-        let mut both = comes_back(&dumped.criu);
+        let mut both = restores(&dumped.criu);
         assert_eq!(judge.shut(), 2, "{}", both.said());
-        held.lets_go_until_one_is_whole(&dumped.criu, &both);
+        held.release_until_one_is_resident(&dumped.criu, &both);
         assert!(soon(|| judge.shut() == 1), "{}", both.said());
         assert!(!both.has_ended().unwrap(), "{}", both.said());
         drop(held);
@@ -50,7 +50,7 @@ fn a_buffer_is_not_handed_over_before_it_is_resident() {
         let criu = toucher.dump(Version::V4_2).unwrap();
         toucher.ask("export 0").unwrap();
         let held = Held::streamers();
-        let mut both = comes_back(&criu);
+        let mut both = restores(&criu);
         assert!(soon(|| toucher.log().contains("EAGAIN")), "{}", both.said());
         assert_eq!(toucher.answered(), None, "{}", both.said());
         drop(held);
@@ -66,7 +66,7 @@ fn is_marked(pid: u32) -> bool {
     files.any(|name| name.to_str().unwrap().starts_with(&format!("{pid}-")))
 }
 
-/// A process with two GPUs. It is restored, and the memory of one GPU is resident; the load of the other is held.
+/// A restored process with two GPUs. The memory of one GPU is resident; the load of the other is held.
 struct HalfResident {
     pair: Pair,
     held: Held,
@@ -81,8 +81,8 @@ impl HalfResident {
         queues()?;
         let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
         let held = Held::streamers();
-        let streamer = comes_back(&criu);
-        held.lets_go_until_one_is_whole(&criu, &streamer);
+        let streamer = restores(&criu);
+        held.release_until_one_is_resident(&criu, &streamer);
         Ok(Self { pair, held, streamer, judge })
     }
 
@@ -112,7 +112,7 @@ fn gpus_are_resumed_together_when_the_memory_of_all_is_resident() {
             "{said}"
         );
         let pair = half.loads_the_rest();
-        assert!(pair.goes_on(&[0, 1]), "{:?}", pair.counts());
+        assert!(pair.continues(&[0, 1]), "{:?}", pair.counts());
         pair.ends();
     });
 }
@@ -125,7 +125,7 @@ fn a_process_may_destroy_queues_while_its_gate_is_closed() {
         let half = need!(HalfResident::restored(&machine, folder.path()));
         half.pair.asked("end-1").unwrap();
         let pair = half.loads_the_rest();
-        assert!(pair.goes_on(&[0]), "{:?}", pair.counts());
+        assert!(pair.continues(&[0]), "{:?}", pair.counts());
         pair.ends();
     });
 }
@@ -149,7 +149,7 @@ fn gpus_of_a_process_that_has_closed_their_driver_are_resumed() {
         let half = need!(HalfResident::restored(&machine, folder.path()));
         half.pair.asked("close").unwrap();
         let pair = half.loads_the_rest();
-        assert!(pair.goes_on(&[0, 1]), "{:?}", pair.counts());
+        assert!(pair.continues(&[0, 1]), "{:?}", pair.counts());
         pair.ends();
     });
 }

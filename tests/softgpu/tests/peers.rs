@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Programs and libraries of Debian's that know the hardware find the soft GPUs to be GPUs.
+//! Debian's programs and libraries for the hardware accept the soft GPUs as GPUs.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::ptr;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use softgpu_tests::isolated;
 
-/// As compilers write it: gfx90a, gfx942, gfx1100.
+/// A GPU's name as compilers write it: gfx90a, gfx942, gfx1100.
 fn gfx_name(gpu: &Node) -> String {
     let version = gpu.gfx_version();
     format!("gfx{}{:x}{:x}", version.major, version.minor, version.step)
@@ -55,7 +55,7 @@ fn symbol(name: &CStr) -> *mut c_void {
     found
 }
 
-/// It asks for what a graphics driver wants to know first: firmware, memory, registers of the shader engines.
+/// Covers what a graphics driver reads first: firmware, memory, registers of the shader engines.
 #[test]
 fn libdrm_initialises_every_gpu() {
     isolated(1, |_| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! This machine, as an image and as itself.
+//! Placement of an image of this machine onto this machine.
 
 use amdgpu_plugin::placement::{NoPlacement, Placement};
 use amdgpu_plugin::topology::to_image;

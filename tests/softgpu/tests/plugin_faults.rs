@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A dump or a restore that fails, or is killed, at any call to the GPUs' drivers: what was dumped goes on, what was to be
-//! restored is gone, and the log says why.
+//! A dump or a restore that fails, or is killed, at any call to the GPU drivers. The dumped process
+//! continues, no restored process is left, and the log says why.
 //!
 //! One call of each kind is tried; `PLUGIN_EVERY_FAULT=1` tries each call.
 
@@ -27,11 +27,11 @@ use softgpu_tests::{Faults, Judge, REAL_GPUS, isolated};
 const PAUSE: &str = "kfd/CRIU_OP/PROCESS_INFO";
 const GO_ON: &str = "kfd/CRIU_OP/UNPAUSE";
 const RESUME: &str = "kfd/CRIU_OP/RESUME";
-/// What CRIU says when all tasks are whole, and stopped.
+/// What CRIU logs when all tasks are whole, and stopped.
 const LATE: &str = "Run late stage hook";
-/// Looks at what stands still, of a dozen seconds each.
+/// Checks for stopped processes, of a dozen seconds each.
 const LONG_LOOKS: u32 = 6;
-/// How long restores are tried until one is stopped before there is a guard, or killed when there is.
+/// How long restores are repeated until CRIU is stopped before the watchdog starts, or killed after.
 const TRIES: Duration = Duration::from_secs(60);
 /// Far more than a task takes from its fork to its queues.
 const TIME_TO_COME_TO_LIFE: Duration = Duration::from_secs(3);
@@ -40,7 +40,7 @@ fn shape() -> Shape {
     Shape { layers: 1, layer_kib: 64, cache_mib: 1, queues: 1, ..Shape::small() }
 }
 
-/// Before and after each call where all are tried, otherwise in turn.
+/// Before and after each call where all are tried, otherwise alternately.
 fn kills(index: usize) -> Vec<Fault> {
     let both = [Fault::KillBefore, Fault::KillAfter];
     if every() { both.to_vec() } else { vec![both[index % 2]] }
@@ -62,7 +62,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// The reason where GPUs are real: these do not fail when asked to.
+    /// The reason where GPUs are real: their drivers inject no faults.
     fn set() -> Result<Self, &'static str> {
         let (faults, judge) = (Faults::find().ok_or(REAL_GPUS)?, Judge::find().ok_or(REAL_GPUS)?);
         let alive = judge.alive();
@@ -74,7 +74,7 @@ impl Stage {
         Ok(Self { faults, judge, criu, app, pid, alive, _folder: folder })
     }
 
-    /// Dumped for good, where it can be restored.
+    /// A stage whose server is dumped and ended, where it can be restored.
     fn left() -> Result<Self, &'static str> {
         let mut stage = Self::set()?;
         stage.leave();
@@ -89,7 +89,7 @@ impl Stage {
         self.criu.command(&["restore", "--restore-detached"])
     }
 
-    /// The calls of CRIU while `act` runs.
+    /// The driver calls of CRIU while `act` runs.
     fn calls(&self, mut act: Command) -> Vec<Call> {
         self.faults.count(CRIU);
         assert!(act.status().unwrap().success(), "without a fault");
@@ -97,7 +97,7 @@ impl Stage {
         self.faults.calls()
     }
 
-    /// Runs `act` with a fault at a call; None if the call did not come.
+    /// Runs `act` with a fault at a call; None if the call did not happen.
     fn with(&self, call: &Tried, fault: Fault, mut act: Command) -> Option<ExitStatus> {
         self.faults.fail(call.nth, fault, Calls { call: Some(&call.name), ..CRIU });
         let status = act.status().unwrap();
@@ -106,31 +106,31 @@ impl Stage {
         hit.then_some(status)
     }
 
-    /// Nothing stands still, and no process of CRIU is left.
-    fn goes_on(&self, after: &str) {
+    /// Nothing is stopped, and no process of CRIU is left.
+    fn continues(&self, after: &str) {
         soon(after, || named("criu").is_empty() && named(GUARD).is_empty());
-        self.nothing_stands_still(after);
+        self.no_queue_stays_stopped(after);
         self.app.answers(&[3], 1).unwrap_or_else(|error| panic!("{after}: {error:#}"));
     }
 
-    fn nothing_stands_still(&self, after: &str) {
-        if (0..LONG_LOOKS).any(|_| self.judge.standing_still().is_empty()) {
+    fn no_queue_stays_stopped(&self, after: &str) {
+        if (0..LONG_LOOKS).any(|_| self.judge.stopped().is_empty()) {
             return;
         }
-        let still = self.judge.standing_still();
+        let still = self.judge.stopped();
         let tasks: Vec<String> = still.iter().map(|gate| doing(gate.pid)).collect();
         let logs = ["dump", "restore"].map(|act| tail(&self.criu.log(act)));
         panic!("{after}: {still:?}: {tasks:#?}\n{}", logs.join("\n"));
     }
 
-    /// The image is as good as before.
-    fn comes_back(&self) {
+    /// The image can be restored as before.
+    fn restores(&self) {
         let restored = self.restore().status().unwrap();
         assert!(restored.success(), "{}", tail(&self.criu.log("restore")));
-        self.goes_on("restored");
+        self.continues("restored");
     }
 
-    /// Whatever was to be restored is gone, from the GPUs, too.
+    /// The process that was to be restored has ended, and has no GPU state.
     fn is_gone(&self, after: &str) {
         let (task, number) =
             (Path::new("/proc").join(self.pid.to_string()), Pid::from_raw(self.pid.cast_signed()));
@@ -141,32 +141,37 @@ impl Stage {
         });
     }
 
-    /// Restores, with these further arguments, until CRIU was where `kills` killed it; what that leaves ends by itself.
+    /// Restores, with these further arguments, until `kills` has killed CRIU at its moment. What CRIU leaves
+    /// must end by itself.
     fn killed(&self, arguments: &[&str], mut kills: impl FnMut(&mut Child) -> bool) {
         let start = Instant::now();
         let mut done = false;
         while !done {
-            assert!(start.elapsed() < TRIES, "CRIU was never there: {}", tail(&self.criu.log("restore")));
+            assert!(
+                start.elapsed() < TRIES,
+                "CRIU never reached that moment: {}",
+                tail(&self.criu.log("restore"))
+            );
             let mut criu = self.restore().args(arguments).spawn().unwrap();
             done = kills(&mut criu);
             criu.kill().unwrap();
             criu.wait().unwrap();
             if !done {
-                // It may run.
+                // The task may run.
                 let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL);
             }
             self.is_gone("killed");
         }
     }
 
-    /// Ends the process, wherever it has come from.
+    /// Ends the process, started or restored.
     fn end(&mut self) {
         kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL).unwrap();
         self.app.was_dumped();
         wait_for_the_end_of(self.pid).unwrap();
     }
 
-    /// Dumps it for good.
+    /// Dumps it and ends it.
     fn leave(&mut self) {
         self.criu.dump(self.pid).unwrap();
         self.app.was_dumped();
@@ -187,7 +192,7 @@ fn a_dump_that_fails_says_why_and_leaves_all_running() {
                 failed += 1;
                 says_why(&stage.criu, "dump", call, errno);
             }
-            stage.goes_on(&format!("{errno} of {call:?}"));
+            stage.continues(&format!("{errno} of {call:?}"));
         }
         assert!(failed > 1, "of {}", calls.len());
         stage.end();
@@ -203,15 +208,15 @@ fn criu_killed_in_a_dump_leaves_all_running() {
             for fault in kills(index) {
                 let Some(status) = stage.with(call, fault, stage.dump()) else { continue };
                 assert_eq!(status.signal(), Some(libc::SIGKILL), "{call:?}");
-                stage.goes_on(&format!("{fault:?} {call:?}"));
+                stage.continues(&format!("{fault:?} {call:?}"));
                 let log = stage.criu.log("dump");
                 assert!(
                     log.contains("the queues of a process are resumed"),
                     "{fault:?} {call:?}: {}",
                     tail(&log)
                 );
-                // The guard cannot know whether CRIU died just before it had paused, or just after it had undone it; the kernel
-                // does, and says EINVAL.
+                // The watchdog cannot know whether CRIU died just before it paused the process, or just after
+                // it resumed it. The kernel knows, and returns EINVAL.
                 let edge = [(PAUSE, Fault::KillBefore), (GO_ON, Fault::KillAfter)];
                 if edge.contains(&(call.name.as_str(), fault)) {
                     assert_eq!(stage.judge.take("unpause-out-of-turn").len(), 1);
@@ -238,9 +243,10 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
             let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
             soon(&after, || named(GUARD).is_empty());
             sweep(stage.pid);
-            stage.nothing_stands_still(&after);
+            stage.no_queue_stays_stopped(&after);
             if let Err(error) = stage.app.answers(&[3], 1) {
-                // CRIU's own code in the task does not survive CRIU at every moment: it has ended, or is about to.
+                // The code that CRIU injects does not survive CRIU at every moment: the task has ended, or is
+                // about to.
                 soon(&format!("{after}: {error:#}"), || !runs(stage.pid));
                 stage.app.was_dumped();
                 stage = Stage::set().unwrap();
@@ -248,7 +254,8 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
                 survived += 1;
             }
         }
-        // How many, the pace of the machine says; that the plugin ends none, the test that kills at each call.
+        // How many survive depends on the machine's speed. The test that kills at each call checks that the
+        // plugin ends none.
         assert!(survived > 0, "none of {moments}");
         stage.end();
     });
@@ -259,7 +266,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
     isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let calls = stage.calls(stage.restore());
-        stage.goes_on("without a fault");
+        stage.continues("without a fault");
         stage.end();
         let mut failed = 0;
         for (index, call) in tried(&calls).iter().enumerate() {
@@ -269,11 +276,11 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
                 stage.end();
                 continue;
             };
-            // Only its own kind is counted.
+            // Calls of its own kind alone are counted.
             let again = call.name == RESUME && stage.faults.seen() != 1;
             assert!(!again, "{after}: never a second time");
             if status.success() {
-                stage.goes_on(&after);
+                stage.continues(&after);
                 stage.end();
             } else {
                 failed += 1;
@@ -282,7 +289,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
             stage.is_gone(&after);
         }
         assert!(failed > 1, "of {}", calls.len());
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
@@ -300,33 +307,33 @@ fn criu_killed_in_a_restore_leaves_nothing() {
                     stage.end();
                     continue;
                 };
-                // A task that is killed ends the restore; CRIU itself cannot end it any more.
+                // A killed task ends the restore; CRIU itself cannot end it any more.
                 assert!(!status.success(), "{after}");
                 stage.is_gone(&after);
-                // It says what it has done when that is done.
+                // The watchdog logs what it has done afterwards.
                 soon(&after, || named(GUARD).is_empty());
                 if status.signal().is_some() {
                     let log = stage.criu.log("restore");
-                    // Those that CRIU has stopped by then are the kernel's to kill.
-                    let told = log.contains("the restored tasks are killed") || log.contains(LATE);
-                    assert!(told, "{after}: {}", tail(&log));
+                    // The kernel kills tasks that CRIU has stopped by then.
+                    let is_reported = log.contains("the restored tasks are killed") || log.contains(LATE);
+                    assert!(is_reported, "{after}: {}", tail(&log));
                 }
             }
         }
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
 
 #[test]
-fn criu_killed_before_there_is_a_guard_leaves_nothing() {
+fn criu_killed_before_the_watchdog_starts_leaves_nothing() {
     isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let task = Path::new("/proc").join(stage.pid.to_string());
         stage.killed(&[], |criu| {
             while !task.exists() && criu.try_wait().unwrap().is_none() {}
             let _ = kill(Pid::from_raw(criu.id().cast_signed()), Signal::SIGSTOP);
-            // CRIU's only child is the task: the guard would be one.
+            // CRIU's only child is the task: the watchdog would be another.
             let alone = children(criu.id()) == [stage.pid];
             if alone {
                 thread::sleep(TIME_TO_COME_TO_LIFE);
@@ -334,7 +341,7 @@ fn criu_killed_before_there_is_a_guard_leaves_nothing() {
             }
             alone
         });
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
@@ -350,7 +357,7 @@ fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
         });
         let log = stage.criu.log("restore");
         assert!(log.contains("the restored tasks are killed"), "{}", tail(&log));
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
@@ -367,19 +374,19 @@ fn criu_killed_at_any_moment_of_a_restore_runs_no_partial_task() {
         for moment in 0..moments {
             let mut criu = stage.restore().spawn().unwrap();
             thread::sleep(whole * moment / moments);
-            // It may have come to its end.
+            // CRIU may have finished.
             let _ = criu.kill();
             criu.wait().unwrap();
             let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
             soon(&after, || named(GUARD).is_empty());
             sweep(stage.pid);
             if task.exists() && !stage.criu.log("restore").contains("the restored tasks are killed") {
-                stage.goes_on(&after);
+                stage.continues(&after);
                 let _ = kill(Pid::from_raw(stage.pid.cast_signed()), Signal::SIGKILL);
             }
             stage.is_gone(&after);
         }
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }

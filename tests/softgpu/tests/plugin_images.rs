@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An image is good as often as it is wanted; a damaged one is refused with one line that says what is wrong.
+//! An image can be restored any number of times; a damaged one is refused with one line that says what is
+//! wrong.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,11 +22,11 @@ use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::{Judge, REAL_GPUS, isolated};
 
-/// Bytes of address space that a restore gets for what it may ask of a damaged image.
+/// Bytes of address space that a restore gets, so that a damaged image cannot make it allocate more.
 const ADDRESS_SPACE: u64 = 4 << 30;
 /// What CRIU logs when it makes the first task.
 const FORKING: &str = "Forking task with";
-/// Damaged images of the random test; `PLUGIN_DAMAGES` asks for others.
+/// Damaged images of the random test; `PLUGIN_DAMAGES` sets another number.
 const DAMAGES: u64 = 24;
 
 fn shape() -> Shape {
@@ -92,7 +93,7 @@ fn dumped_and_left_running() {
         let (mut app, pid, criu) = server(folder.path());
         gpu_app::client::start(app.socket(), &[7, 8], 6).unwrap();
         criu.dump_running(pid).unwrap();
-        // The answer that was begun goes on here, and once more in what is restored.
+        // The answer that was begun continues here, and once more in the restored process.
         app.answer_is(&[7, 8], 6).unwrap();
         app.answers(&[5], 2).unwrap();
         kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
@@ -146,7 +147,7 @@ impl Dumped {
         (id, ImageDir::open(self.criu.images()).unwrap().kfd(id).unwrap().unwrap())
     }
 
-    /// Restores with one file changed (none: without it), and puts the file back.
+    /// Restores with one file changed (None: without it), and puts the file back.
     fn restored_with(&self, name: &str, bytes: Option<&[u8]>) -> Ended {
         let path = self.criu.images().join(name);
         match bytes {
@@ -161,7 +162,8 @@ impl Dumped {
         Ended { success: status.success(), log: self.criu.log("restore") }
     }
 
-    /// Sees it refused before there is a task, with one line that has these words, and nothing left.
+    /// Checks that the restore is refused before a task exists, with one line that has these words, and that
+    /// nothing is left.
     fn is_refused(&self, name: &str, bytes: Option<&[u8]>, words: &[&str]) {
         let ended = self.restored_with(name, bytes);
         assert!(!ended.success, "{words:?}");
@@ -185,8 +187,8 @@ impl Dumped {
         assert!(gone, "left on the GPUs: {:?}", judge.alive());
     }
 
-    /// The image is good still.
-    fn comes_back(self) {
+    /// The image can still be restored.
+    fn restores(self) {
         self.criu.restore().unwrap();
         assert!(self.criu.log("restore").contains(FORKING));
         self.app.answers(&[9], 2).unwrap();
@@ -261,7 +263,7 @@ fn damaged_files_are_named() {
         dumped.is_refused(render, Some(&dumped.files[render][..5]), &[render]);
         let unknown = rewake_criu_images::amdgpu::RenderImage { gpu_id: 0x99, contents: None }.to_bytes();
         dumped.is_refused(render, Some(&unknown), &[render, "GPU 0x99"]);
-        dumped.comes_back();
+        dumped.restores();
     });
 }
 
@@ -296,17 +298,17 @@ fn random_damage_does_no_harm() {
             let plugin = |line: &&str| line.contains("Error (amdgpu_plugin)");
             assert!(!log.contains("panicked"), "{number}, {name}: {}", tail(log));
             if ended.success {
-                // It may have ended itself: see below.
+                // It may have ended by itself: see below.
                 let killed = kill(Pid::from_raw(dumped.pid.cast_signed()), Signal::SIGKILL);
                 assert!(matches!(killed, Ok(()) | Err(Errno::ESRCH)), "{number}, {name}: {killed:?}");
             } else {
                 assert!(log.lines().any(|line| plugin(&line)), "{number}, {name}: {}", tail(log));
             }
             dumped.nothing_is_left();
-            // A program with other bytes than its own may do anything to itself.
+            // A program with damaged memory may do anything to itself.
             judge.clear();
         }
-        dumped.comes_back();
+        dumped.restores();
     });
 }
 
@@ -322,7 +324,7 @@ fn a_mapping_of_a_buffer_at_another_offset_is_no_freed_one() {
                 && vmas.iter().any(|vma| (vma.start, vma.offset) == (buffer.address, buffer.offset))
         };
         let mapped = image.buffers.iter_mut().find(is_mapped).unwrap();
-        // Where no other is.
+        // At an address where no other mapping is.
         mapped.offset += 1 << 44;
         let words = format!("at {:#x}, offset", mapped.address);
         let ended = dumped.restored_with(&kfd_name(id), Some(&image.to_bytes()));
@@ -334,6 +336,6 @@ fn a_mapping_of_a_buffer_at_another_offset_is_no_freed_one() {
         };
         assert!(ended.log.lines().any(says), "{}", tail(&ended.log));
         dumped.nothing_is_left();
-        dumped.comes_back();
+        dumped.restores();
     });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process comes back on another machine's GPUs, if they can take the places of those that it had; if not, nothing is
-//! begun, and the log says what is missing.
+//! A process is restored on another machine's GPUs if they can replace its own. If not, nothing is begun, and
+//! the log says what is missing.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use softgpu_tests::{Machine, REAL_GPUS, isolated};
 /// What CRIU logs when it makes the first task.
 const FORKING: &str = "Forking task with";
 
-/// A server, and the machine that it was dumped on.
+/// A dumped server, and the machine that it was dumped on.
 struct Travel {
     machine: Machine,
     folder: tempfile::TempDir,
@@ -49,14 +49,14 @@ impl Travel {
         wait_for_the_end_of(self.pid).unwrap();
     }
 
-    /// Restores it where it computes as before.
-    fn comes_back(&self, criu: &Criu) {
+    /// Restores the server, which computes as before.
+    fn restores(&self, criu: &Criu) {
         criu.restore().unwrap();
         assert!(criu.log("restore").contains(FORKING));
         self.app.answers(&[200, 3], 2).unwrap();
     }
 
-    /// Sees the restore refused before there is a task, for a reason that has these words.
+    /// Checks that the restore is refused before a task exists, for a reason that has these words.
     fn is_refused(&self, words: &[&str]) {
         let criu = self.criu();
         let error = criu.restore().unwrap_err().to_string();
@@ -90,15 +90,15 @@ fn gpus_of_other_names() {
         travel.machine.becomes(&[("seed", "11")]);
         let second = names();
         assert!(second.iter().all(|name| !first.contains(name)), "{first:x?} {second:x?}");
-        travel.comes_back(&travel.criu());
-        // The process calls them by their first names still, and its image does.
+        travel.restores(&travel.criu());
+        // The process and its image keep the first names of the GPUs.
         travel.dump();
         travel.machine.becomes(&[("seed", "12")]);
-        travel.comes_back(&travel.criu());
+        travel.restores(&travel.criu());
         travel.dump();
         travel.machine.becomes(&[]);
         assert_eq!(names(), first);
-        travel.comes_back(&travel.criu());
+        travel.restores(&travel.criu());
         travel.end();
     });
 }
@@ -112,14 +112,14 @@ fn gpus_in_another_order() {
         travel.machine.becomes(&[("reverse", "1")]);
         let second = names();
         assert_eq!(second, [first[1], first[0]]);
-        travel.comes_back(&travel.criu());
+        travel.restores(&travel.criu());
         let log = travel.criu().log("restore");
         for name in &first {
             assert!(log.contains(&format!("GPU {name:#x} of the image is GPU {name:#x} here")), "{log}");
         }
         travel.dump();
         travel.machine.becomes(&[]);
-        travel.comes_back(&travel.criu());
+        travel.restores(&travel.criu());
         travel.end();
     });
 }
@@ -133,7 +133,7 @@ fn less_memory_is_refused_unless_it_is_accepted() {
         travel.machine.becomes(&[("gpus", "1"), ("vram_mib", &less.to_string())]);
         let found = format!("has {less} MiB: set KFD_VRAM_SIZE_CHECK=0 to accept");
         travel.is_refused(&[&format!("VRAM {} MiB wanted", 2 * less), &found]);
-        travel.comes_back(&travel.criu().variable("KFD_VRAM_SIZE_CHECK", "0"));
+        travel.restores(&travel.criu().variable("KFD_VRAM_SIZE_CHECK", "0"));
         travel.end();
     });
 }
@@ -149,7 +149,7 @@ fn memory_that_does_not_suffice() {
         assert!(error.contains("CRIU_OP RESTORE") && error.contains("Cannot allocate memory"), "{error}");
         wait_for_the_end_of(travel.pid).unwrap();
         travel.machine.becomes(&[("gpus", "1")]);
-        travel.comes_back(&travel.criu());
+        travel.restores(&travel.criu());
         travel.end();
     });
 }
@@ -163,17 +163,17 @@ fn a_missing_gpu_is_named() {
         travel.machine.becomes(&[("gpus", "1")]);
         travel.is_refused(&[&format!("GPU {:#x}", first[1])]);
         travel.machine.becomes(&[]);
-        travel.comes_back(&travel.criu());
+        travel.restores(&travel.criu());
         travel.end();
     });
 }
 
 #[test]
-fn more_gpus_than_there_were() {
+fn more_gpus_than_at_the_dump() {
     isolated(2, |_| {
         let mut travel = need!(Travel::start(1));
         travel.dump();
-        // Without links between them: a GPU that has more of these is another one.
+        // Without links between GPUs: a GPU that has more links is not the same.
         travel.machine.becomes(&[("gpus", "2"), ("xgmi", "0")]);
         let error = travel.criu().restore().unwrap_err().to_string();
         assert!(
@@ -184,7 +184,7 @@ fn more_gpus_than_there_were() {
         travel.machine.becomes(&[("gpus", "2"), ("xgmi", "1")]);
         travel.is_refused(&["links to other nodes 1 wanted", "has 2"]);
         travel.machine.becomes(&[("gpus", "1")]);
-        travel.comes_back(&travel.criu());
+        travel.restores(&travel.criu());
         travel.end();
     });
 }

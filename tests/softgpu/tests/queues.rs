@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Queues and events: what is dispatched runs, in order, once; what stands still stands still.
+//! Queues and events: dispatches run in order, and once; an evicted queue runs nothing.
 
 use std::sync::Arc;
 use std::thread;
@@ -34,7 +34,7 @@ impl Hand {
         Self { gpus: Arc::clone(gpus), queue, memory: gpus.host(1 << 16).unwrap(), used: 0 }
     }
 
-    /// A signal of this value; its address and where it is.
+    /// A signal of this value; its address and its place.
     fn signal(&mut self, value: i64) -> (u64, u64) {
         let at = self.take();
         self.memory.cpu().write(at, &Signal::bytes(value, 0, 0));
@@ -60,7 +60,7 @@ impl Hand {
         self.memory.cpu().load64(at)
     }
 
-    /// Waits for a signal. A read pointer that has passed a packet says that it was taken, not that it is done.
+    /// Waits for a signal. A read pointer past a packet means that the packet was taken, not that it is done.
     fn wait(&self, at: u64) {
         let done = (0..6000).any(|_| {
             thread::sleep(Duration::from_millis(10));
@@ -189,7 +189,7 @@ fn queues_wait_for_each_other_across_gpus() {
 }
 
 #[test]
-fn a_queue_of_no_share_stands_still() {
+fn a_queue_with_a_share_of_zero_does_not_run() {
     isolated(1, |_| {
         let mut hand = Hand::new();
         hand.queue.update(0, 7).unwrap();
@@ -198,7 +198,7 @@ fn a_queue_of_no_share_stands_still() {
         hand.submit(&[packet]);
         thread::sleep(A_WHILE);
         assert_eq!((hand.value(at), hand.queue.read_pointer()), (1, 0));
-        // No doorbell is written again: what was rung while it stood still counts.
+        // No doorbell is written again: one written during the eviction counts.
         hand.queue.update(100, 7).unwrap();
         hand.wait(at);
     });
@@ -262,10 +262,10 @@ fn events_are_signalled_by_the_cpu_and_time_out_without() {
         assert_eq!(events.wait(&[&one, &two], 20).unwrap(), WaitOutcome::Timeout);
         two.set().unwrap();
         assert_eq!(events.wait(&[&one, &two], 20).unwrap(), WaitOutcome::Signalled);
-        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), WaitOutcome::Timeout, "it went back by itself");
+        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), WaitOutcome::Timeout, "it resets itself");
         one.set().unwrap();
         one.reset().unwrap();
-        assert_eq!(events.wait(&[&one], 20).unwrap(), WaitOutcome::Timeout, "taken back");
+        assert_eq!(events.wait(&[&one], 20).unwrap(), WaitOutcome::Timeout, "it was reset");
     });
 }
 
@@ -283,7 +283,7 @@ fn copy_engines_have_queues_for_many_and_then_no_more() {
             }
             assert!(all.len() as u64 <= most, "more than {most} queues");
         };
-        // The driver keeps some of newer chips' for itself.
+        // The driver keeps some of newer chips' queues for itself.
         assert!(all.len() as u64 > most / 2, "{} of {most}", all.len());
         let errno =
             refusal.downcast_ref::<rewake_amdgpu_uapi::Error>().and_then(rewake_amdgpu_uapi::Error::errno);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One image, restored several times at once, each in pids and mounts of its own: programs without queues of copy engines, whose numbers the
-//! driver would give back to one only (`serve.rs`). One touches its memory by its CPU, one is a server with compute queues.
+//! One image, restored several times at once, each in pid and mount namespaces of its own. The programs have
+//! no queues of copy engines, whose numbers the driver gives to one process only (`serve.rs`). One program
+//! reads its memory by its CPU, one is a server with compute queues.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,13 +27,13 @@ fn restore(criu: &Criu, files: &Path, copy: &Path, work: &Path) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn().unwrap()
 }
 
-/// All that is told of it, when something is wrong.
-fn told(work: &Path) -> String {
+/// The logs of a replica, for failure reports.
+fn logs(work: &Path) -> String {
     let text = |name: &str| fs::read_to_string(work.join(name)).unwrap_or_default();
     format!("{}\n{}", text("restore.err"), text("restore.log"))
 }
 
-/// The folder for files of replica `number`, with those of the original, and its work directory.
+/// A copy of the original's files for replica `number`, and its work directory.
 fn folders(of: &Path, number: usize) -> [PathBuf; 2] {
     let [copy, work] = ["copy", "work"].map(|name| of.join(format!("{name}-{number}")));
     let copied = Command::new("cp").arg("-a").arg(of.join("files")).arg(&copy).status().unwrap();
@@ -42,7 +43,7 @@ fn folders(of: &Path, number: usize) -> [PathBuf; 2] {
 }
 
 fn runs(work: &Path) {
-    assert!(soon(|| told(work).contains("Restore finished successfully")), "{}", told(work));
+    assert!(soon(|| logs(work).contains("Restore finished successfully")), "{}", logs(work));
 }
 
 #[test]
@@ -64,15 +65,15 @@ fn one_image_is_restored_three_times_at_once() {
         };
         let replicas: Vec<_> = (0..REPLICAS).map(start).collect();
         replicas.iter().for_each(|(_, _, work)| runs(work));
-        // Each touches what nobody has loaded yet.
+        // Each accesses missing memory.
         replicas.iter().for_each(|(_, toucher, _)| toucher.ask("check 1").unwrap());
         drop(held);
         for (mut child, toucher, work) in replicas {
-            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", told(&work)));
+            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", logs(&work)));
             toucher.asked("check 0").unwrap();
             toucher.ask("end 0").unwrap();
             let ended = child.wait().unwrap();
-            assert!(ended.success(), "{ended}: {}", told(&work));
+            assert!(ended.success(), "{ended}: {}", logs(&work));
         }
     });
 }
@@ -102,10 +103,10 @@ fn a_server_restored_three_times_at_once_answers_three_times() {
         drop(held);
         for (mut child, app, work) in replicas {
             let answered = server::answers(&app);
-            answered.unwrap_or_else(|error| panic!("{error:#}\n{}", told(&work)));
+            answered.unwrap_or_else(|error| panic!("{error:#}\n{}", logs(&work)));
             app.quit().unwrap();
             let ended = child.wait().unwrap();
-            assert!(ended.success(), "{ended}: {}", told(&work));
+            assert!(ended.success(), "{ended}: {}", logs(&work));
         }
     });
 }

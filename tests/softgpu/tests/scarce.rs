@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Restores with memory behind running processes where a GPU has none left, or does not copy: nothing is left half done, and the next
-//! one is whole.
+//! Restores with a background load where a GPU has no free memory, or does not copy. No partial process is
+//! left, and the next restore is whole.
 
 use gpu_app::gpu::Gpus;
 use nix::sys::signal::{Signal, kill};
@@ -14,7 +14,7 @@ use softgpu_tests::{Faults, Machine, REAL_GPUS, Scene, isolated};
 
 const MIB: u64 = 1 << 20;
 
-/// Another program, which takes all memory of a GPU until it is told to end.
+/// Another program, which takes all memory of a GPU until the test ends it.
 fn takes_all(scene: &Scene) {
     let gpus = Gpus::open(1).unwrap();
     let take = |bytes| std::iter::from_fn(move || Buffer::alloc(gpus.device(0), Spec::vram(bytes)).ok());
@@ -42,7 +42,7 @@ fn a_gpu_whose_memory_another_program_has() {
         assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
         other.say("end");
         other.finish();
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -57,7 +57,7 @@ fn a_gpu_that_does_not_copy() {
             let mut streamer = dumped.streamer();
             let copies = Calls { comm: Some("rewake"), call: Some("amdgpu/CS") };
             faults.fail(nth, Fault::Errno(libc::EIO), copies);
-            // It runs when the first copies fail, or not yet.
+            // The target may run when the first copies fail, or not yet.
             let _ = dumped.criu.restore();
             let status = streamer.end().unwrap();
             assert!(faults.hit() && status.code() == Some(1), "{nth}: {status}, {}", streamer.said());
@@ -65,7 +65,7 @@ fn a_gpu_that_does_not_copy() {
             faults.off();
             wait_for_the_end_of(dumped.server.pid).unwrap();
         }
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }

@@ -19,12 +19,12 @@ use rewake_amdgpu_uapi::topology::Topology;
 use rewake_skip::{need, skip};
 use softgpu_tests::{Held, Judge, Machine, Peer, REAL_GPUS, Scene, isolated, sys};
 
-/// Where buffers go in the render node's address space.
+/// Addresses of buffers in the render node's address space.
 const COMMANDS: u64 = 0x1_0000_0000;
 const ONE: u64 = 0x1_0010_0000;
 const TWO: u64 = 0x1_0020_0000;
 const SIZE: u64 = 64 * 1024;
-/// Far away, in nanoseconds of the monotonic clock.
+/// Far in the future, in nanoseconds of the monotonic clock.
 const LATE: u64 = u64::MAX >> 1;
 
 /// A render node with commands and two buffers.
@@ -56,7 +56,7 @@ impl Bench {
         packets: &Sdma,
         more: &[SubmissionChunk<'_>],
     ) -> Result<Submission, rewake_amdgpu_uapi::Error> {
-        // Engines take whole groups of eight words.
+        // Engines read whole groups of eight words.
         let mut packets = packets.clone();
         while !packets.bytes().len().is_multiple_of(32) {
             packets = packets.nop();
@@ -111,11 +111,11 @@ fn one_byte_too_many_beyond_the_buffer_is_reported() {
         let bench = Bench::new();
         let count = u32::try_from(SIZE).unwrap();
         let submission = bench.submit(0, &Sdma::new().copy_with_count(TWO, ONE, count), &[]).unwrap();
-        // Done, or failed: reported either way.
+        // Finished or failed: reported either way.
         let _ = bench.render.wait(submission, LATE);
         let lines = judge.take("sdma-overrun");
         assert!(lines[0].contains(&std::process::id().to_string()), "{lines:?}");
-        // Inside the buffer it hurts nobody, and stock CRIU does it.
+        // Inside the buffer it does no harm, and stock CRIU does it.
         let bench = Bench::new();
         bench.run(&Sdma::new().copy_with_count(TWO, ONE, 4096));
         assert_eq!(judge.violations(), Vec::<String>::new());
@@ -237,7 +237,7 @@ fn a_list_of_buffers_serves_for_many_submissions() {
 }
 
 #[test]
-fn vram_is_reached_by_copies_alone() {
+fn vram_without_a_cpu_mapping_is_filled_by_copies() {
     isolated(1, |_| {
         let bench = Bench::new();
         let handle = bench.render.create(SIZE, AMDGPU_GEM_DOMAIN_VRAM, 0).unwrap();
@@ -256,7 +256,7 @@ fn vram_is_reached_by_copies_alone() {
     });
 }
 
-/// In MB/s: so little that rings wait instead of computing, for which they share one CPU.
+/// In MB/s: so low that rings wait instead of computing, for which they share one CPU.
 const BANDWIDTH: u64 = 2;
 
 const A_MINUTE: Duration = Duration::from_secs(60);
@@ -277,7 +277,7 @@ fn every_ring_has_the_bandwidth_that_was_asked_for() {
         let right = Duration::from_micros(32 * SIZE / BANDWIDTH);
         let (mut one, mut two) = (Duration::MAX, Duration::MAX);
         let start = Instant::now();
-        // The machine may have other things to do for a while.
+        // Other processes may use this machine's CPUs for a while.
         while (one >= right * 2 || two >= right * 3 / 2) && start.elapsed() < A_MINUTE {
             one = one.min(elapsed(0..1));
             two = two.min(elapsed(0..2));
@@ -289,7 +289,7 @@ fn every_ring_has_the_bandwidth_that_was_asked_for() {
 }
 
 #[test]
-fn what_is_held_back_waits_and_others_and_its_end_do_not() {
+fn held_copies_wait_and_others_and_their_process_s_end_do_not() {
     isolated(1, |scene| {
         let copy = Sdma::new().copy(TWO, ONE, SIZE);
         match scene.role() {
@@ -319,9 +319,9 @@ fn what_is_held_back_waits_and_others_and_its_end_do_not() {
             bench.two.1.read(0, &mut read);
             assert!(!bench.render.wait(submission, 0).unwrap() && read == [0; 64], "it was done");
             let next = bench.submit(0, &copy, &[]).unwrap();
-            held.lets_go(1);
+            held.release(1);
             assert!(bench.render.wait(submission, LATE).unwrap());
-            assert!(!bench.render.wait(next, 0).unwrap(), "one was let go");
+            assert!(!bench.render.wait(next, 0).unwrap(), "one was not held");
             drop(held);
             assert!(bench.render.wait(next, LATE).unwrap());
             bench.two.1.read(0, &mut read);
@@ -331,7 +331,7 @@ fn what_is_held_back_waits_and_others_and_its_end_do_not() {
         let mut killed = scene.peer("held");
         assert_eq!(killed.hear(), "submitted");
         killed.kill();
-        // The module goes when nothing of it is left, and is another's afterwards.
+        // The module is unloaded when nothing of it is left, and belongs to another test afterwards.
         machine.becomes(&[("sdma_rings", "1")]);
         Bench::new().run(&copy);
         drop(held);
@@ -347,14 +347,14 @@ fn owns(scene: &Scene) {
     drop(scene.hear());
 }
 
-/// A process with a buffer, and what was exported of that.
+/// A process with a buffer, and its exported descriptor.
 fn owner(scene: &Scene) -> (Peer, OwnedFd) {
     let mut owner = scene.peer("owner");
     let dmabuf = sys::descriptor_of(owner.pid(), owner.hear().parse().unwrap()).unwrap();
     (owner, dmabuf)
 }
 
-/// Until the driver has taken it apart.
+/// Until the driver has released it.
 fn ends(owner: Peer, judge: &Judge) {
     let processes = judge.alive()["processes"];
     owner.kill();
@@ -363,7 +363,7 @@ fn ends(owner: Peer, judge: &Judge) {
     }
 }
 
-/// As a process's files close, one after the other, when it ends.
+/// Closes files one after the other, as the end of a process does.
 #[test]
 fn a_descriptor_that_closes_while_jobs_run_is_not_forgotten() {
     isolated(1, |scene| {
@@ -379,7 +379,7 @@ fn a_descriptor_that_closes_while_jobs_run_is_not_forgotten() {
         sleep(Duration::from_millis(200));
         let start = Instant::now();
         drop(bench);
-        assert!(start.elapsed() > Duration::from_millis(900), "nothing was waited for");
+        assert!(start.elapsed() > Duration::from_millis(900), "the close did not wait");
         drop((dmabuf, held));
         assert_eq!(judge.violations(), Vec::<String>::new());
     });
@@ -401,7 +401,7 @@ fn memory_that_only_a_job_has_is_no_descriptor_s() {
         bench.render.close_buffer(taken).unwrap();
         drop(dmabuf);
         ends(owner, &judge);
-        // Longer than the judge lets a descriptor be on its way.
+        // Longer than the judge lets a descriptor be in transit.
         sleep(Duration::from_millis(4500));
         assert_eq!(judge.violations(), Vec::<String>::new());
         drop(held);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake serve` and processes with GPUs: what each restore has of it, and what is its own.
+//! `rewake serve` and processes with GPUs: what restores share, and what each has for itself.
 
 use rewake_skip::need;
 use serde_json::Value;
@@ -8,13 +8,13 @@ use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, 
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, isolated};
 
-/// Servers that were dumped, and the machine that they are restored on.
+/// Dumped servers, and the machine that restores them.
 fn dumped<const COUNT: usize>() -> Result<(Machine, [Dumped; COUNT]), &'static str> {
     let machine = Machine::with(&ONE_RING).ok_or(REAL_GPUS)?;
     Ok((machine, Dumped::together(&unreached(), Version::V4_2)?))
 }
 
-/// It runs, and its GPUs stand still for as long as copies are held.
+/// The server runs, and its queues stay evicted for as long as copies are held.
 fn paused(dumped: &Dumped, daemon: &Daemon) -> Restoring {
     let restoring = Restoring::by(daemon, &dumped.criu);
     if !soon(|| is_paused(dumped.server.pid)) {
@@ -23,7 +23,7 @@ fn paused(dumped: &Dumped, daemon: &Daemon) -> Restoring {
     restoring
 }
 
-/// States of its sessions, as it has them now.
+/// States of the agent's sessions.
 fn states(status: &Value) -> Vec<String> {
     let sessions = status["sessions"].as_array().unwrap().iter();
     sessions.map(|session| session["state"].as_str().unwrap().to_owned()).collect()
@@ -110,7 +110,7 @@ fn a_killed_agent_ends_no_streamer() {
     });
 }
 
-/// The driver gives queues of copy engines back by number, and both had the first.
+/// The driver restores queues of copy engines by number, and both had the first.
 #[test]
 fn a_copy_engine_that_another_process_has_is_an_error() {
     isolated(1, |_| {
@@ -122,7 +122,7 @@ fn a_copy_engine_that_another_process_has_is_an_error() {
         let (well, said) = Restoring::by(&daemon, &first.criu).end();
         assert!(!well && said.contains("has a copy engine (SDMA) queue of the same number"), "{said}");
         second.server.ends_well();
-        first.comes_back();
+        first.restores();
         first.server.ends_well();
     });
 }

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's stock plugin dumps the workload and restores it: it was written for the hardware, so what it needs is what
-//! the soft GPU must do. What it cannot do is here too, as the yardstick of this project's own:
+//! CRIU's stock plugin dumps the workload and restores it. It was written for the hardware, so the soft GPU
+//! must have what it needs. Its defects are here too, to compare this project's plugin with:
 //!
-//! * It lets GPUs run on as soon as it has copied their buffers, long before CRIU copies the program's memory. Save areas
-//!   of queues and registered memory are then newer than the queues: work comes back stale, or is done twice.
-//! * Unless the process uses fewer GPUs than the machine has: then it never lets them run again.
-//! * A process with render nodes only, below one that computes: no dump, and queues that stay paused for ever.
-//! * A buffer that processes share: each gets a copy.
-//! * A process that has freed a buffer, and not unmapped it yet: no restore.
+//! * It resumes queues as soon as it has copied the BOs, long before CRIU copies the program's memory. Save
+//!   areas of queues and registered memory are then newer than the queues: work is restored stale, or is done
+//!   twice.
+//! * If the process uses fewer GPUs than the machine has, it never resumes its queues.
+//! * A process with render nodes only, below one that computes: no dump, and queues that stay paused for
+//!   ever.
+//! * A BO that processes share: each gets a copy.
+//! * A process that has freed a BO, and not unmapped it yet: no restore.
 
 use std::path::Path;
 use std::time::Duration;
@@ -16,23 +18,24 @@ use gpu_app::shape::{Mode, Shape};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::judge::{A_WHILE, Gate, LONG};
 use softgpu_tests::server::small;
 use softgpu_tests::{Judge, REAL_GPUS, Server, isolated};
 
-/// A server with an answer under way, about to be dumped, and what dumps it.
+/// A server with an unfinished answer, about to be dumped, and the CRIU that dumps it.
 fn started(shape: &Shape, folder: &Path) -> (Server, Criu) {
     let criu = Criu::with(Plugin::Stock, Version::V4_2, &folder.join("images")).unwrap();
     (Server::start(shape, folder), criu)
 }
 
-/// Dumps and restores it. False where it cannot come back: where queues do not, which is seen; or when a buffer had been freed and was still mapped.
+/// Dumps and restores the server. False where it cannot be restored: where queues cannot, which is checked,
+/// or when a freed BO was still mapped.
 fn dumped_and_restored(server: &mut Server, criu: &Criu, mode: Mode) -> bool {
     criu.dump(server.pid).unwrap();
     server.was_dumped(criu);
     let restored = criu.restore();
-    if !queues_come_back() {
+    if !queues_can_be_restored() {
         let error = restored.unwrap_err().to_string();
         assert!(error.contains("Restore ioctl failed: Invalid argument"), "{error}");
         return false;
@@ -48,9 +51,9 @@ fn dumped_and_restored(server: &mut Server, criu: &Criu, mode: Mode) -> bool {
     true
 }
 
-/// Tokens before a dump, an answer begun before it and finished after the restore, tokens after. What goes on beside
-/// goes on. Here, too, the dump may find a kernel of the answer under way, and copy its save area late.
-fn there_and_back(shape: &Shape) {
+/// Tokens before a dump, an answer begun before it and finished after the restore, tokens after. Other work
+/// continues meanwhile. The dump may interrupt a kernel of the answer here, too, and copy its save area late.
+fn dump_and_restore(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
     if dumped_and_restored(&mut server, &criu, shape.mode) {
@@ -68,14 +71,15 @@ fn take_what_is_stale() {
     }
 }
 
-/// The same in the middle of work: it comes back and answers; what was under way may be stale, or be done twice.
-fn there_and_back_unsound(shape: &Shape) {
+/// The same in the middle of work: the server is restored and answers; unfinished work may be stale, or be
+/// done twice.
+fn dump_and_restore_unsound(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
     if dumped_and_restored(&mut server, &criu, shape.mode) && shape.mode != Mode::Graph {
         server.answers().unwrap();
     }
-    // Killed: a queue that is dead does not let it quit.
+    // Killed: a dead queue keeps it from quitting.
     let pid = server.pid;
     drop(server);
     wait_for_the_end_of(pid).unwrap();
@@ -85,35 +89,35 @@ fn there_and_back_unsound(shape: &Shape) {
 #[test]
 fn one_gpu() {
     isolated(1, |_| {
-        there_and_back(&small());
+        dump_and_restore(&small());
     });
 }
 
 #[test]
 fn two_gpus() {
     isolated(2, |_| {
-        there_and_back(&Shape { gpus: 2, queues: 2, ..small() });
+        dump_and_restore(&Shape { gpus: 2, queues: 2, ..small() });
     });
 }
 
 #[test]
 fn in_the_middle_of_dispatches() {
     isolated(2, |_| {
-        there_and_back_unsound(&Shape { mode: Mode::MidDispatch, gpus: 2, ..small() });
+        dump_and_restore_unsound(&Shape { mode: Mode::MidDispatch, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn a_queue_full_of_work() {
     isolated(2, |_| {
-        there_and_back_unsound(&Shape { mode: Mode::Graph, gpus: 2, ..small() });
+        dump_and_restore_unsound(&Shape { mode: Mode::Graph, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn registered_memory_that_gpus_write() {
     isolated(2, |_| {
-        there_and_back_unsound(&Shape { mode: Mode::Userptr, gpus: 2, ..small() });
+        dump_and_restore_unsound(&Shape { mode: Mode::Userptr, gpus: 2, ..small() });
     });
 }
 
@@ -122,15 +126,15 @@ fn memory_with_attributes_that_gpus_write() {
     isolated(2, |_| {
         // Linux 6.12 has no SVM; the workload's own tests see it refuse.
         if Kfd::open().unwrap().xnack().is_ok() {
-            there_and_back_unsound(&Shape { mode: Mode::Svm, gpus: 2, ..small() });
+            dump_and_restore_unsound(&Shape { mode: Mode::Svm, gpus: 2, ..small() });
         }
     });
 }
 
 #[test]
-fn while_buffers_come_and_go() {
+fn while_buffers_are_allocated_and_freed() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Allocating, ..small() });
+        dump_and_restore(&Shape { mode: Mode::Allocating, ..small() });
     });
 }
 
@@ -139,7 +143,7 @@ fn while_the_cpu_reads_weights() {
     isolated(1, |_| {
         // Without a large BAR there is nothing to read; the workload's own tests see it refuse.
         if Topology::read().unwrap().gpus().all(Node::has_large_bar) {
-            there_and_back(&Shape { mode: Mode::CpuReads, ..small() });
+            dump_and_restore(&Shape { mode: Mode::CpuReads, ..small() });
         }
     });
 }
@@ -147,48 +151,49 @@ fn while_the_cpu_reads_weights() {
 #[test]
 fn two_processes() {
     isolated(1, |_| {
-        there_and_back(&Shape { processes: 2, ..small() });
+        dump_and_restore(&Shape { processes: 2, ..small() });
     });
 }
 
 #[test]
 fn two_processes_on_two_gpus() {
     isolated(2, |_| {
-        there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, ..small() });
+        dump_and_restore(&Shape { gpus: 2, processes: 2, layers: 5, ..small() });
     });
 }
 
 #[test]
 fn while_numbers_change_in_host_memory() {
     isolated(2, |_| {
-        there_and_back(&Shape { mode: Mode::Gtt, gpus: 2, ..small() });
+        dump_and_restore(&Shape { mode: Mode::Gtt, gpus: 2, ..small() });
     });
 }
 
 #[test]
-fn weights_that_the_cpu_cannot_reach() {
+fn weights_that_the_cpu_cannot_access() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::NoAccess, ..small() });
+        dump_and_restore(&Shape { mode: Mode::NoAccess, ..small() });
     });
 }
 
 #[test]
 fn many_small_buffers_and_zeros() {
     isolated(1, |_| {
-        there_and_back(&Shape { small_bos: 301, zero_share: 40, ..small() });
+        dump_and_restore(&Shape { small_bos: 301, zero_share: 40, ..small() });
     });
 }
 
-/// Dumps it while it runs; gives what then stands still, of which nothing does that uses all of the machine's GPUs.
+/// Dumps the server while it runs; returns its gates that stay closed: none if it uses all of the machine's
+/// GPUs.
 fn dumped_running(gpus: usize, looked_at: Duration) -> Vec<Gate> {
     let folder = tempfile::tempdir().unwrap();
     let (server, criu) = started(&Shape { mode: Mode::MidDispatch, gpus, ..small() }, folder.path());
     let app = &server.app;
     app.answer_is(&[7, 8], 12).unwrap();
     criu.dump_running(server.pid).unwrap();
-    let still = Judge::find().map_or_else(Vec::new, |judge| judge.standing_still_for(looked_at));
+    let still = Judge::find().map_or_else(Vec::new, |judge| judge.stopped_for(looked_at));
     if still.is_empty() {
-        app.goes_on(2).unwrap();
+        app.continues(2).unwrap();
         app.answers(&[200], 3).unwrap();
     }
     assert!(still.iter().all(|gate| gate.pid == server.pid), "{still:?}");
@@ -204,7 +209,7 @@ fn a_dump_that_leaves_it_running() {
 }
 
 #[test]
-fn a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are() {
+fn a_dump_of_fewer_gpus_than_the_machine_has_stays_paused() {
     isolated(2, |_| {
         need!(Judge::find(), REAL_GPUS);
         let all = Topology::read().unwrap().gpus().count();
@@ -221,19 +226,19 @@ fn a_process_with_render_nodes_only_is_not_dumped() {
         let error = criu.dump(pid).unwrap_err().to_string();
         assert!(error.contains("Failed to unpause process: Inappropriate ioctl for device"), "{error}");
         let judge = need!(Judge::find(), REAL_GPUS);
-        let still = judge.standing_still_for(A_WHILE);
+        let still = judge.stopped_for(A_WHILE);
         assert_eq!(still.iter().map(|gate| (gate.pid, gate.paused)).collect::<Vec<_>>(), [(pid, true)]);
     });
 }
 
 #[test]
-fn a_shared_buffer_comes_back_as_copies() {
+fn a_shared_buffer_is_restored_as_copies() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { mode: Mode::SharedBo, processes: 2, ..small() };
         let (mut server, criu) = started(&shape, folder.path());
         if dumped_and_restored(&mut server, &criu, shape.mode) {
-            // Wrong from the first token on whose activation goes through the copies.
+            // Wrong from the first token on whose activation is in the copies.
             assert!(server.answers().unwrap_err().to_string().contains("expected"));
             server.app.quit().unwrap();
             wait_for_the_end_of(server.pid).unwrap();

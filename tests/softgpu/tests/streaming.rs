@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Processes that run before their GPUs' memory is there: the gate is shut until it is, and nobody waits for ever.
+//! Processes that run before their GPU memory is resident: the gate is closed until then, and no process
+//! waits for ever.
 
 use std::fs::{self, OpenOptions};
 use std::os::fd::AsFd as _;
@@ -17,14 +18,14 @@ use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, pages, unreached};
 use softgpu_tests::{Held, Judge, Machine, REAL_GPUS, Streamer, isolated, sys};
 
-/// Exit code of a streamer that was asked to stop and had taken nothing over.
+/// Exit code of a streamer that was asked to stop before any handoff.
 const STOPPED: i32 = 143;
 
 /// Copies of 90 MiB take nearly four seconds.
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
 const COPIES: Duration = Duration::from_secs(4);
 
-/// Restores it, asks it something, and ends it; how long `criu restore` took.
+/// Restores it, sends requests, and ends it; returns how long `criu restore` took.
 fn time(dumped: &Dumped, streamer: Option<&mut Streamer>) -> Duration {
     let start = Instant::now();
     dumped.criu.restore().unwrap();
@@ -37,9 +38,9 @@ fn time(dumped: &Dumped, streamer: Option<&mut Streamer>) -> Duration {
     took
 }
 
-fn there_and_back(shape: &Shape) {
+fn dump_and_restore(shape: &Shape) {
     let dumped = need!(Dumped::of(shape, Version::V4_2));
-    let said = dumped.comes_back();
+    let said = dumped.restores();
     assert!(said.contains("the driver lets queues run") && said.contains("queues resumed"), "{said}");
     dumped.server.ends_well();
 }
@@ -49,7 +50,7 @@ fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         let said = dumped.criu.log("restore");
         assert!(said.contains("buffers are loaded in the background"), "{said}");
         drop(held);
@@ -64,7 +65,7 @@ fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
 }
 
 #[test]
-fn restore_time_does_not_grow_with_memory_that_only_gpus_reach() {
+fn restore_time_does_not_grow_with_memory_of_gpus_alone() {
     isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let of = |layer_kib| Dumped::of(&Shape { layer_kib, ..unreached() }, Version::V4_2);
@@ -81,7 +82,7 @@ fn restore_time_does_not_grow_with_memory_that_only_gpus_reach() {
             "copies take no time here, and the bound below means nothing: {at_once:?}"
         );
         let behind = grows(&|dumped| time(dumped, Some(&mut dumped.streamer())));
-        assert!(behind < at_once / 4, "it grows by {behind:?}, and by {at_once:?} where all is loaded first");
+        assert!(behind < at_once / 4, "it grows by {behind:?}, and by {at_once:?} without a background load");
     });
 }
 
@@ -93,7 +94,7 @@ fn by_one_command() {
         let held = Held::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--json", "--", "-d", "-v4"]);
         restoring.says("process is alive");
-        assert!(is_paused(dumped.server.pid), "its memory is there");
+        assert!(is_paused(dumped.server.pid), "its gate is open");
         drop(held);
         let (well, said, timeline) = restoring.ends();
         assert!(well, "{said}");
@@ -111,10 +112,10 @@ fn by_one_command() {
 fn a_second_time_from_one_image() {
     isolated(1, |_| {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.answers().unwrap();
         dumped.ends();
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -122,11 +123,11 @@ fn a_second_time_from_one_image() {
 #[test]
 fn two_processes_on_two_gpus() {
     isolated(2, |_| {
-        there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, layer_kib: 64, ..unreached() });
+        dump_and_restore(&Shape { gpus: 2, processes: 2, layers: 5, layer_kib: 64, ..unreached() });
     });
 }
 
-/// Takes a process's queues off its GPUs once more, as whoever dumps it does, and forgets them.
+/// Evicts a process's queues once more, as a dump does, and does not resume them.
 fn holds_queues_of(pid: u32) {
     let is_driver = |path: &Path| fs::read_link(path).is_ok_and(|of| of == Path::new("/dev/kfd"));
     let files = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|file| file.unwrap().path());
@@ -136,7 +137,7 @@ fn holds_queues_of(pid: u32) {
         sys::seize(pid).unwrap();
         criu::process_info(sys::descriptor_of(pid, number).unwrap().as_fd()).unwrap();
     };
-    // Who traces lets go when it ends.
+    // A tracer that ends releases its tracees.
     thread::scope(|scope| scope.spawn(once).join().unwrap());
 }
 
@@ -145,29 +146,29 @@ fn queues_still_evicted_after_the_gate_opens_are_reported() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         holds_queues_of(dumped.server.pid);
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let said = streamer.said();
-        let told = format!("the driver holds the queues of process {} on GPU ", dumped.server.pid);
-        assert!(said.contains(&told) && said.contains(", 1 times"), "{said}");
+        let held = format!("the driver has evicted the queues of process {} on GPU ", dumped.server.pid);
+        assert!(said.contains(&held) && said.contains(" 1 times more than"), "{said}");
         assert!(!said.contains("the driver lets queues run"), "{said}");
-        // It is left alone.
+        // The streamer leaves it alone.
         dumped.ends();
-        // That was this test's doing.
+        // This test has caused that violation.
         Judge::find().unwrap().take("unpause-out-of-turn");
     });
 }
 
 #[test]
-fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
+fn an_image_that_gets_shorter_never_reads_as_zeros() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         // More than the 16 MiB that are read ahead.
         let shape = Shape { layer_kib: 12 << 10, ..unreached() };
         let dumped = need!(Dumped::of(&shape, Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().set_len(1 << 20).unwrap();
         }
@@ -181,11 +182,11 @@ fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
 }
 
 #[test]
-fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
+fn an_image_that_is_written_meanwhile_ends_the_session() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().write_all_at(&[1], 1 << 20).unwrap();
         }
@@ -213,7 +214,7 @@ fn an_image_that_cannot_be_streamed_is_refused_before_it_runs() {
         assert!(error.contains("contents of 1 bytes by its header"), "{error}");
         wait_for_the_end_of(dumped.server.pid).unwrap();
         kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM).unwrap();
-        // It refused, or was asked to stop and had taken nothing over.
+        // The streamer refused, or was asked to stop before any handoff.
         assert!(matches!(streamer.end().unwrap().code(), Some(1 | STOPPED)), "{}", streamer.said());
     });
 }

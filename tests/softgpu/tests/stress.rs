@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One image, restored again and again at any pace, with a program that does anything before its memory is there, or a server that is busy and
-//! asked: all that it sees and answers is as if it had been there. A few times; `RESTORE_ROUNDS` says how often, `RESTORE_SEED` what it does.
+//! Restores one image again and again, at various rates. A program acts on missing memory, or a busy server
+//! gets requests: every byte and answer must be as with resident memory. `RESTORE_ROUNDS` is the number of
+//! rounds, `RESTORE_SEED` chooses the actions.
 
 use std::fs;
 use std::thread;
@@ -19,12 +20,13 @@ use softgpu_tests::server::small;
 use softgpu_tests::toucher::BUFFERS;
 use softgpu_tests::{Machine, REAL_GPUS, Streamer, Toucher, isolated};
 
-/// Of both versions of CRIU together.
+/// Rounds of both versions of CRIU together.
 const ROUNDS: u64 = 6;
 const SEED: u64 = 0x5eed_0005;
-/// Of the copy rings, 10^6 bytes a second: it takes from nearly two seconds to no time that can be seen.
+/// Rates of the copy rings in 10^6 bytes a second: a load takes from nearly two seconds to an instant.
 const PACES: [&str; 4] = ["5", "10", "40", "400"];
-/// Of eight ends of a round those below this are not left to the program: it ends, executes another, is killed.
+/// A round has one of eight ends. Those below this number end the program: it exits, executes another, or is
+/// killed.
 const LIVES: u64 = 3;
 /// What the kernel writes to a buffer.
 static GIVEN: [u8; 700_001] = [0xa5; 700_001];
@@ -36,7 +38,7 @@ struct Buffer {
     whole: bool,
 }
 
-/// What it does in a round, in order.
+/// The orders of a round.
 fn orders(random: &mut Random) -> Vec<String> {
     let mut buffers = [Buffer { writable: true, whole: true }; BUFFERS];
     (0..random.below(7))
@@ -49,7 +51,7 @@ fn orders(random: &mut Random) -> Vec<String> {
             let what = random.of(&can);
             buffer.writable &= what != "protect";
             buffer.whole &= !what.starts_with("halve");
-            // The last page is another then, or not as it was.
+            // The last page has another content then, or is unmapped.
             let what = if what == "tail" && !buffer.whole { "check" } else { what };
             format!("{what} {which}")
         })
@@ -81,7 +83,7 @@ fn random_orders_to_a_program_with_missing_memory() {
     });
 }
 
-/// What a server does, and is asked, meanwhile.
+/// Modes of the server, and whether it is asked meanwhile.
 const BUSY: [Mode; 3] = [Mode::CpuReads, Mode::Allocating, Mode::NoAccess];
 
 #[test]
@@ -132,7 +134,7 @@ fn serve(dumped: &Dumped, behind: Behind, random: &mut Random) {
     dumped.ends();
 }
 
-/// One round; what went wrong.
+/// One round; returns what went wrong.
 fn restore(
     toucher: &Toucher,
     criu: &Criu,
@@ -149,15 +151,15 @@ fn restore(
         let buffers = if end < LIVES { 0..0 } else { 0..BUFFERS };
         buffers.into_iter().try_for_each(|buffer| toucher.asked(&format!("check {buffer}")))
     });
-    // It may have ended as it was told.
+    // It may have ended by an order.
     let _ = kill(Pid::from_raw(toucher.pid().cast_signed()), Signal::SIGKILL);
     wait_for_the_end_of(toucher.pid())?;
-    // What it was asked last, and did not do any more.
+    // The last order may have no answer.
     let _ = toucher.answered();
     done.with_context(|| streamer.said())
 }
 
-/// What it does before its memory is there.
+/// What the program does while its memory is missing.
 fn act(toucher: &Toucher, orders: &[String], end: u64, random: &mut Random) -> anyhow::Result<()> {
     for order in orders {
         thread::sleep(Duration::from_millis(random.below(300)));

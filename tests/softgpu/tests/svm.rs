@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ordinary memory that GPUs use in place: by attributes, and, with retry faults, by touching it. Where the kernel has no SVM
-//! there is nothing to see; that it says so is seen in `userptr.rs`.
+//! Ordinary memory that GPUs use in place: by attributes, and, with retry faults, by access alone. Kernels
+//! without SVM skip these tests; `userptr.rs` checks that they report it.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ fn share(gpus: &Gpus, start: u64, size: u64) {
     svm::set(gpus.device(0).kfd(), start, size, &access).unwrap();
 }
 
-/// Two mappings of two pages, one behind the other, so that one of them can go away.
+/// Two adjacent mappings of two pages, so that one of them can be unmapped.
 fn neighbours() -> (Mapping, Mapping) {
     let room = Mapping::reserve(4 * PAGE).unwrap();
     let start = room.address();
@@ -54,7 +54,7 @@ fn neighbours() -> (Mapping, Mapping) {
     )
 }
 
-/// A copy engine writes to where nothing is: the fault is told.
+/// A copy engine writes to an unmapped address: the fault is reported.
 fn write_faults(gpus: &Arc<Gpus>, address: u64) {
     let mut queue = SdmaQueue::new(gpus.device(0), gpus.doorbells(0), QueueSpec::default()).unwrap();
     queue.submit(Sdma::new().fill(address, 0, 64).bytes(), PATIENCE).unwrap();
@@ -79,16 +79,16 @@ fn attributes_are_those_that_were_set() {
             all.iter().map(|(_, value)| *value).collect::<Vec<_>>()
         };
         let nowhere = KFD_IOCTL_SVM_LOCATION_UNDEFINED;
-        assert_eq!(values(memory.address()), [nowhere, nowhere, 3, 9], "of memory that nobody has set");
+        assert_eq!(values(memory.address()), [nowhere, nowhere, 3, 9], "of memory without attributes");
         let flags = [(KFD_IOCTL_SVM_ATTR_SET_FLAGS, KFD_IOCTL_SVM_FLAG_GPU_RO)];
         svm::set(kfd, memory.address() + PAGE, PAGE, &flags).unwrap();
         assert_eq!(values(memory.address() + PAGE), [nowhere, nowhere, 11, 9]);
-        assert_eq!(values(memory.address() + 2 * PAGE), [nowhere, nowhere, 3, 9], "of the page behind");
+        assert_eq!(values(memory.address() + 2 * PAGE), [nowhere, nowhere, 3, 9], "of the next page");
     });
 }
 
 #[test]
-fn what_is_unmapped_is_no_longer_reached_and_the_rest_is() {
+fn gpus_cannot_access_unmapped_memory_and_can_the_rest() {
     isolated(1, |_| {
         let gpus = need!(shared_gpu());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -122,7 +122,7 @@ fn access_is_taken_from_a_part() {
 }
 
 #[test]
-fn with_retry_faults_a_touch_is_enough() {
+fn with_retry_faults_an_access_is_enough() {
     isolated(1, |_| {
         let gpus = need!(retrying_gpu());
         assert!(gpus.device(0).kfd().xnack().unwrap());
@@ -133,7 +133,7 @@ fn with_retry_faults_a_touch_is_enough() {
         assert_eq!(memory.load32(2 * PAGE - 4), 0x0404_0404);
         memory.discard().unwrap();
         lane.run(&[copy(memory.address() + PAGE, memory.address())]).unwrap();
-        assert_eq!(memory.load32(PAGE), 0, "the pages of before were given back");
+        assert_eq!(memory.load32(PAGE), 0, "the old pages were unmapped");
         let refused = gpus.device(0).kfd().set_xnack(false).unwrap_err();
         assert_eq!(refused.errno(), Some(libc::EBUSY), "there are queues");
     });

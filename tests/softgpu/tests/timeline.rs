@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What people see of memory that is loaded behind a process: while it is, and afterwards.
+//! What users see of a background load: while it runs, and afterwards.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,19 +15,19 @@ use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
 use softgpu_tests::{Held, Judge, Machine, REAL_GPUS, Server, Streamer, isolated};
 
-/// Bytes that no CPU reaches.
+/// Bytes that no CPU can access.
 const UNREACHED: u64 = 12 << 20;
-/// Chunks of them that come one by one.
+/// Chunks of them that become resident one by one.
 const STEPS: usize = 4;
 
-/// A server that was dumped.
+/// A dumped server.
 struct Dumped {
     server: Server,
     criu: Criu,
     _folder: tempfile::TempDir,
 }
 
-/// The reason where queues do not come back: other tests see that.
+/// The reason where queues cannot be restored: other tests check that.
 fn dumped(shape: &Shape) -> Result<Dumped, &'static str> {
     queues()?;
     let folder = tempfile::tempdir().unwrap();
@@ -43,7 +43,7 @@ fn unreached() -> Shape {
 }
 
 impl Dumped {
-    /// What `rewake status` says, to stdout and stderr, and whether it did well.
+    /// What `rewake status` prints to stdout and stderr, and whether it succeeded.
     fn status(&self, options: &[&str]) -> (String, bool) {
         let rewake = self.criu.of_rewake("status").unwrap().get_program().to_owned();
         let mut command = Command::new(rewake);
@@ -53,7 +53,7 @@ impl Dumped {
         (String::from_utf8(text).unwrap(), done.status.success())
     }
 
-    /// Bytes of its memory, by what is said now.
+    /// Bytes of its memory that are resident now.
     fn resident(&self) -> u64 {
         let (said, _) = self.status(&["--json"]);
         sum(&serde_json::from_str::<Value>(&said).unwrap()["processes"][0], "resident")
@@ -77,7 +77,7 @@ fn of_buffers(images: &Path) -> u64 {
     kfd.flat_map(|image| image.buffers).map(|buffer| buffer.size).sum()
 }
 
-/// Of the memory of all processes and GPUs.
+/// Sum over the memory of all processes and GPUs.
 fn sum(of: &Value, name: &str) -> u64 {
     of["memory"].as_array().unwrap().iter().map(|memory| memory[name].as_u64().unwrap()).sum()
 }
@@ -109,10 +109,10 @@ fn status_answers_during_the_load_and_the_timeline_stays() {
         );
         let (said, _) = dumped.status(&[]);
         assert!(said.contains(" renderD128 ") && said.contains("0 of 1 gates open"), "{said}");
-        // What is to be seen of it little by little.
+        // Values of progress that the test sees.
         for _ in 0..STEPS {
             let before = dumped.resident();
-            held.lets_go(1);
+            held.release(1);
             assert!(soon(|| dumped.resident() > before), "{}", streamer.said());
         }
         drop(held);
@@ -127,7 +127,7 @@ fn status_answers_during_the_load_and_the_timeline_stays() {
     });
 }
 
-/// All of it was there before its process's gate was opened, and came little by little.
+/// All of it was resident before its process's gate opened, and became so chunk by chunk.
 fn is_whole(timeline: &Value, bytes: u64) {
     assert_eq!(timeline["state"], "complete", "{timeline}");
     assert_eq!((sum(timeline, "bytes"), sum(timeline, "resident")), (bytes, bytes), "{timeline}");
@@ -203,7 +203,7 @@ fn buffers_that_become_the_device_are_in_it() {
 }
 
 #[test]
-fn a_load_that_fails_says_why_in_what_it_leaves() {
+fn a_failed_load_leaves_its_reason_in_the_timeline() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&unreached()));
@@ -222,7 +222,7 @@ fn a_load_that_fails_says_why_in_what_it_leaves() {
     });
 }
 
-/// The files with the memory of buffers.
+/// The files with BO contents.
 fn pages(images: &Path) -> Vec<PathBuf> {
     let files = fs::read_dir(images).unwrap().map(|file| file.unwrap().path());
     files.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("amdgpu-pages-")).collect()

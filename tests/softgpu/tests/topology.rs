@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the machine says of its GPUs, from all sides, is one story.
+//! All interfaces report the same GPUs for this machine.
 
 use std::fs;
 
@@ -84,7 +84,7 @@ fn every_gpu_has_a_render_node_of_amdgpu_with_the_same_values() {
             assert!(copies.available_rings <= 0b11, "two entities at most: {:#b}", copies.available_rings);
             assert_eq!((copies.ib_start_alignment, copies.ib_size_alignment), (256, 4));
             for engine in [AMDGPU_HW_IP_GFX, AMDGPU_HW_IP_COMPUTE] {
-                // Present or absent, but answered.
+                // Both answers are valid, but there must be one.
                 render.engine_info(engine).unwrap();
             }
         }

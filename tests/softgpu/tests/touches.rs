@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CPUs that touch device memory before it is there: they wait for that buffer, and see what was in it; what they do to its mappings
-//! meanwhile is as if it had been there.
+//! CPUs access device memory while it is missing: they wait for that buffer, and read its contents. Changes
+//! to its mappings meanwhile have the same effect as with resident memory.
 
 use std::fs;
 use std::path::Path;
@@ -21,40 +21,40 @@ use softgpu_tests::toucher::{Large, pattern};
 use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, isolated};
 
 const TWO: Large = Large { count: 2, mib: 64, full: false };
-/// Copies and fills of one of [`TWO`], by chunks of 2 MiB, those that are under way when it is touched, and some more.
+/// Copies and fills of one of [`TWO`], by chunks of 2 MiB, those in flight at the page fault, and some more.
 const FIRST: u32 = 32 + 10 + 4;
 const FOUR: Large = Large { count: 4, mib: 16, full: false };
-/// More copies and fills than there are of [`FOUR`], by chunks of 2 MiB.
+/// More copies and fills than [`FOUR`] need, by chunks of 2 MiB.
 const ALL: u32 = 1000;
 /// Loading takes 1.4 seconds.
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
 /// What the kernel writes to a buffer.
 static GIVEN: [u8; 700_001] = [0x5a; 700_001];
 
-/// What the streamer says: it was served, or first with a copy.
-const SWAPPED: &str = "touched buffer";
+/// What the streamer logs of a demand load: it swapped the placeholder, or first filled it.
+const SWAPPED: &str = "accessed buffer";
 const COPIED: &str = "a copy for process";
 
-/// A toucher that was dumped.
+/// A dumped toucher.
 struct Dumped {
     toucher: Toucher,
     criu: Criu,
     folder: tempfile::TempDir,
-    /// Dropped, it is as it was.
+    /// Restores the machine's parameters when dropped.
     _machine: Machine,
 }
 
-/// The reason where GPUs are real: nothing holds their copies.
+/// The reason where GPUs are real: no module holds their copies.
 fn dumped(version: Version) -> Result<Dumped, &'static str> {
     dumped_on(&ONE_RING, None, version)
 }
 
-/// One that was asked for something before.
+/// A toucher that got an order before the dump.
 fn dumped_after(order: &str) -> Result<Dumped, &'static str> {
     dumped_on_after(&ONE_RING, None, Version::V4_2, Some(order))
 }
 
-/// With large buffers, if that is told.
+/// With large buffers, if given.
 fn dumped_on(
     machine: &[(&str, &str)],
     large: Option<Large>,
@@ -81,23 +81,24 @@ fn dumped_on_after(
 
 impl Dumped {
     /// Restores it; it runs, and its memory is placeholders for as long as copies are held.
-    fn comes_back(&self) -> (Streamer, Held) {
-        let back = self.comes_back_by(Streamer::start);
+    fn restores(&self) -> (Streamer, Held) {
+        let back = self.restores_by(Streamer::start);
         let said = self.criu.log("restore");
         assert!(said.contains("2 mappings are placeholders until then"), "{said}");
         back
     }
 
-    fn comes_back_by(&self, streamer: impl Fn(&Path) -> anyhow::Result<Streamer>) -> (Streamer, Held) {
+    fn restores_by(&self, streamer: impl Fn(&Path) -> anyhow::Result<Streamer>) -> (Streamer, Held) {
         let (streamer, held) = (streamer(self.criu.images()).unwrap(), Held::streamers());
         self.criu.restore().unwrap();
         assert!(is_paused(self.toucher.pid()), "{}", streamer.said());
         (streamer, held)
     }
 
-    /// Restores it without a touch, and ends it: buffers by the image's numbers, as they came to be there, and what the streamer said.
-    fn comes_back_untouched(&self) -> (Vec<usize>, String) {
-        let (mut streamer, held) = self.comes_back_by(Streamer::start);
+    /// Restores it without a page fault, and ends it. Returns the image's numbers of buffers, in the order in
+    /// which they became resident, and the streamer's log.
+    fn restores_without_faults(&self) -> (Vec<usize>, String) {
+        let (mut streamer, held) = self.restores_by(Streamer::start);
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let said = streamer.said();
@@ -106,16 +107,16 @@ impl Dumped {
         (there(&said), said)
     }
 
-    /// Asks it for something that waits for memory, and waits until it does.
+    /// Sends it an order that waits for memory, and waits until it does.
     fn waits(&self, streamer: &Streamer, order: &str) {
         self.toucher.ask(order).unwrap();
         let waits = soon(|| waits_for_memory(self.toucher.pid()));
         assert!(waits, "{order} does not wait: {}", streamer.said());
     }
 
-    /// Restores it, and asks it before its memory is loaded; what the streamer said.
+    /// Restores it, and sends an order before its memory is loaded; returns the streamer's log.
     fn does_meanwhile(&self, order: &str) -> String {
-        let (mut streamer, held) = self.comes_back();
+        let (mut streamer, held) = self.restores();
         self.waits(&streamer, order);
         drop(held);
         self.toucher.answer().unwrap_or_else(|error| panic!("{order}: {error:#}\n{}", streamer.said()));
@@ -123,12 +124,13 @@ impl Dumped {
         streamer.said()
     }
 
-    /// Whether it runs with its gate open, and does not end: its streamer was killed when all was there.
-    fn goes_on(&self) -> bool {
+    /// Whether it runs with its gate open, since all memory was resident when its streamer was killed; or
+    /// else it ends.
+    fn continues(&self) -> bool {
         let task = Path::new("/proc").join(self.toucher.pid().to_string());
         let decided = soon(|| !is_paused(self.toucher.pid()));
-        assert!(decided, "it stands still, and nobody ends it");
-        // One that is ending has no gate any more, and then no program.
+        assert!(decided, "its queues stay evicted, and no process kills it");
+        // A process that ends loses its gate first, and then its program.
         task.join("exe").exists()
     }
 
@@ -136,7 +138,7 @@ impl Dumped {
         self.toucher.ends();
     }
 
-    /// Each of these orders meanwhile, and all that it has afterwards, in restores of one image.
+    /// Sends each of these orders while memory is missing, then checks all of it, in restores of one image.
     fn obeys(&self, orders: &[&str], how: &str) {
         for order in orders {
             let said = self.does_meanwhile(order);
@@ -152,10 +154,10 @@ impl Dumped {
     }
 }
 
-/// The buffers that a streamer says are there, in the order in which they came.
+/// The buffers that a streamer logs as resident, in that order.
 fn there(said: &str) -> Vec<usize> {
     let number = |line: &str| {
-        let (_, rest) = line.split_once("there: Buffer { process: 0, number: ")?;
+        let (_, rest) = line.split_once("resident: Buffer { process: 0, number: ")?;
         rest.split_once(' ')?.0.parse().ok()
     };
     said.lines().filter_map(number).collect()
@@ -165,29 +167,29 @@ fn there(said: &str) -> Vec<usize> {
 fn the_recorded_working_set_is_loaded_first_in_later_restores() {
     isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(FOUR), Version::V4_2));
-        let (before, _) = dumped.comes_back_untouched();
+        let (before, _) = dumped.restores_without_faults();
         assert_eq!(before.len(), FOUR.count, "{before:?}");
         assert!(before.is_sorted(), "as in the file: {before:?}");
 
-        let (mut streamer, held) = dumped.comes_back_by(Streamer::recording);
+        let (mut streamer, held) = dumped.restores_by(Streamer::recording);
         dumped.waits(&streamer, "tail 3");
-        held.lets_go(ALL);
+        held.release(ALL);
         dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(streamer.said().contains("recorded 1 buffers that CPUs touched"), "{}", streamer.said());
+        assert!(streamer.said().contains("recorded 1 buffers that CPUs accessed"), "{}", streamer.said());
         dumped.ends();
         let record = dumped.criu.images().join("rewake-working-set.json");
         let recorded: serde_json::Value =
             serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
         assert_eq!(recorded["touched"][0]["buffer"], before[3], "{recorded}");
 
-        let (after, said) = dumped.comes_back_untouched();
+        let (after, said) = dumped.restores_without_faults();
         assert_eq!(after, [before[3], before[0], before[1], before[2]], "{said}");
 
-        // One that makes no sense is told of, and makes no difference.
+        // A nonsensical file is reported, and has no effect.
         fs::write(&record, "{").unwrap();
-        let (damaged, said) = dumped.comes_back_untouched();
+        let (damaged, said) = dumped.restores_without_faults();
         assert_eq!(damaged, before, "{said}");
         assert!(said.contains("remove it, or restore with --record"), "{said}");
     });
@@ -202,15 +204,15 @@ fn by_its_own_code() {
 }
 
 #[test]
-fn what_is_touched_comes_before_the_rest() {
+fn demand_loads_are_before_the_background_load() {
     isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(TWO), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.waits(&streamer, "tail 1");
-        // Without having been touched it would be the last.
-        held.lets_go(FIRST);
+        // Without a page fault it would be the last.
+        held.release(FIRST);
         dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
-        assert!(is_paused(dumped.toucher.pid()), "the rest was not let go: {}", streamer.said());
+        assert!(is_paused(dumped.toucher.pid()), "the rest is held: {}", streamer.said());
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         dumped.ends();
@@ -218,19 +220,19 @@ fn what_is_touched_comes_before_the_rest() {
 }
 
 #[test]
-fn by_the_kernel_on_behalf_of_its_only_thread() {
+fn the_kernel_accesses_missing_memory_for_the_only_thread() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
-        // It reads, from a buffer; it writes, and the device has that afterwards.
+        // It reads from a buffer; it writes, and the device has that afterwards.
         dumped.obeys(&["write 1", "read 0"], COPIED);
         assert_eq!(fs::read(dumped.folder.path().join("out")).unwrap(), pattern(1));
-        // A copy that would go beyond what is left of its mapping.
+        // A copy that would go beyond the rest of its mapping.
         dumped.obeys(&["halve-write 0"], COPIED);
     });
 }
 
 #[test]
-fn in_mappings_that_are_changed_meanwhile() {
+fn mappings_may_change_while_their_buffer_is_missing() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         dumped.obeys(&["move 1", "halve 0", "protect 1", "fork 0"], SWAPPED);
@@ -238,13 +240,13 @@ fn in_mappings_that_are_changed_meanwhile() {
 }
 
 #[test]
-fn no_access_is_given_to_what_is_not_there() {
+fn access_rights_to_missing_memory_cannot_be_added() {
     isolated(1, |_| {
         let dumped = need!(dumped_after("hide 0"));
-        let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
+        let (mut streamer, held) = dumped.restores_by(Streamer::start);
         let refused = format!("{:#}", dumped.toucher.asked("protect 0").unwrap_err());
         assert!(refused.contains("Resource temporarily unavailable"), "{refused}\n{}", streamer.said());
-        // It is the device itself, and gives nothing away.
+        // It is the device itself, and shows nothing.
         dumped.toucher.asked("hide 0").unwrap();
         dumped.waits(&streamer, "check 1");
         drop(held);
@@ -272,7 +274,7 @@ fn a_mapping_whose_buffer_was_freed_can_be_unmapped() {
         };
         dumped.criu.restore().unwrap();
         looks();
-        let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
+        let (mut streamer, held) = dumped.restores_by(Streamer::start);
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         looks();
@@ -285,15 +287,15 @@ fn a_mapping_whose_buffer_the_image_lost_is_no_freed_one() {
         let dumped = need!(dumped_after("free 1"));
         let path = dumped.criu.images().join(SHARED_NAME);
         let mut shared = ImageDir::open(dumped.criu.images()).unwrap().shared().unwrap().unwrap();
-        let told: Vec<usize> = shared.freed_mappings.iter().map(|of| of.mappings.len()).collect();
-        assert_eq!(told, [1], "of one process one mapping");
-        // As if the buffer had been in the image, and were not any more.
+        let counts: Vec<usize> = shared.freed_mappings.iter().map(|of| of.mappings.len()).collect();
+        assert_eq!(counts, [1], "of one process one mapping");
+        // As if the buffer had been in the image, and were missing now.
         shared.freed_mappings[0].mappings.clear();
         fs::write(&path, shared.to_bytes()).unwrap();
         let error = dumped.criu.restore().unwrap_err().to_string();
         assert!(error.contains("it had one at the dump"), "{error}");
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
-        // Other plugins tell nothing.
+        // Other plugins report nothing.
         fs::remove_file(&path).unwrap();
         dumped.criu.restore().unwrap();
         dumped.toucher.asked("unmap 1").unwrap();
@@ -302,15 +304,15 @@ fn a_mapping_whose_buffer_the_image_lost_is_no_freed_one() {
 }
 
 #[test]
-fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
+fn a_program_that_executes_another_or_ends_is_released() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.toucher.asked("execute 0").unwrap();
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         dumped.ends();
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.toucher.ask("end 0").unwrap();
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
         drop(held);
@@ -322,14 +324,14 @@ fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
 fn a_program_that_forks_with_missing_buffers_is_killed() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.toucher.ask("bequeath 1").unwrap();
-        let noticed = soon(|| streamer.said().contains("has forked with device memory"));
+        let noticed = soon(|| streamer.said().contains("has forked with missing device memory"));
         drop(held);
         assert!(noticed, "{}", streamer.said());
         assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
-        // Whatever it saw before it was killed.
+        // Whatever it read before it was killed must be right.
         let seen = fs::read_to_string(dumped.folder.path().join("child")).ok();
         assert!(seen.as_deref().is_none_or(|seen| seen == "ok"), "{seen:?}");
         let answer = dumped.toucher.answered();
@@ -341,7 +343,7 @@ fn a_program_that_forks_with_missing_buffers_is_killed() {
 fn killed_while_it_waits() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.waits(&streamer, "check 1");
         dumped.ends();
         drop(held);
@@ -355,8 +357,8 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
         let dumped = need!(dumped_on(&SLOW, None, Version::V4_2));
         let moments = 6;
         for moment in 0..moments {
-            let (mut streamer, held) = dumped.comes_back();
-            // Of both: while it is loaded, while it is put in its place.
+            let (mut streamer, held) = dumped.restores();
+            // Phases of both: while it is loaded, while its placeholder is swapped.
             dumped.waits(&streamer, if moment % 2 == 0 { "check 1" } else { "write 1" });
             drop(held);
             std::thread::sleep(Duration::from_millis(1500) * moment / moments);
@@ -367,11 +369,11 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
             }
             let well = streamer.end().unwrap().success();
             if supervisor.is_some() {
-                // It waits until it is killed by this.
+                // The order waits until this kills the process.
                 recover().unwrap();
             }
-            if well || dumped.goes_on() {
-                // It came too late: all was there.
+            if well || dumped.continues() {
+                // The kill came too late: all was resident.
                 dumped.toucher.answer().unwrap();
                 dumped.toucher.asked("check 0").unwrap();
                 dumped.toucher.asked("check 1").unwrap();
@@ -398,15 +400,19 @@ fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         if !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
-            skip!("CPUs do not reach all memory of these GPUs");
+            skip!("CPUs cannot access all memory of these GPUs");
         }
         let shape = Shape { mode: Mode::CpuReads, layer_kib: 4096, ..small() };
         let dumped = need!(dumped::Dumped::of(&shape, Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
-        assert!(soon(|| waits_for_memory(dumped.server.pid)), "it touches nothing: {}", streamer.said());
+        let (mut streamer, held) = dumped.restores_paused();
+        assert!(
+            soon(|| waits_for_memory(dumped.server.pid)),
+            "it accesses no missing memory: {}",
+            streamer.said()
+        );
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(streamer.said().contains("touched buffer"), "{}", streamer.said());
+        assert!(streamer.said().contains("accessed buffer"), "{}", streamer.said());
         dumped.server.ends_well();
     });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers of several GPUs that have the same bytes: they are found when the image is dumped, and read once when it is restored.
+//! BOs of several GPUs with the same bytes: a dump finds them, and a restore reads them once.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::pair::BYTES;
 use softgpu_tests::{Pair, Streamer, isolated};
 
-/// It, dumped, with the same bytes on both GPUs.
+/// A dumped server, with the same bytes on both GPUs.
 fn dumped(folder: &Path) -> Result<(Pair, Criu), &'static str> {
     queues()?;
     let mut pair = Pair::start_same(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
@@ -20,23 +20,23 @@ fn dumped(folder: &Path) -> Result<(Pair, Criu), &'static str> {
     Ok((pair, criu))
 }
 
-/// Restores it, and looks at every byte; what the streamer said.
-fn comes_back(pair: &Pair, criu: &Criu) -> String {
+/// Restores it, and checks every byte; returns the streamer's log.
+fn restores(pair: &Pair, criu: &Criu) -> String {
     let mut both = Streamer::of_both(criu.images()).unwrap();
     criu.restore_lazily().unwrap();
     assert!(both.end().unwrap().success(), "{}", both.said());
-    assert!(pair.goes_on(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
+    assert!(pair.continues(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
     pair.asked("look").unwrap();
     pair.counts().unwrap();
     both.said()
 }
 
 #[test]
-fn what_two_gpus_have_the_same_is_read_once() {
+fn equal_bytes_of_two_gpus_are_read_once() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));
-        let said = comes_back(&pair, &criu);
+        let said = restores(&pair, &criu);
         let spared = format!("{} of the bytes read for other buffers", BYTES[0]);
         assert!(said.contains(&spared), "{said}");
         pair.ends();
@@ -44,19 +44,19 @@ fn what_two_gpus_have_the_same_is_read_once() {
 }
 
 #[test]
-fn what_was_found_in_another_dump_is_not_believed() {
+fn duplicates_of_another_dump_are_not_used() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));
         let twins = criu.images().join(DUPLICATES_FILE);
         let text = fs::read_to_string(&twins).unwrap();
-        comes_back(&pair, &criu);
-        // By `criu dump`, which does not look for any.
+        restores(&pair, &criu);
+        // By `criu dump`, which does not look for duplicates.
         criu.dump(pair.pid()).unwrap();
         wait_for_the_end_of(pair.pid()).unwrap();
-        assert!(!twins.exists(), "the plugin has left what was found in other pages");
+        assert!(!twins.exists(), "the plugin has left the list of other pages");
         fs::write(&twins, text).unwrap();
-        let said = comes_back(&pair, &criu);
+        let said = restores(&pair, &criu);
         assert!(
             said.contains("rewake-duplicates.json is not used") && said.contains("of another dump"),
             "{said}"

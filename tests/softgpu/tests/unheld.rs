@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where no call can be held (no `bpf` among the kernel's security modules, as on Ubuntu): all memory of CPUs comes before a process with GPUs runs,
-//! and gates are opened together.
+//! Kernels where the filter can delay no call (no `bpf` among the security modules, as on Ubuntu). All CPU
+//! memory is resident before a process with GPUs runs, and gates open together.
 
 use std::fs;
 use std::thread;
@@ -11,15 +11,15 @@ use rewake_ioctl_filter::AttachError;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, soon, unreached};
-use softgpu_tests::streamer::told;
+use softgpu_tests::streamer::number_after;
 use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
 
-/// What the streamer says of it.
+/// What the streamer logs on such a kernel.
 const SAID: &str = "BPF LSM is not available: GPU processes start when all their CPU memory is resident";
-/// Long enough for a gate to be opened that must not be.
+/// Long enough to notice a gate that opens too early.
 const A_WHILE: Duration = Duration::from_millis(500);
 
-/// The reason where it is no such machine; it must be one that was asked to be.
+/// The reason where the kernel can delay calls. A machine that was booted without `bpf` must not.
 fn unheld() -> Result<(), &'static str> {
     let line = fs::read_to_string("/proc/cmdline").unwrap();
     let mut modules = line.split_whitespace().filter_map(|word| word.strip_prefix("lsm="));
@@ -44,8 +44,8 @@ fn machine() -> Result<Machine, &'static str> {
     Ok(machine)
 }
 
-/// Restored, with copies held.
-fn comes_back(criu: &Criu) -> (Streamer, Held) {
+/// Restores the server, with copies held.
+fn restores(criu: &Criu) -> (Streamer, Held) {
     let (both, held) = (Streamer::of_both(criu.images()).unwrap(), Held::streamers());
     criu.restore_lazily().unwrap();
     (both, held)
@@ -56,17 +56,17 @@ fn all_cpu_memory_is_loaded_before_gpu_memory() {
     isolated(1, |_| {
         let _machine = need!(machine());
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut both, held) = comes_back(&dumped.criu);
-        // It answers before it says so.
-        assert!(soon(|| both.said().contains("loading memory of GPUs behind")), "{}", both.said());
+        let (mut both, held) = restores(&dumped.criu);
+        // The streamer answers before it logs this.
+        assert!(soon(|| both.said().contains("loading GPU memory in the background")), "{}", both.said());
         let (waited, said) = (dumped.criu.pages_waited_for(), both.said());
-        // None are waited for where all of it was there when the plugin looked.
-        let before = said.split_once("loading memory of GPUs behind").unwrap().0;
+        // The plugin awaits no page where all of them were resident when it looked.
+        let before = said.split_once("loading GPU memory in the background").unwrap().0;
         let came_first =
-            waited >= told(&said, " lazy_pages=") || before.contains("all CPU memory is resident");
-        assert!(came_first, "{waited} pages came first: {said}");
+            waited >= number_after(&said, " lazy_pages=") || before.contains("all CPU memory is resident");
+        assert!(came_first, "{waited} pages were loaded first: {said}");
         assert!(said.contains(SAID), "{said}");
-        assert!(is_paused(dumped.server.pid), "memory of its GPUs is there");
+        assert!(is_paused(dumped.server.pid), "its gate is open");
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
         dumped.server.ends_well();
@@ -97,7 +97,7 @@ fn by_one_command_memory_of_cpus_is_not_lazy() {
         let held = Held::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--", "-d", "-v4"]);
         restoring.says("process is alive");
-        assert!(is_paused(dumped.server.pid), "memory of its GPUs is there");
+        assert!(is_paused(dumped.server.pid), "its gate is open");
         assert_eq!(dumped.criu.pages_waited_for(), 0);
         drop(held);
         let (well, said) = restoring.end();
@@ -112,8 +112,8 @@ fn processes_are_resumed_together() {
         let _machine = need!(machine());
         let judge = need!(Judge::find(), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
-        let (mut both, held) = comes_back(&dumped.criu);
-        held.lets_go_until_one_is_whole(&dumped.criu, &both);
+        let (mut both, held) = restores(&dumped.criu);
+        held.release_until_one_is_resident(&dumped.criu, &both);
         thread::sleep(A_WHILE);
         assert_eq!(judge.shut(), 2, "{}", both.said());
         drop(held);
@@ -130,14 +130,14 @@ fn gpus_of_a_process_are_resumed_together() {
         let _machine = need!(machine());
         need!(queues());
         let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder.path()).unwrap();
-        let (mut both, held) = comes_back(&criu);
+        let (mut both, held) = restores(&criu);
         let before = pair.counts().unwrap();
-        held.lets_go_until_one_is_whole(&criu, &both);
+        held.release_until_one_is_resident(&criu, &both);
         thread::sleep(A_WHILE);
         assert_eq!(pair.counts().unwrap(), before, "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
-        assert!(pair.goes_on(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
+        assert!(pair.continues(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
         pair.ends();
     });
 }

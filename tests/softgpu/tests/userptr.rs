@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of the program that GPUs reach: it follows what the program does with it, and a page that is missing under
-//! userfaultfd is an error, never a wait.
+//! Registered memory of the program: the GPU's view follows the program's changes. A page that is missing
+//! under userfaultfd is an error, never a wait.
 
 use std::os::fd::AsFd as _;
 
@@ -18,7 +18,7 @@ fn copy(to: u64, from: u64) -> Step {
     Step { gpu: 0, queue: 0, kernel: Kernel::Copy { to, from, bytes: PAGE } }
 }
 
-/// Two pages that nothing is in, watched.
+/// Two pages that are missing, and watched by userfaultfd.
 fn missing() -> (Uffd, Mapping) {
     let memory = Mapping::anonymous(2 * PAGE).unwrap();
     let uffd = Uffd::open(0).unwrap();
@@ -84,7 +84,7 @@ fn shared_memory_with_a_missing_page_is_refused_too() {
 }
 
 #[test]
-fn a_page_given_back_is_followed() {
+fn a_page_that_is_unmapped_and_touched_again_is_followed() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -106,8 +106,8 @@ fn memory_moves_under_a_gpu_at_work() {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let memory = gpus.registered(&vec![0; 1 << 20]).unwrap();
-        // Adds 1 to each word, many times, while pages of another registered range come and go: all queues are
-        // evicted each time, and nothing may be lost or done twice.
+        // Adds 1 to each word, many times, while pages of another registered range are replaced. All queues
+        // are evicted each time, and nothing may be lost or done twice.
         let ones = gpus.registered(&[1, 0, 0, 0].repeat(1 << 18)).unwrap();
         let other = gpus.registered(&[0; 4096]).unwrap();
         let sum = Kernel::Axpy { y: memory.address(), x: ones.address(), words: 1 << 18, a: 1 };

@@ -6,7 +6,7 @@ use rewake_amdgpu_uapi::Kfd;
 use softgpu_tests::app::App;
 use softgpu_tests::isolated;
 
-/// Something small enough for emulation.
+/// A shape that is small enough for emulation.
 fn shape() -> Shape {
     Shape { layers: 3, layer_kib: 64, cache_mib: 2, queues: 1, ..Shape::small() }
 }
@@ -16,7 +16,7 @@ fn answers(shape: &Shape, rounds: u64) {
     let app = App::start(shape, folder.path()).unwrap();
     app.answers(&[1, 2, 3], 4).unwrap();
     if rounds > 0 {
-        app.goes_on(rounds).unwrap();
+        app.continues(rounds).unwrap();
     }
     app.answers(&[200], 3).unwrap();
     app.quit().unwrap();
@@ -76,7 +76,7 @@ fn a_server_answers_while_the_cpu_reads_weights() {
 }
 
 #[test]
-fn a_server_answers_while_buffers_come_and_go() {
+fn a_server_answers_while_buffers_are_allocated_and_freed() {
     isolated(1, |_| {
         answers(&Shape { mode: Mode::Allocating, ..shape() }, 6);
     });
@@ -125,7 +125,7 @@ fn a_server_answers_while_memory_with_attributes_changes() {
 }
 
 #[test]
-fn a_server_answers_from_weights_that_the_cpu_cannot_reach() {
+fn a_server_answers_from_weights_that_the_cpu_cannot_access() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let app = App::start(&Shape { mode: Mode::NoAccess, ..shape() }, folder.path()).unwrap();

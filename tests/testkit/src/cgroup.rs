@@ -79,7 +79,7 @@ impl Cgroup {
     /// Sends a signal to every process, one after the other, as a service manager does.
     pub fn signal(&self, signal: Signal) {
         for pid in self.processes() {
-            // One that has ended meanwhile needs none.
+            // A process that has ended meanwhile needs none.
             let _ = kill(pid, signal);
         }
     }
@@ -92,13 +92,14 @@ impl Cgroup {
         write(&self.path, "cgroup.kill", "1")
     }
 
-    /// Has the group run out of memory: one more process of it allocates without end. The kernel kills all of it.
+    /// Makes the group run out of memory: one more process of it allocates without end. The kernel kills all
+    /// of it.
     ///
     /// # Errors
     /// The kernel refuses, or that process is not killed.
     pub fn run_out_of_memory(&self) -> Result<(), String> {
         let used = self.read("memory.current").trim().parse::<u64>().map_err(|error| error.to_string())?;
-        // Not less than is left when all processes have ended: the kernel would look for more to kill.
+        // Not less than the group has when all processes have ended: the kernel would look for more to kill.
         write(&self.path, "memory.max", &(used + MORE).to_string())?;
         let mut endless = Command::new("tail");
         endless.arg("/dev/zero");
@@ -107,7 +108,7 @@ impl Cgroup {
         if status.signal() == Some(Signal::SIGKILL as i32) { Ok(()) } else { Err(status.to_string()) }
     }
 
-    /// How often the kernel has killed the group for want of memory.
+    /// How often the kernel has killed the group because it was out of memory.
     #[must_use]
     pub fn group_kills(&self) -> usize {
         let events = self.read("memory.events");

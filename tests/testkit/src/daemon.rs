@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::process::{MINUTE, ProcessId as _, output, tail, until, wait_child};
 use crate::programs::rewake;
 
-/// A running `rewake serve` with a socket of its own. Dropping it kills it; streamers run on.
+/// A running `rewake serve` with a socket of its own. Dropping it kills it; streamers continue.
 #[derive(Debug)]
 pub struct Daemon {
     dir: TempDir,
@@ -68,7 +68,7 @@ impl Daemon {
         self.id().pid()
     }
 
-    /// Its number, as the standard library has it.
+    /// Its pid, in the standard library's type.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.child.id()
@@ -101,7 +101,7 @@ impl Daemon {
     /// Asks it to end.
     ///
     /// # Errors
-    /// It is gone already.
+    /// It has ended already.
     pub fn terminate(&self) -> anyhow::Result<()> {
         kill(self.pid(), Signal::SIGTERM).context("SIGTERM to the daemon")
     }
@@ -157,10 +157,10 @@ pub fn restore(criu: impl AsRef<OsStr>, images: &Path) -> anyhow::Result<Command
     Ok(command)
 }
 
-/// The timeline of a restore that must have gone well.
+/// The timeline of a restore that must have succeeded.
 ///
 /// # Errors
-/// It did not, with what it wrote.
+/// It failed, with its output.
 pub fn timeline(output: &Output) -> anyhow::Result<Value> {
     let errors = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "rewake restore: {}\n{errors}", output.status);

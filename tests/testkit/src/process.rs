@@ -15,14 +15,14 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use rewake_process::proc;
 
-/// Time for what happens soon. It is long: machines are busy, and some are emulated.
+/// Time limit of short waits. It is long: machines are busy, and some are emulated.
 pub const MINUTE: Duration = Duration::from_secs(60);
-/// Time between two looks of a wait: a twentieth of what it has lasted, within this.
+/// Polling interval of a wait: a twentieth of its duration, within these limits.
 const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(10)];
 
 /// A number of a process, as the standard library or nix has it.
 pub trait ProcessId: Copy {
-    /// As nix has it.
+    /// The number in nix's type.
     fn pid(self) -> Pid;
     /// The same number in this type.
     fn from_pid(pid: Pid) -> Self;
@@ -48,7 +48,7 @@ impl ProcessId for u32 {
     }
 }
 
-/// Looks at `done` until it gives something or `limit` has passed.
+/// Polls `done` until it returns a value or `limit` has passed.
 pub fn until<T>(limit: Duration, mut done: impl FnMut() -> Option<T>) -> Option<T> {
     let start = Instant::now();
     loop {
@@ -63,7 +63,7 @@ pub fn until<T>(limit: Duration, mut done: impl FnMut() -> Option<T>) -> Option<
     }
 }
 
-/// Whether it is so within a [`MINUTE`].
+/// Whether `done` becomes true within a [`MINUTE`].
 #[must_use]
 pub fn soon(mut is_so: impl FnMut() -> bool) -> bool {
     until(MINUTE, || is_so().then_some(())).is_some()
@@ -83,10 +83,10 @@ pub fn run(command: &mut Command, limit: Duration) -> anyhow::Result<ExitStatus>
     bail!("{command:?} did not end within {limit:?}")
 }
 
-/// Runs a command that must succeed, and returns what it wrote to its standard output.
+/// Runs a command that must succeed, and returns its standard output.
 ///
 /// # Errors
-/// It cannot be started, or fails; with what it wrote to its standard error.
+/// It cannot be started, or fails; with its standard error.
 pub fn output(command: &mut Command) -> anyhow::Result<String> {
     let output = command.output().with_context(|| format!("start {command:?}"))?;
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -119,7 +119,7 @@ pub fn stop_command<P: ProcessId>(processes: &[P]) -> String {
 
 /// Waits for a child of this process; none when it still runs at the limit.
 pub fn wait_child(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
-    // An error means that it is no child any more: nothing to wait for, the caller's time limit reports it.
+    // An error means that it is no child any more; the caller's time limit reports that.
     until(limit, || child.try_wait().ok().flatten())
 }
 
@@ -136,7 +136,8 @@ pub fn wait_pid(pid: Pid, limit: Duration) -> Result<Option<WaitStatus>, Errno> 
     .transpose()
 }
 
-/// Makes this process the one that orphans of its children fall to, so that restored targets can be waited for.
+/// Makes this process the parent of its descendants' orphans (subreaper), so that it can wait for restored
+/// targets.
 ///
 /// # Errors
 /// The kernel refuses, which it does not.
@@ -150,14 +151,14 @@ pub fn parent(pid: Pid) -> Option<Pid> {
     proc::status(pid.as_raw()).map(|status| Pid::from_raw(status.parent))
 }
 
-/// Whether all threads of a process have ended, so that its descriptors are closed: it is gone or a zombie.
+/// Whether all threads of a process have ended, so that its descriptors are closed: it has ended or is a zombie.
 #[must_use]
 pub fn has_ended<P: ProcessId>(process: P) -> bool {
     let pid = process.pid().as_raw();
     proc::status(pid).is_none_or(|status| status.has_ended()) && proc::threads(pid).len() <= 1
 }
 
-/// Whether a process sleeps until a signal comes, or is stopped.
+/// Whether a process sleeps until a signal arrives, or is stopped.
 #[must_use]
 pub fn sleeps_or_is_stopped<P: ProcessId>(process: P) -> bool {
     proc::status(process.pid().as_raw()).is_some_and(|status| "STt".contains(status.state))
@@ -219,10 +220,10 @@ pub fn waits_in_a_page_fault<P: ProcessId>(process: P) -> bool {
     proc::threads(pid).into_iter().any(|thread| place(thread).contains("userfault"))
 }
 
-/// The supervisor of the streamer that is a child of this process, and its workers, of which there is one at least.
+/// The supervisor of the streamer that is a child of this process, and its workers, at least one.
 ///
 /// # Panics
-/// There is none.
+/// No streamer runs.
 #[must_use]
 pub fn streamer_of<P: ProcessId>(parent: P) -> (P, Vec<P>) {
     let is_one =
@@ -258,7 +259,7 @@ pub fn signal_group<P: ProcessId>(leader: P, signals: &[Signal]) {
 pub fn kill_all(pids: &[Pid]) {
     let pids: BTreeSet<Pid> = pids.iter().copied().collect();
     for pid in &pids {
-        // Already gone is as good.
+        // It may have ended already.
         let _ = kill(*pid, Signal::SIGKILL);
     }
     for pid in &pids {
@@ -277,7 +278,7 @@ pub fn last_lines(text: &str, count: usize) -> String {
 /// The last lines of a file, for failure reports.
 #[must_use]
 pub fn tail(path: &Path, lines: usize) -> String {
-    let Ok(bytes) = fs::read(path) else { return format!("--- {}: not there\n", path.display()) };
+    let Ok(bytes) = fs::read(path) else { return format!("--- {}: missing\n", path.display()) };
     let text = String::from_utf8_lossy(&bytes);
     format!("--- {} ({} lines)\n{}\n", path.display(), text.lines().count(), last_lines(&text, lines))
 }

@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 /// variable, if it is set, names another place.
 ///
 /// # Errors
-/// There is none; with the command that makes it.
+/// It does not exist; the error names the command that builds it.
 pub fn beside(variable: &str, name: &str, command: &str) -> anyhow::Result<PathBuf> {
     let found = match env::var_os(variable) {
         Some(given) => Some(given.into()).filter(|path: &PathBuf| path.exists()),
@@ -22,10 +22,10 @@ pub fn beside(variable: &str, name: &str, command: &str) -> anyhow::Result<PathB
     found.with_context(|| format!("no {name} beside the tests: run `{command}`, or set {variable}"))
 }
 
-/// The program `rewake`: `REWAKE_BIN`, or the one that is built beside the tests.
+/// The program `rewake`: `REWAKE_BIN`, or `rewake` in the folder of built programs.
 ///
 /// # Errors
-/// There is none.
+/// It is not built.
 pub fn rewake() -> anyhow::Result<PathBuf> {
     beside("REWAKE_BIN", "rewake", "cargo build -p rewake")
 }

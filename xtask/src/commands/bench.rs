@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask bench`: `lazy`, the same image through stock CRIU and through rewake; `plugin`, the same process on GPUs
-//! through CRIU's own plugin and through this project's; `behind`, how soon a process runs whose memory comes later, when
-//! it answers, and how fast its memory comes;
-//! `engine`, what loads GPUs' memory beside memcpy and the disk;
-//! `programs`, when a restored Python, Node or Java server answers.
+//! `cargo xtask bench`. `lazy`: the same image through stock CRIU and through rewake. `plugin`: the same
+//! process on GPUs through CRIU's own plugin and through this project's. `behind`: how soon a process runs
+//! with a background load, when it answers, and the rate of the load. `engine`: the loader of GPU memory,
+//! compared with memcpy and the disk. `programs`: when a restored Python, Node or Java server answers.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -15,7 +14,7 @@ use anyhow::{Context as _, ensure};
 use super::plugin::{self, Profile};
 use crate::{program, repository, root, setup, vm};
 
-/// What the programs of `bench programs` run on. A `node` that is on the PATH already is used as it is.
+/// Packages for the programs of `bench programs`. A `node` that is on the PATH already is used as it is.
 const INTERPRETERS: [&str; 2] = ["python3-numpy", "default-jdk-headless"];
 const NODE: [&str; 1] = ["nodejs"];
 
@@ -52,18 +51,19 @@ pub(crate) fn engine(more: &[&str]) -> anyhow::Result<()> {
     Err(error).with_context(|| format!("start {}", bench.display()))
 }
 
-/// A machine in which plugins, or ways to restore, are compared. Both speeds are so low that they decide, and not the emulated processor.
+/// A machine in which plugins, or kinds of restores, are compared. Both rates are so low that they are the
+/// limit, and not the emulated processor.
 #[derive(Debug)]
 struct Machine {
     name: &'static str,
-    /// Of the disk, in 10^6 bytes a second.
+    /// The rate of the disk, in 10^6 bytes a second.
     disk_mbps: u32,
     module_arguments: &'static str,
     options: &'static [&'static str],
 }
 
-/// One ring each, so that a GPU copies at `copy_mbps`: of several, CRIU's own plugin uses one. The slower the machine, the
-/// less is moved: all of them together take ten minutes.
+/// One ring each, so that a GPU copies at `copy_mbps`: of several, CRIU's own plugin uses one. A slower
+/// machine moves fewer bytes: all of them together take ten minutes.
 const MACHINES: [Machine; 4] = [
     Machine { options: &["--small-bos", "1000"], ..EVEN },
     SLOW_DISK,
@@ -75,10 +75,10 @@ const MACHINES: [Machine; 4] = [
         options: &["--rounds", "2", "--mib", "240", "--gpus", "2"],
     },
 ];
-/// Those of memory that comes behind. CPUs' memory comes in the first, as much as the GPU's.
+/// Machines for background loads. In the first the image has as much CPU memory as GPU memory.
 const BEHIND: [Machine; 5] = [
     Machine { options: &["--own-mib", "128"], ..EVEN },
-    // As long as it takes for what is done once to be little of it.
+    // Large enough that fixed costs are a small part of the time.
     Machine {
         name: "a long image: disk and copies at 40 MB/s",
         options: &["--rounds", "2", "--mib", "512"],
@@ -111,30 +111,31 @@ const SLOW_COPIES: Machine = Machine {
     module_arguments: "sdma_rings=1 copy_mbps=20",
     options: &["--rounds", "2", "--mib", "80"],
 };
-/// Room for two images of the largest process and the files of plain loops.
+/// Space for two images of the largest process and the files of plain loops.
 const DISK_MIB: u32 = 2600;
 const MEMORY_MIB: u32 = 6000;
 
-/// Runs `rewake-bench plugin` in each machine, with `more` passed through; tables come on standard output.
+/// Runs `rewake-bench plugin` in each machine, with `more` passed through; prints tables to standard output.
 pub(crate) fn plugin(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
     let programs = Programs::build()?;
     MACHINES.iter().try_for_each(|machine| machine.run("plugin", &programs, more))
 }
 
-/// Room for the images, which are mostly holes, and for 8 GiB on the GPU.
+/// Space for the images, which are mostly holes, and for 8 GiB on the GPU.
 const BEHIND_MEMORY_MIB: u32 = 13_000;
 /// 8 GiB are made and dumped first.
 const BEHIND_TIME_LIMIT: Duration = Duration::from_secs(1800);
 
-/// Runs `rewake-bench behind` in each machine, then `measure-behind` in one of its own; tables come on standard output.
+/// Runs `rewake-bench behind` in each machine, then `measure-behind` in one of its own; prints tables to
+/// standard output.
 pub(crate) fn behind() -> anyhow::Result<()> {
     root::become_root()?;
     let programs = Programs::build()?;
     repository::build_release("softgpu-tests", "toucher")?;
     let measure = repository::build_release("softgpu-tests", "measure-behind")?;
     BEHIND.iter().try_for_each(|machine| machine.run("behind", &programs, &[]))?;
-    println!("\n### by how much memory there is\n");
+    println!("\n### by the size of memory\n");
     let mut options = vm::Options::new(programs.command(&measure));
     "gpus=1 gfx=90a vram_mib=9216".clone_into(&mut options.module_arguments);
     options.memory = BEHIND_MEMORY_MIB;
@@ -144,7 +145,7 @@ pub(crate) fn behind() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What runs in machines, built for speed.
+/// Programs that run in machines, built for speed.
 struct Programs {
     bench: PathBuf,
     app: PathBuf,
@@ -162,7 +163,7 @@ impl Programs {
         })
     }
 
-    /// A program that finds the others.
+    /// A shell command prefix that names the other programs.
     fn command(&self, program: &Path) -> Vec<String> {
         let of = |name: &str, path: &Path| format!("{name}={}", path.display());
         vec![
@@ -176,7 +177,7 @@ impl Programs {
 }
 
 impl Machine {
-    /// Runs this comparison of `rewake-bench`, with `more` behind the machine's own options.
+    /// Runs this comparison of `rewake-bench`, with `more` after the machine's own options.
     fn run(&self, comparison: &str, programs: &Programs, more: &[&str]) -> anyhow::Result<()> {
         println!("\n### {}\n", self.name);
         let code = vm::boot(&self.options(comparison, programs, more))?;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask codegen`: writes the code that is generated from `proto/` and from the kernel's headers anew.
+//! `cargo xtask codegen`: writes the code that is generated from `proto/` and from the kernel's headers
+//! again.
 
 use crate::{program, repository, vm};
 
@@ -8,8 +9,8 @@ const PROTO: &str = "xtask";
 /// The package whose code is generated from the kernel's headers.
 const KERNEL: &str = "rewake-amdgpu-uapi";
 
-/// `proto/` needs no set-up: the generator is pure Rust, and the test that compares its output also blesses it. The
-/// headers are those of the virtual machine's Debian, which is made first if there is none.
+/// `proto/` needs no set-up: the generator is pure Rust, and the test that compares its output also blesses
+/// it. The headers are those of the virtual machine's Debian, which is made first if it is missing.
 pub(crate) fn run() -> anyhow::Result<()> {
     program::run(generate(PROTO).env("REWAKE_BLESS", "1"))?;
     let headers = vm::headers()?;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask stress everyday`: what everyday events cost this build. Each row of the table is a test of the suite.
+//! `cargo xtask stress everyday`: the effect of everyday events on this build. Each row of the table is a
+//! test of the suite.
 
 use std::process::Command;
 
@@ -12,7 +13,7 @@ use crate::{program, repository, setup};
 #[derive(Debug)]
 struct Row {
     event: &'static str,
-    /// What the test accepts, and nothing else.
+    /// The outcome that the test requires.
     outcome: &'static str,
     program: &'static str,
     test: &'static str,
@@ -27,7 +28,7 @@ const ROWS: [Row; 9] = [
     },
     Row {
         event: "the same, CRIU has no plugin",
-        outcome: "the dump fails; the program runs on",
+        outcome: "the dump fails; the program continues",
         program: "hollow",
         test: "without_the_plugin_criu_refuses_and_the_program_runs_on",
     },
@@ -47,13 +48,13 @@ const ROWS: [Row; 9] = [
         event: "another image in the directory's place, worker killed",
         outcome: "the successor serves the session's own image",
         program: "refused",
-        test: "a_successor_serves_on_with_another_image_at_the_path",
+        test: "a_successor_serves_with_another_image_at_the_path",
     },
     Row {
         event: "another image in the directory's place, all killed",
         outcome: "`rewake recover` serves the session's own image",
         program: "recover",
-        test: "another_image_of_the_same_pid_in_its_place_is_not_served",
+        test: "another_image_at_the_same_path_is_not_served",
     },
     Row {
         event: "cgroup.kill, systemctl stop while memory is missing",
@@ -90,7 +91,7 @@ pub(super) fn run() -> anyhow::Result<()> {
     let other = setup::run_other_than(&criu).ok();
     let environment = super::test::environment(&criu, other.as_ref())?;
     program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
-    // All targets: CRIU's plugins are among them.
+    // All targets, including CRIU's plugins.
     program::run(repository::cargo().args(["test", "--release", "--package", "rewake-tests", "--no-run"]))?;
     let results = ROWS.iter().map(|row| row.result(&environment)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut git = Command::new("git");
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_with_another_outcome_does_not_show_the_one_that_was_wanted() {
+    fn an_event_with_another_outcome_shows_that_outcome() {
         let mut results = [Result::AsWanted; ROWS.len()];
         results[0] = Result::Failed;
         let table = table("abc", &results);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask figures`: counts by which the structure of the product is judged. Tests, benchmarks and generated code
-//! do not count.
+//! `cargo xtask figures`: counts that describe the structure of the product. Tests, benchmarks and generated
+//! code do not count.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,7 +13,7 @@ use crate::tidy::{self, rust::first_test_line};
 
 /// Folders of the product.
 const PRODUCT: [&str; 3] = ["crates", "plugin", "page-server"];
-/// Folders and files inside them that are no product.
+/// Folders and files inside them that are not part of the product.
 const OTHERS: [&str; 5] = ["tests", "generated", "generated.rs", "tests.rs", "examples"];
 
 /// Names that one type of each crate may have, with the reason.
@@ -99,8 +99,8 @@ fn names(sources: &[Source]) -> BTreeMap<String, Vec<String>> {
     names
 }
 
-/// Groups of more than two files of a crate that import each other in a circle. A module and those inside it are one
-/// house: imports between them do not count.
+/// Groups of more than two files of a crate that import each other in a circle. A module and its submodules
+/// count as one: imports between them are ignored.
 fn circles(sources: &[Source]) -> Vec<Vec<String>> {
     let files: BTreeMap<Vec<String>, usize> =
         sources.iter().enumerate().map(|(at, source)| (module(source), at)).collect();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `cargo xtask` does once the machine is set up.
+//! The commands of `cargo xtask` after the machine's set-up.
 
 pub(crate) mod bench;
 pub(crate) mod codegen;

@@ -36,7 +36,7 @@ pub(crate) fn run(profile: Profile) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds the plugins; gives the folder that has them and nothing else.
+/// Builds the plugins; returns the folder that has them and nothing else.
 pub(crate) fn make(profile: Profile) -> anyhow::Result<PathBuf> {
     let mut cargo = repository::cargo();
     cargo.args(["build", "--lib"]);
@@ -56,14 +56,14 @@ pub(crate) fn make(profile: Profile) -> anyhow::Result<PathBuf> {
 /// Copies a built plugin into the folder.
 fn place(package: &str, folder: &Path) -> anyhow::Result<()> {
     let built = folder.with_file_name(format!("lib{package}.so"));
-    // Renamed into place: a CRIU that has the old file mapped keeps it, and none loads half of the new one.
+    // Renamed into place: a CRIU that has mapped the old file keeps it, and none loads half of the new one.
     let fresh = folder.with_added_extension(format!("new-{}", std::process::id()));
     fs::copy(&built, &fresh).with_context(|| format!("copy {} to {}", built.display(), fresh.display()))?;
     let place = folder.join(format!("{package}.so"));
     fs::rename(&fresh, &place).with_context(|| format!("rename {} to {}", fresh.display(), place.display()))
 }
 
-/// Where it is, or would be.
+/// The file's path, built or not.
 pub(crate) fn folder(profile: Profile) -> anyhow::Result<PathBuf> {
     Ok(repository::target()?.join(profile.folder()).join(FOLDER))
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask stress NAME`: random tests for as many rounds as wanted. The suite runs a few rounds of each.
+//! `cargo xtask stress NAME`: random tests with any number of rounds. The suite runs a few rounds of each.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail, ensure};
 use super::everyday;
 use crate::{program, repository, setup, vm};
 
-/// A campaign that hangs ends: the longest takes a quarter of an hour on a quiet machine.
+/// Time limit of a campaign: the longest takes a quarter of an hour on a quiet machine.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
 
 /// The one without rounds and seed: a table.
@@ -19,7 +19,7 @@ const EVERYDAY: &str = "everyday";
 enum Place {
     /// Here, with both versions of CRIU.
     Host,
-    /// In a machine of the suite, this one where none is named.
+    /// In a machine of the suite, this one by default.
     Machine(&'static str),
 }
 
@@ -33,7 +33,7 @@ struct Campaign {
     programs: &'static [&'static str],
     /// Which of their tests; none: all.
     test: Option<&'static str>,
-    /// The variable that says how many rounds, and how many there are where nobody says.
+    /// The variable with the number of rounds, and its default.
     rounds: Option<(&'static str, u32)>,
     /// The variable of the seed.
     seed: Option<&'static str>,
@@ -55,7 +55,7 @@ const CAMPAIGN: Campaign = Campaign {
 const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "restore-touched",
-        what: "a program that touches, maps and forks while its GPUs' memory is missing",
+        what: "a program that accesses, maps and forks while its GPU memory is missing",
         programs: &["stress"],
         test: Some("random_orders_to_a_program_with_missing_memory"),
         rounds: Some(("RESTORE_ROUNDS", 200)),
@@ -64,7 +64,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     },
     Campaign {
         name: "restore-asked",
-        what: "a busy server that is asked while its memory is missing",
+        what: "a busy server that gets requests while its memory is missing",
         programs: &["stress"],
         test: Some("requests_to_a_server_with_missing_memory"),
         rounds: Some(("RESTORE_ROUNDS", 200)),
@@ -89,7 +89,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     },
     Campaign {
         name: "kill-server",
-        what: "the page server's processes are killed at random moments; memory of CPUs only",
+        what: "the page server's processes are killed at random moments; CPU memory only",
         place: Place::Host,
         programs: &["killed_daemon"],
         rounds: Some(("REWAKE_KILLS", 200)),
@@ -107,7 +107,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     },
     Campaign {
         name: "dump-missing",
-        what: "dumps at random moments while memory is missing; what was dumped is restored and compared",
+        what: "dumps at random moments while memory is missing; the dumps are restored and compared",
         place: Place::Host,
         programs: &["hollow"],
         rounds: Some(("REWAKE_DUMPS", 200)),
@@ -132,7 +132,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     },
     Campaign {
         name: "damaged-images",
-        what: "images of GPUs' memory with random damage are restored",
+        what: "images of GPU memory with random damage are restored",
         programs: &["plugin_images"],
         test: Some("random_damage_does_no_harm"),
         rounds: Some(("PLUGIN_DAMAGES", 200)),
@@ -147,7 +147,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     },
 ];
 
-/// The list of campaigns, for people.
+/// The list of campaigns, for users.
 pub(crate) fn help() -> String {
     let mut help = "cargo xtask stress NAME [--rounds N] [--seed N] [--machine NAME]\n\n".to_owned();
     for campaign in &CAMPAIGNS {
@@ -156,7 +156,7 @@ pub(crate) fn help() -> String {
         help += &format!("  {:18} {}{rounds}{seed}\n", campaign.name, campaign.what);
     }
     help += &format!(
-        "  {EVERYDAY:18} what everyday events cost: a table of events and outcomes, from tests of the suite\n"
+        "  {EVERYDAY:18} effects of everyday events: a table of events and outcomes, from tests of the suite\n"
     );
     help += "\nThose with GPUs run in the suite's machine 6.12-90a, or in the one that --machine names.\n";
     help
@@ -195,7 +195,7 @@ fn on_host(campaign: &Campaign, options: &Options<'_>) -> anyhow::Result<()> {
     program::run(cargo.envs(environment).envs(options.environment.iter().map(|(name, value)| (name, value))))
 }
 
-/// What a campaign is asked for.
+/// Options of a campaign.
 #[derive(Debug, PartialEq, Eq)]
 struct Options<'a> {
     machine: Option<&'a str>,

@@ -12,16 +12,17 @@ use crate::record::Record;
 use crate::setup::{self, Criu};
 use crate::{program, repository, tidy, vm};
 
-/// Files that one test run keeps open at most, with room: userfaultfds, sockets and images of many processes.
+/// Files that one test run keeps open at most: userfaultfds, sockets and images of many processes, with some
+/// to spare.
 const OPEN_FILES: u64 = 16_384;
 
 /// Packages for single tests: containers, and the Python program of `bench programs`.
 const PACKAGES: [&str; 2] = ["runc", "python3-numpy"];
 
-/// Programs that took less are not in the list of times.
+/// Programs that took less time are not in the list of times.
 const SHOWN: Duration = Duration::from_secs(1);
 
-/// What `--quick` says at its end.
+/// What `--quick` prints at its end.
 const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test with CRIU \
     (tests/tests), containers, and the virtual machines with the software GPU; `cargo xtask test` runs them";
 
@@ -34,7 +35,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let mut environment = environment(&criu, other.as_ref().ok())?;
     let mut report = Report::default();
     report.step("the kernel's headers", || {
-        // What the generated code is compared with.
+        // The generated code is compared with these.
         let headers = vm::headers()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
         environment.push(("REWAKE_UAPI", headers));
         Ok(())
@@ -77,7 +78,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     report.end()
 }
 
-/// What needs no CRIU, no virtual machine and no root: style, and the tests inside crates.
+/// Checks that need no CRIU, no virtual machine and no root: style, and the tests inside crates.
 pub(crate) fn quick() -> anyhow::Result<()> {
     let mut report = Report::default();
     style(&mut report);
@@ -100,7 +101,7 @@ fn style(report: &mut Report) {
     });
 }
 
-/// Runs cargo's tests, and notes what ran.
+/// Runs cargo's tests, and notes which ran.
 fn tests(arguments: &[&str], environment: &[(&str, String)], record: &mut Record) -> anyhow::Result<()> {
     let mut command = repository::cargo();
     command.args(arguments).envs(environment.iter().map(|(name, value)| (name, value)));
@@ -109,7 +110,7 @@ fn tests(arguments: &[&str], environment: &[(&str, String)], record: &mut Record
     Ok(())
 }
 
-/// Prints how long programs took and which tests did not run; an error where the list says otherwise.
+/// Prints the times of programs and the tests that did not run; an error where the list differs.
 fn as_expected(record: &Record, whole: bool) -> anyhow::Result<()> {
     let mut programs: Vec<_> = record.programs.iter().collect();
     programs.sort_by_key(|program| std::cmp::Reverse(program.time));
@@ -122,7 +123,7 @@ fn as_expected(record: &Record, whole: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the tests read: the CRIUs to drive and the daemon to try.
+/// The environment of the tests: the CRIUs and the daemon to use.
 pub(super) fn environment(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<Vec<(&'static str, String)>> {
     let text = |path: &std::path::Path| {
         path.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", path.display()))
@@ -180,14 +181,14 @@ fn open_files(limits: &str) -> Option<(u64, u64)> {
     Some((numbers.next()??, numbers.next()??))
 }
 
-/// What ran, for how long, and how it ended.
+/// The steps that ran, their times and results.
 #[derive(Debug, Default)]
 struct Report {
     steps: Vec<(&'static str, Duration, Option<String>)>,
 }
 
 impl Report {
-    /// Runs one step, whatever happened before it; true if it succeeded.
+    /// Runs one step, whatever the result of earlier ones; true if it succeeded.
     fn step(&mut self, name: &'static str, act: impl FnOnce() -> anyhow::Result<()>) -> bool {
         println!("\n== {name}");
         let start = Instant::now();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The CRIU to work with: the caller's, the machine's, or Debian's own, unpacked.
+//! Finds a CRIU: the caller's, the machine's, or Debian's own, unpacked.
 
 use std::env;
 use std::fmt;
@@ -33,7 +33,7 @@ pub(super) const OLDEST: Version = Version([4, 1, 1]);
 pub(crate) struct Criu {
     /// Absolute.
     pub(crate) path: PathBuf,
-    /// What it says of itself.
+    /// Its version text.
     pub(crate) version: Version,
 }
 
@@ -115,7 +115,8 @@ mod tests {
     fn a_criu_that_is_too_old_is_refused_by_name() {
         let path = env::temp_dir().join(format!("rewake-old-criu-{}", std::process::id()));
         let text = "#!/bin/sh\necho 'Version: 3.17.1'\n";
-        // By a shell: a program that this process writes cannot be run while a child of another test has it open too.
+        // Written by a shell: a program that this process writes cannot be run while a child of another test
+        // has it open too.
         let mut write = Command::new("sh");
         write.args(["-c", "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\""]).arg(&path).arg(text);
         assert!(write.status().unwrap().success());

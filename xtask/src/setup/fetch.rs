@@ -68,11 +68,11 @@ pub(super) fn criu(suite: Suite) -> anyhow::Result<Criu> {
     Criu::probe(&wrapper, suite.oldest()).with_context(|| format!("CRIU of Debian {suite}"))
 }
 
-/// Builds everything in a folder beside, and renames that into place when it has been seen to work.
+/// Builds everything in a temporary folder, and renames that into place after a check.
 fn fetch(suite: Suite, home: &Path) -> anyhow::Result<()> {
     let candidates = super::archives()?;
     clear_partials(home)?;
-    // A killed set-up's apt may still be writing into its own.
+    // The apt of a killed set-up may still write into its own folder.
     let partial = home.with_extension(format!("partial-{}", std::process::id()));
     let mut refusals = Vec::new();
     for archive in candidates {
@@ -93,7 +93,7 @@ fn fetch(suite: Suite, home: &Path) -> anyhow::Result<()> {
     )
 }
 
-/// Removes what set-ups that were killed left.
+/// Removes the folders of killed set-ups.
 fn clear_partials(home: &Path) -> anyhow::Result<()> {
     let Some(folder) = home.parent().filter(|folder| folder.is_dir()) else { return Ok(()) };
     for file in fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))? {
@@ -128,8 +128,8 @@ pub(super) fn sources(os_release: &str, etc_apt: &Path) -> anyhow::Result<Vec<ap
     Ok(candidates)
 }
 
-/// CRIU's package and all it depends on down to libc, into `partial/apt`, by an apt that shares nothing with the
-/// system's but its keys, proxies and certificates.
+/// Downloads CRIU's package and all its dependencies down to libc into `partial/apt`. The apt shares nothing
+/// with the system's except its keys, proxies and certificates.
 fn download(partial: &Path, source: &str) -> anyhow::Result<Vec<PathBuf>> {
     let state = partial.join("apt");
     let archives = state.join("cache/archives");
@@ -177,12 +177,12 @@ fn apt_options(state: &Path) -> Vec<(&'static str, String)> {
         ("APT::Default-Release", String::new()),
         ("APT::Architecture", "amd64".to_owned()),
         ("APT::Architectures", "amd64".to_owned()),
-        // A download that fails is an error, not a remark.
+        // A failed download is an error, not a warning.
         ("APT::Update::Error-Mode", "any".to_owned()),
         ("Acquire::Languages", "none".to_owned()),
         ("Acquire::PDiffs", "false".to_owned()),
         ("Acquire::Retries", "3".to_owned()),
-        // A mirror's snapshot may be older than its signature lives.
+        // A mirror's snapshot may be older than the lifetime of its signature.
         ("Acquire::Check-Valid-Until", "false".to_owned()),
     ]
 }
@@ -246,13 +246,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_distribution_is_told_what_to_do() {
+    fn the_error_on_another_distribution_says_what_to_do() {
         let error = sources("ID=fedora\n", Path::new("/nowhere")).unwrap_err().to_string();
         assert!(error.contains("ID=debian") && error.contains("CRIU=/path/to/criu"), "{error}");
     }
 
     #[test]
-    fn a_machine_without_an_entry_for_its_suite_is_told_what_to_do() {
+    fn the_error_without_an_entry_for_the_suite_says_what_to_do() {
         let release = "ID=debian\nVERSION_CODENAME=bookworm\n";
         let error = sources(release, Path::new("/nowhere")).unwrap_err().to_string();
         assert!(error.contains("suite bookworm") && error.contains("CRIU=/path/to/criu"), "{error}");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask setup`: everything that tests, demo and bench need beyond Rust; quick when it is all there.
+//! `cargo xtask setup`: installs what tests, demo and bench need beyond Rust; quick when nothing is missing.
 
 mod criu;
 mod fetch;
@@ -24,7 +24,7 @@ pub(crate) fn run() -> anyhow::Result<Criu> {
     Ok(criu)
 }
 
-/// CRIU of one Debian suite, whatever else the machine has.
+/// CRIU of one Debian suite, whatever other CRIU the machine has.
 pub(crate) fn run_for(suite: Suite) -> anyhow::Result<Criu> {
     root::become_root()?;
     let _lock = lock()?;
@@ -34,12 +34,12 @@ pub(crate) fn run_for(suite: Suite) -> anyhow::Result<Criu> {
     Ok(criu)
 }
 
-/// A second CRIU, on the other side of the change of page-server protocol that came with 4.2.
+/// A second CRIU, from before the page-server protocol changed in 4.2.
 pub(crate) fn run_other_than(first: &Criu) -> anyhow::Result<Criu> {
     run_for(if first.version >= Suite::Sid.oldest() { Suite::Trixie } else { Suite::Sid })
 }
 
-/// These packages of the system's own, beside those that everything needs.
+/// Installs these packages of the system, beside those that every command needs.
 pub(crate) fn install(packages: &[&'static str]) -> anyhow::Result<()> {
     let _lock = lock()?;
     packages::install(packages)

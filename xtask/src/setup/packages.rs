@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 use super::say;
 use crate::program;
 
-/// What is needed, and what for.
+/// The packages that every command needs, and their purpose.
 const PACKAGES: [&str; 4] = [
     "libclang-dev",           // the `userfaultfd` crate generates its bindings with it
     "libc6-dev",              // the headers that it generates them from
@@ -18,11 +18,12 @@ const PACKAGES: [&str; 4] = [
     "debian-archive-keyring", // signatures of the suites that CRIU comes from
 ];
 
-/// How long another apt or dpkg may be at work, and time between looks.
+/// How long another apt or dpkg may run, and the polling interval.
 const PATIENCE: Duration = Duration::from_secs(600);
 const BETWEEN: Duration = Duration::from_secs(2);
 
-/// Installs what is missing of the packages that everything needs, and of these; touches nothing when nothing is.
+/// Installs missing packages: those that every command needs, and these; changes nothing when none is
+/// missing.
 pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
     if std::env::consts::ARCH != "x86_64" {
         bail!(
@@ -68,13 +69,13 @@ pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
 fn is_installed(package: &str) -> anyhow::Result<bool> {
     let mut command = Command::new("dpkg-query");
     command.args(["--show", "--showformat=${db:Status-Status}", package]).stderr(Stdio::null());
-    // Status 1 is dpkg-query's word for a package that it has never heard of.
+    // dpkg-query's status 1 means an unknown package.
     let output = command.output().context("start `dpkg-query`")?;
     Ok(output.status.success() && output.stdout == b"installed")
 }
 
-/// Runs a step of apt-get again until no other apt or dpkg is at work. apt waits by itself for dpkg's lock, without a
-/// word; for that of the package lists it does not wait at all.
+/// Repeats a step of apt-get while another apt or dpkg runs. apt waits by itself for dpkg's lock, without any
+/// output; for that of the package lists it does not wait at all.
 fn alone(step: impl Fn() -> Command) -> anyhow::Result<()> {
     let start = Instant::now();
     let mut waits = false;
@@ -84,20 +85,20 @@ fn alone(step: impl Fn() -> Command) -> anyhow::Result<()> {
             return Err(failed.shown("setup: apt-get"));
         }
         if !waits {
-            say(&format!("another apt or dpkg is at work: waiting for it, {} s at most", PATIENCE.as_secs()));
+            say(&format!("another apt or dpkg is running: waiting for it, {} s at most", PATIENCE.as_secs()));
             waits = true;
         }
         thread::sleep(BETWEEN);
     }
 }
 
-/// Whether apt says that another program has its locks.
+/// Whether apt reports that another program has its locks.
 fn is_locked(failed: &program::Failed) -> bool {
     let words = ["Could not get lock", "Unable to lock", "Unable to acquire the dpkg frontend lock"];
     words.iter().any(|words| failed.says(words))
 }
 
-/// Says at once that a lock is held, and never asks.
+/// Reports a held lock at once, and never prompts.
 fn apt_get() -> Command {
     let mut command = Command::new("apt-get");
     command.args(["--quiet", "-o", "DPkg::Lock::Timeout=0"]);

@@ -16,7 +16,7 @@ use anyhow::{Context as _, bail};
 
 use crate::repository;
 
-/// Folders that hold nothing of ours, at any depth.
+/// Folders without files of this project, at any depth.
 const SKIPPED: [&str; 3] = ["target", ".git", ".rewake"];
 /// Files that tidy reads, by extension; scripts and cargo's own settings among them by name.
 const EXTENSIONS: [&str; 9] = ["rs", "md", "toml", "proto", "sh", "c", "h", "yml", "yaml"];
@@ -27,7 +27,7 @@ const NAMES: [&str; 2] = ["run", "Makefile"];
 pub(crate) struct Finding {
     /// Relative to the root.
     file: String,
-    /// From 1.
+    /// The line's number, from 1.
     line: usize,
     rule: &'static str,
     /// What to do.

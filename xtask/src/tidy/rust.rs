@@ -11,9 +11,9 @@ const FILE_LINES: usize = 500;
 const WHOLE_FILE_LINES: usize = 900;
 /// Characters of a test's name.
 const NAME: usize = 60;
-/// What a library must not do with its host's terminal.
+/// Macros that print to the terminal of a library's host.
 const PRINTING: [&str; 5] = ["println!", "eprintln!", "print!", "eprint!", "dbg!"];
-/// Where tests are that depend on the machine.
+/// Folders of tests that depend on the machine.
 const MACHINE_TESTS: [&str; 3] = ["tests/tests/", "tests/softgpu/tests/", "bench/tests/"];
 
 pub(super) fn check(document: &Document) -> Vec<Finding> {
@@ -71,7 +71,7 @@ fn printing(document: &Document, lines: &[&str]) -> Vec<Finding> {
     found.collect()
 }
 
-/// Tests that need a machine, and end without a word where it lacks something.
+/// Tests that need a machine, and end without output where it lacks something.
 fn silent_skips(document: &Document, lines: &[&str]) -> Vec<Finding> {
     if !MACHINE_TESTS.iter().any(|folder| document.path.starts_with(folder)) {
         return Vec::new();

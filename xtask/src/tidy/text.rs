@@ -76,7 +76,7 @@ fn notes(document: &Document, number: usize, line: &str) -> Option<Finding> {
 }
 
 fn private_paths(document: &Document, number: usize, line: &str) -> Option<Finding> {
-    // A path that only has such a part, as in `docs/work/`, is somebody else's.
+    // A path with such a part inside, as in `docs/work/`, is no finding.
     let begins = |at: usize| {
         let before = line[..at].chars().next_back();
         before.is_none_or(|c| c.is_whitespace() || "\"'`(=:<[,".contains(c))
@@ -112,7 +112,8 @@ fn links(root: &Path, document: &Document, number: usize, line: &str) -> Vec<Fin
     findings
 }
 
-/// Paths in backquotes that begin with a folder or file of the root, and not with one that holds nothing of ours.
+/// Paths in backquotes that begin with a folder or file of the root, except folders without files of this
+/// project.
 fn named_files(root: &Path, document: &Document, number: usize, line: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     for name in line.split('`').skip(1).step_by(2) {
@@ -130,7 +131,7 @@ fn named_files(root: &Path, document: &Document, number: usize, line: &str) -> V
     findings
 }
 
-/// Without `..` that would need the folder before it to exist.
+/// Resolves `..` by itself: the file system would need the folder before it to exist.
 fn normal(path: &Path) -> PathBuf {
     let mut normal = PathBuf::new();
     for component in path.components() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! KVM where a kernel really boots under it, emulation elsewhere: there are hosts whose /dev/kvm opens, and then
-//! hangs every guest.
+//! Uses KVM where a kernel boots under it, emulation elsewhere: on some hosts /dev/kvm opens, and then hangs
+//! every guest.
 
 use std::fs;
 use std::path::Path;
@@ -16,9 +16,10 @@ use super::{home, say};
 /// A boot under KVM takes a second.
 const PROBE: Duration = Duration::from_secs(15);
 
-/// QEMU's arguments; asks the machine once per host kernel. Emulated processors take turns on one thread: side by side,
-/// QEMU before 8.1 keeps code that the other processor is just rewriting (it reads a page before it locks it), and a kernel
-/// that switches a static key then dies of its own marker, "Oops: int3". Turns cost the suite nothing that can be seen.
+/// QEMU's arguments; tries KVM once per host kernel. Emulated processors share one thread. Otherwise QEMU
+/// before 8.1 keeps code that the other processor is rewriting (it reads a page before it locks it). A kernel
+/// that switches a static key then stops at its own marker, "Oops: int3". Sharing a thread does not slow the
+/// suite measurably.
 pub(super) fn arguments(parts: &Parts) -> anyhow::Result<[&'static str; 2]> {
     let answer = home().join("kvm");
     let host = fs::read_to_string("/proc/version").context("read /proc/version")?;
@@ -26,14 +27,14 @@ pub(super) fn arguments(parts: &Parts) -> anyhow::Result<[&'static str; 2]> {
     let inputs = Inputs::default().text(&host).text(if exists { "kvm" } else { "none" });
     cache::ready(&answer, &inputs, || {
         let boots = exists && boots(parts)?;
-        say(if boots { "KVM works here" } else { "no KVM that works here: plain emulation" });
+        say(if boots { "KVM works here" } else { "KVM does not work here: plain emulation" });
         fs::write(&answer, if boots { "yes" } else { "no" }).context("note whether KVM works")
     })?;
     let answer = fs::read_to_string(&answer).context("read whether KVM works")?;
     Ok(["-accel", if answer == "yes" { "kvm" } else { "tcg,thread=single" }])
 }
 
-/// Whether the kernel gets as far as the initramfs's first program, which powers the machine off.
+/// Whether the kernel reaches the initramfs's first program, which powers the machine off.
 fn boots(parts: &Parts) -> anyhow::Result<bool> {
     let mut qemu = Command::new("setpriv");
     qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);

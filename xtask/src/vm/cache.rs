@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Things that are made again when what they are made from has changed: beside each lies a stamp with the hash of
-//! its inputs, written last.
+//! Files that are made again when their inputs have changed: beside each is a stamp with the hash of its
+//! inputs, written last.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-/// The inputs of one thing, hashed as they are named.
+/// The inputs of one file or folder, hashed in the order of the calls.
 #[derive(Debug, Default)]
 pub(super) struct Inputs(DefaultHasher);
 
@@ -25,7 +25,7 @@ impl Inputs {
         Ok(self)
     }
 
-    /// The stamp of another thing that this one is made from.
+    /// The stamp of another file or folder that is an input.
     pub(super) fn made(self, thing: &Path) -> anyhow::Result<Self> {
         self.file(&stamp(thing))
     }
@@ -35,7 +35,7 @@ impl Inputs {
     }
 }
 
-/// Makes `thing` anew unless it is there and was made from the same inputs.
+/// Makes `thing`, unless it exists and was made from the same inputs.
 pub(super) fn ready(
     thing: &Path,
     inputs: &Inputs,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the kernel's messages say about a run: a test that passes beside an oops has not passed.
+//! Checks the kernel's messages of a run: a test that passes beside an oops has not passed.
 
-/// Marks of a kernel (or of softgpu) that found itself in trouble.
+/// Texts by which a kernel (or softgpu) reports an error.
 const TROUBLE: [&str; 14] = [
     "BUG:",
     "WARNING:",
@@ -22,7 +22,7 @@ const TROUBLE: [&str; 14] = [
 /// Lines of a healthy boot that look like trouble.
 const HARMLESS: [&str; 0] = [];
 
-/// The first line that tells of trouble.
+/// The first line that reports an error.
 pub(super) fn trouble(console: &str) -> Option<&str> {
     let bad = |line: &&str| {
         TROUBLE.iter().any(|mark| line.contains(mark)) && !HARMLESS.iter().any(|fine| line.contains(fine))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The machine's disks. The system's: an ext4 file system, which CRIU and the kernel know well. Every machine writes
-//! to its own throw-away copy, which QEMU keeps. And a scratch disk of a given speed, for measurements.
+//! The machine's disks. The system's is an ext4 file system; every machine writes to its own throw-away copy,
+//! which QEMU keeps. A scratch disk of a given rate is for measurements.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +10,7 @@ use super::options::Disk;
 use super::{home, say};
 use crate::program;
 
-/// The file is sparse; room for what commands write.
+/// The file is sparse; space for what commands write.
 const SIZE: &str = "8G";
 
 /// The disk's image.
@@ -28,15 +28,16 @@ pub(super) fn ready(system: &Path) -> anyhow::Result<PathBuf> {
 
 /// The name by which `boot.sh` finds the scratch disk.
 const SERIAL: &str = "scratch";
-/// All of it is written before the machine boots: a file system for few and large files has little to write.
+/// All inodes are written before the machine boots: a file system for few and large files has little to
+/// write.
 const INODES: &str = "8192";
 
 /// A scratch disk for one run, in its folder.
 pub(super) fn scratch(disk: &Disk, folder: &Path) -> anyhow::Result<PathBuf> {
     let path = folder.join("scratch.ext4");
     let mut mke2fs = Command::new("mke2fs");
-    // Without a journal, and with nothing left for the kernel to set up in the background: what is read and written is
-    // what the command reads and writes.
+    // Without a journal, and with nothing left for the kernel to set up in the background: the disk's traffic
+    // is the command's alone.
     mke2fs.args(["-q", "-t", "ext4", "-O", "^has_journal", "-E", "lazy_itable_init=0", "-N", INODES]);
     program::capture(mke2fs.arg(&path).arg(format!("{}M", disk.mib)))?;
     Ok(path)

@@ -15,7 +15,7 @@ use crate::program;
 
 const INIT: &str = include_str!("guest/init.sh");
 
-/// What the disk is found and read with.
+/// Modules that find and read the disk.
 fn modules(series: Series) -> &'static [&'static str] {
     match series {
         // ext4 asks for its checksums by another name than the module's.
@@ -61,7 +61,7 @@ fn make(system: &Path, series: Series, archive: &Path) -> anyhow::Result<()> {
     pack(&stage, archive)
 }
 
-/// Modules and what they stand on, in the order to load them, as paths below the kernel's folder.
+/// Modules and their dependencies, in the order to load them, as paths below the kernel's folder.
 ///
 /// `dependencies` is modules.dep: `module: dependency...`, the last dependency to be loaded first.
 fn load_order(dependencies: &str, builtin: &str, names: &[&str]) -> anyhow::Result<Vec<String>> {
@@ -122,7 +122,7 @@ mod tests {
     const BUILTIN: &str = "kernel/drivers/virtio/virtio_pci.ko\n";
 
     #[test]
-    fn what_a_module_stands_on_comes_first_and_once() {
+    fn dependencies_of_a_module_are_loaded_first_and_once() {
         let order = load_order(DEPENDENCIES, BUILTIN, &["virtio_pci", "jbd2", "ext4", "virtio_blk"]).unwrap();
         let names: Vec<&str> = order.iter().filter_map(|path| path.rsplit('/').next()).collect();
         assert_eq!(names, ["crc16.ko.xz", "jbd2.ko.xz", "mbcache.ko.xz", "ext4.ko.xz", "virtio_blk.ko.xz"]);

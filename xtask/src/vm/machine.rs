@@ -18,15 +18,15 @@ use crate::{program, repository};
 const BOOT: &str = include_str!("guest/boot.sh");
 /// What the command printed, as a file.
 const OUTPUT: &str = "output.log";
-/// How often the machine's end is looked for.
+/// The polling interval for the machine's end.
 const GLANCE: Duration = Duration::from_millis(20);
-/// What `boot.sh` reports when it does not get as far as the command.
+/// What `boot.sh` reports when it fails before the command.
 const NOT_STARTED: u8 = 125;
-/// Only what is wrong goes to the (slow) console until the command starts. A kernel that oopsed is not worth going on
-/// with. Emulated processors have no flaws to work around.
+/// Only errors are printed to the (slow) console until the command starts. A kernel panics at an oops.
+/// Emulated processors need no mitigations.
 const KERNEL: &str = "console=ttyS0 loglevel=5 panic=-1 oops=panic mitigations=off no_timer_check";
 
-/// What a machine is made of.
+/// The parts of a machine.
 #[derive(Debug)]
 pub(super) struct Parts {
     pub(super) kernel: PathBuf,
@@ -36,7 +36,8 @@ pub(super) struct Parts {
     pub(super) module: PathBuf,
 }
 
-/// Boots, runs the command, gives its exit code. An error if the machine failed, or its kernel complained.
+/// Boots, runs the command, returns its exit code. An error if the machine failed, or its kernel reported an
+/// error.
 pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 2]) -> anyhow::Result<u8> {
     let folder = home().join("runs").join(std::process::id().to_string());
     clear_runs()?;
@@ -69,7 +70,7 @@ pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 2]) -> a
     result
 }
 
-/// Removes what runs left that were killed, and an earlier one of this process.
+/// Removes files of killed runs, and of an earlier one of this process.
 fn clear_runs() -> anyhow::Result<()> {
     let runs = home().join("runs");
     cache::create(&runs)?;
@@ -102,11 +103,11 @@ fn supervise(options: &Options, parts: &Parts, accelerator: [&str; 2], folder: &
     let mut child = qemu.spawn().context("start `qemu-system-x86_64`")?;
     let end = wait(&mut child, options.time_limit)?;
     if interactive {
-        // QEMU was in charge of the terminal, and leaves it as it was unless it is killed.
+        // QEMU restores the terminal's settings unless it is killed.
         program::run(Command::new("stty").arg("sane"))?;
     }
     let Some(end) = end else {
-        bail!("the time limit of {} s is over, and the machine was stopped", options.time_limit.as_secs());
+        bail!("the machine was stopped at its time limit of {} s", options.time_limit.as_secs());
     };
     ensure!(end.success(), "`qemu-system-x86_64` failed: {end}");
     let status = fs::read_to_string(folder.join("status")).unwrap_or_default();
@@ -114,14 +115,11 @@ fn supervise(options: &Options, parts: &Parts, accelerator: [&str; 2], folder: &
         "the machine ended before the command did: did its kernel stop, or the command power it off?"
             .to_owned()
     })?;
-    ensure!(
-        status != NOT_STARTED,
-        "the machine could not start the command; its console's last lines say why"
-    );
+    ensure!(status != NOT_STARTED, "the machine could not start the command; see its console's last lines");
     Ok(status)
 }
 
-/// The end of the machine; nothing if it had to be stopped.
+/// The end of the machine; None if it had to be stopped.
 pub(super) fn wait(child: &mut Child, limit: Duration) -> anyhow::Result<Option<ExitStatus>> {
     let start = Instant::now();
     while start.elapsed() < limit {
@@ -135,7 +133,8 @@ pub(super) fn wait(child: &mut Child, limit: Duration) -> anyhow::Result<Option<
     Ok(None)
 }
 
-/// The host's folders that the command sees at the same paths, read only: the repository, and where cargo builds.
+/// The host's folders that the command has at the same paths, read only: the repository, and cargo's target
+/// folder.
 fn shares() -> anyhow::Result<Vec<(String, PathBuf)>> {
     let mut folders = vec![repository::root().to_owned()];
     let target = repository::target()?;
@@ -170,7 +169,7 @@ fn arguments(options: &Options, parts: &Parts, folder: &Path, shares: &[(String,
     .map(str::to_owned)
     .to_vec();
     let mut more = |option: &str, value: String| words.extend([option.to_owned(), value]);
-    // Where the command reads and writes.
+    // The command's standard input and output.
     let log = escaped(&folder.join(OUTPUT));
     more("-chardev", format!("stdio,id=terminal,signal=off,logfile={log}"));
     more("-device", "virtconsole,chardev=terminal".to_owned());
@@ -195,7 +194,7 @@ fn arguments(options: &Options, parts: &Parts, folder: &Path, shares: &[(String,
     words.into_iter().map(OsString::from).collect()
 }
 
-/// The kernel's initramfs with this run's files behind it.
+/// The kernel's initramfs, followed by this run's files.
 fn initrd(
     options: &Options,
     parts: &Parts,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask vm`: a virtual machine with a Debian kernel and the software GPU, made on first use from Debian's
-//! packages, kept under `.rewake/vm`. docs/vm.md tells how it works.
+//! `cargo xtask vm`: a virtual machine with a Debian kernel and the software GPU, made on first use from
+//! Debian's packages, kept under `.rewake/vm`. docs/vm.md describes it.
 
 mod accelerator;
 mod cache;
@@ -37,7 +37,7 @@ pub(crate) fn test(wanted: &Wanted<'_>) -> anyhow::Result<()> {
     suite::run(wanted)
 }
 
-/// Makes what is missing or stale, then starts the machine; gives the command's exit code.
+/// Makes missing or stale parts, then starts the machine; returns the command's exit code.
 pub(crate) fn boot(options: &Options) -> anyhow::Result<u8> {
     let (parts, accelerator) = {
         let _lock = lock()?;
@@ -68,12 +68,12 @@ pub(crate) fn headers() -> anyhow::Result<PathBuf> {
     Ok(system::ready()?.join("usr/include"))
 }
 
-/// Everything of the machine.
+/// All parts of the machine.
 fn home() -> PathBuf {
     repository::scratch().join("vm")
 }
 
-/// One at a time makes things here; the lock goes with the file.
+/// One process at a time makes parts here; the lock ends with the file.
 fn lock() -> anyhow::Result<File> {
     cache::create(&home())?;
     let path = home().join("lock");

@@ -12,7 +12,7 @@ use super::options::Series;
 use super::{home, say, system};
 use crate::{program, repository};
 
-/// objtool wants /proc; the mount goes with the mount namespace.
+/// objtool needs /proc; the mount ends with the mount namespace.
 const BUILD: &str = "mount -t proc proc \"$0/proc\" && \
                      exec chroot \"$0\" make -s -C \"/lib/modules/$1/build\" \"M=$2\" -j\"$(nproc)\" modules";
 
@@ -47,7 +47,7 @@ fn make(system: &Path, series: Series, sources: &[PathBuf], module: &Path) -> an
     say(&format!("building softgpu.ko for {release}"));
     let inside = Path::new("/build").join(series.name());
     let stage = system.join("build").join(series.name());
-    // Objects of the last build stay, and make does what is needed; sources that are gone do not.
+    // Keeps objects of the last build, so that make builds the rest only; removes deleted sources.
     cache::create(&stage)?;
     for file in fs::read_dir(&stage).with_context(|| format!("list {}", stage.display()))? {
         let path = file.with_context(|| format!("list {}", stage.display()))?.path();
@@ -72,7 +72,7 @@ fn is_source(path: &Path) -> bool {
     !made && (name.ends_with(".c") || name.ends_with(".h"))
 }
 
-/// Copies only what differs, so that make sees what changed.
+/// Copies only files that differ, so that make builds what changed.
 fn update(from: &Path, to: &Path) -> anyhow::Result<()> {
     let bytes = fs::read(from).with_context(|| format!("read {}", from.display()))?;
     if fs::read(to).is_ok_and(|old| old == bytes) {

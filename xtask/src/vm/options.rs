@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
-/// Room for the file system itself, with some to spare. MiB.
+/// Space for the file system itself, with some to spare. MiB.
 const SMALLEST_DISK: u32 = 16;
 
-/// A kernel series that Debian has; the newest of it is taken.
+/// A kernel series of Debian, of which the newest is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Series {
     /// Debian 13's.
@@ -20,7 +20,7 @@ pub(crate) enum Series {
 impl Series {
     pub(crate) const ALL: [Self; 2] = [Self::Linux6_12, Self::Linux7];
 
-    /// As in the option, and in the root's `/kernels`.
+    /// The name in the option, and in the root's `/kernels`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Linux6_12 => "6.12",
@@ -37,9 +37,9 @@ impl Series {
 /// A scratch disk of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Disk {
-    /// Size, MiB; the host gives what is written.
+    /// Size, MiB; the host allocates what is written.
     pub(crate) mib: u32,
-    /// Reads and writes together, in 10^6 bytes a second; as fast as the host's without.
+    /// Reads and writes together, in 10^6 bytes a second; without one, as fast as the host's.
     pub(crate) mbps: Option<u32>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Options {
     pub(crate) series: Series,
     /// Virtual processors.
     pub(crate) processors: u32,
-    /// Memory, MiB; the host gives what is touched.
+    /// Memory, MiB; the host allocates what is used.
     pub(crate) memory: u32,
     /// Parameters of softgpu.ko.
     pub(crate) module_arguments: String,
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn options_come_before_the_dashes_and_the_commands_own_after() {
+    fn options_are_before_the_dashes_and_the_command_after() {
         let words = ["--kernel", "7", "--smp", "3", "--mem", "512", "--module-args", "gpus=2 xnack=1"];
         let more = ["--kernel-args", "lsm=yama quiet", "--disk", "512@200", "--time-limit", "9"];
         let command = ["--", "sh", "--", "--smp"];
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn wrong_options_are_named() {
         assert!(refusal(&["ls"]).contains("after `--`"));
         assert!(refusal(&["--"]).contains("no command"));
         assert!(refusal(&["--kernel", "5", "--", "ls"]).contains("6.12 or 7"));

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The machines that the suite's tests run in: what differs on each, and which test programs depend on that.
+//! The machines of the suite's tests: their differences, and the test programs that depend on these.
 
 use super::options::Series;
 
 /// Which test programs a machine runs.
 #[derive(Debug)]
 pub(super) enum Programs {
-    /// Every one but these, which another machine runs.
+    /// Every program except these, which another machine runs.
     AllBut(&'static [&'static str]),
     /// These.
     Only(&'static [&'static str]),
@@ -21,7 +21,7 @@ impl Programs {
         }
     }
 
-    /// Those that have to exist.
+    /// Programs that must exist.
     pub(super) fn named(&self) -> &'static [&'static str] {
         match self {
             Self::AllBut(named) | Self::Only(named) => named,
@@ -34,7 +34,7 @@ impl Programs {
 pub(super) struct Shape {
     /// Its name in tables and in `tests/expected-skips`.
     pub(super) name: &'static str,
-    /// What differs on it.
+    /// How it differs from the others.
     pub(super) why: &'static str,
     pub(super) series: Series,
     /// softgpu.ko's parameters.
@@ -44,9 +44,10 @@ pub(super) struct Shape {
     pub(super) programs: Programs,
 }
 
-// A restore takes seconds in an emulated machine, so a program runs only where its answer can differ. Programs that
-// restore servers (`gated`, `killed`, `streaming` and the like) depend on neither kernel nor kind of GPU: one machine
-// runs them. Programs that only use the driver take seconds, and run on every kind of GPU that they ask about.
+// A restore takes seconds in an emulated machine, so a program runs only where its result can differ.
+// Programs that restore servers (`gated`, `killed`, `streaming` and others) depend on neither kernel nor kind
+// of GPU: one machine runs them. Programs that only use the driver take seconds, and run on every kind of GPU
+// that they support.
 
 /// Programs that other machines run.
 ///
@@ -68,8 +69,9 @@ const ELSEWHERE: &[&str] = &[
     "unheld",
 ];
 
-/// What depends on the kernel: its driver for GPUs, its userfaultfd, its hooks for calls. `both` runs on this kernel
-/// in 7-xnack. `plugin_images` reads files. `modes` restores every kind of memory, shared buffers too.
+/// Programs that depend on the kernel: its GPU driver, its userfaultfd, its hooks for calls. `both` runs on
+/// this kernel in 7-xnack. `plugin_images` reads files. `modes` restores every kind of memory, shared buffers
+/// too.
 const OF_THE_KERNEL: &[&str] = &[
     "bad_use",
     "criu",
@@ -96,23 +98,24 @@ const OF_THE_KERNEL: &[&str] = &[
     "userptr",
 ];
 
-/// What depends on queues that firmware runs, on memory that CPUs do not reach, and on copies that take their time.
+/// Programs that depend on queues run by firmware, on memory that CPUs cannot access, and on slow copies.
 /// `plugin` dumps such GPUs with the stock plugin too. `touches` swaps mappings on this kernel.
 const OF_FIRMWARE_AND_SMALL_BAR: &[&str] =
     &["copy_engine", "criu_ops", "memory", "peers", "plugin", "queues", "topology", "touches", "workload"];
 
-/// What depends on several compute dies in one GPU, and on other numbers of GPUs. `plugin` dumps such GPUs with the
-/// stock plugin too.
+/// Programs that depend on several compute dies in one GPU, and on other numbers of GPUs. `plugin` dumps such
+/// GPUs with the stock plugin too.
 const OF_SEVERAL_DIES: &[&str] =
     &["criu_ops", "memory", "peers", "plugin", "queues", "svm", "topology", "workload"];
 
-/// What copies contents.
+/// Programs that depend on how contents are copied.
 const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
 
-/// What depends on whether GPUs retry faults.
+/// Programs that depend on whether GPUs retry faults.
 const RETRIED: &[&str] = &["both", "lazy_pages"];
 
-/// What depends on whether calls are held: gates stay closed until all memory is resident.
+/// Programs that depend on whether the filter can delay calls: gates stay closed until all memory is
+/// resident.
 const UNHELD: &[&str] = &["gated", "unheld"];
 
 const SHAPE: Shape = Shape {
@@ -134,14 +137,14 @@ pub(super) const SHAPES: [Shape; 7] = [
     },
     Shape {
         name: "7-90a",
-        why: "Debian sid's kernel: memory with attributes, render nodes that say what they have",
+        why: "Debian sid's kernel: memory with attributes, render nodes that report their buffers",
         series: Series::Linux7,
         programs: Programs::Only(OF_THE_KERNEL),
         ..SHAPE
     },
     Shape {
         name: "6.12-1100",
-        why: "queues that firmware runs and nothing restores; memory that CPUs do not reach; copies that take time",
+        why: "queues that firmware runs and that cannot be restored; memory that CPUs cannot access; slow copies",
         module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100",
         programs: Programs::Only(OF_FIRMWARE_AND_SMALL_BAR),
         ..SHAPE
@@ -171,7 +174,7 @@ pub(super) const SHAPES: [Shape; 7] = [
     },
     Shape {
         name: "7-unheld",
-        why: "a kernel that runs no program for calls, so that none is held",
+        why: "a kernel without BPF LSM, so that no call is delayed",
         series: Series::Linux7,
         kernel_arguments: "lsm=capability,yama",
         programs: Programs::Only(UNHELD),

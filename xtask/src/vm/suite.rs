@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask vm test`: the tests of the software GPU, and those that need one, built here and run in machines of
-//! both kernels and of several shapes of GPU.
+//! `cargo xtask vm test`: the tests of the software GPU, and those that need one. They are built here and run
+//! in machines of both kernels and of several shapes of GPU.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -22,11 +22,11 @@ use crate::{program, repository, root};
 const TESTED: [&str; 1] = ["softgpu-tests"];
 /// Programs that they start.
 const PROGRAMS: [&str; 2] = ["gpu-app", "rewake"];
-/// A scratch disk for those that measure: MiB and 10^6 bytes a second.
+/// A scratch disk for programs that measure: MiB and 10^6 bytes a second.
 const DISK: &str = "256@50";
-/// A machine that hangs must not hang the suite. Seconds.
+/// Time limit of a machine, in seconds: one that hangs must not hang the suite.
 const TIME_LIMIT: u64 = 4500;
-/// Nor must a program: the longest one takes four minutes, and twice that where the host is busy. Seconds.
+/// Time limit of a program, in seconds: the longest one takes four minutes, and twice that on a busy host.
 const PROGRAM_LIMIT: u64 = 900;
 /// Machines at once: an emulated one keeps one processor busy, and may have 4 GiB of memory.
 const AT_ONCE: usize = 2;
@@ -34,23 +34,25 @@ const AT_ONCE: usize = 2;
 /// What the script prints before the path of a program that failed.
 const FAILED: &str = "failed: ";
 
-/// What a run is to do.
+/// The tests and machines of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Wanted<'a> {
     /// Tests whose names contain it; none: all.
     pub(crate) filter: Option<&'a str>,
     /// Test programs by their names; empty: all.
     pub(crate) programs: &'a [&'a str],
-    /// One machine by its name, which then runs what else is wanted, the suite's choice for it or not; none: each.
+    /// One machine by its name, which then runs all selected programs, whether the suite assigns them to it
+    /// or not; None: each.
     pub(crate) machine: Option<&'a str>,
     /// Environment variables of the tests.
     pub(crate) environment: Vec<(&'a str, String)>,
-    /// How long a machine, and a program in it, may run; none: as long as the suite's.
+    /// Time limit of a machine, and of a program in it; None: the suite's.
     pub(crate) limit: Option<Duration>,
 }
 
 impl<'a> Wanted<'a> {
-    /// Whether tests and a machine are named, so that the suite's choice and its list of skips do not count.
+    /// Whether tests and a machine are named, so that the suite's assignment and its list of skips do not
+    /// count.
     fn by_name(&self) -> bool {
         self.machine.is_some() && (self.filter.is_some() || !self.programs.is_empty())
     }
@@ -71,7 +73,7 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// What happened in one machine.
+/// The result of one machine.
 #[derive(Debug)]
 struct Ran {
     machine: &'static str,
@@ -80,7 +82,7 @@ struct Ran {
     failure: Option<String>,
 }
 
-/// Runs the tests in their machines, all of them after a failure too.
+/// Runs the tests in their machines; a failure stops none of them.
 pub(crate) fn run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
     root::become_root()?;
     let shapes: Vec<&Shape> =
@@ -131,8 +133,8 @@ pub(crate) fn run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
     verdict(&all, &expected, wanted)
 }
 
-/// Prints how long each program took and what did not run; an error if a machine failed, or ran otherwise than the
-/// list says.
+/// Prints the times of programs and the tests that did not run; an error if a machine failed, or differs from
+/// the list.
 fn verdict(all: &[Ran], expected: &Expected, wanted: &Wanted<'_>) -> anyhow::Result<()> {
     print!("{}", table(all));
     let mut failures = Vec::new();
@@ -153,7 +155,7 @@ fn verdict(all: &[Ran], expected: &Expected, wanted: &Wanted<'_>) -> anyhow::Res
     Ok(())
 }
 
-/// Tests that every machine skipped that has them.
+/// Tests that were skipped by every machine that has them.
 fn never_run(all: &[Ran]) -> BTreeSet<&str> {
     let skipped = all.iter().flat_map(|ran| ran.record.skipped.keys());
     let runs = |test: &str| {
@@ -189,8 +191,8 @@ fn table(all: &[Ran]) -> String {
     table
 }
 
-/// Runs a script in such a machine, in a process of its own that ends with this one; prints what it prints, with the
-/// machine's number before each line.
+/// Runs a script in such a machine, in a process of its own that ends with this one; prints its output, with
+/// the machine's number before each line.
 fn ran(shape: &Shape, number: usize, script: &str, limit: Option<Duration>) -> Ran {
     let start = Instant::now();
     let mut record = Record::default();
@@ -250,7 +252,7 @@ fn every_program_has_a_machine(tests: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Those of the programs that a machine runs: the suite's choice, or what was asked of it by name.
+/// Programs that a machine runs: those that the suite assigns to it, or those that were named.
 fn tests_for(tests: &[PathBuf], shape: &Shape, wanted: &Wanted<'_>) -> Vec<PathBuf> {
     let all = wanted.by_name();
     tests.iter().filter(|test| all || shape.programs.have(&name(test))).cloned().collect()
@@ -277,7 +279,7 @@ fn executables(messages: &str) -> Vec<PathBuf> {
     made.filter(is_test).filter_map(|line| repository::field(line, "executable").map(PathBuf::from)).collect()
 }
 
-/// Runs every program, and fails if one did. Where a GPU must be there, a test that finds none fails.
+/// Runs every program, and fails if one did. On machines that must have a GPU, a test that finds none fails.
 fn script(tests: &[PathBuf], wanted: &Wanted<'_>) -> String {
     let mut script = "export SOFTGPU_REQUIRED=1; failed=0\n".to_owned();
     for (name, value) in &wanted.environment {
@@ -295,8 +297,8 @@ fn script(tests: &[PathBuf], wanted: &Wanted<'_>) -> String {
     script + "exit $failed\n"
 }
 
-/// Which programs failed, by what [`script`] printed, and which tests of each and why, by what Rust's test harness did;
-/// or what `cargo xtask vm` says of the machine.
+/// Programs that failed, from the output of [`script`], and the failed tests of each with their reasons, from
+/// Rust's test harness; or the error of `cargo xtask vm`.
 fn failed(output: &str) -> String {
     let mut programs = Vec::new();
     let mut tests: Vec<String> = Vec::new();
@@ -385,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_is_told_by_name() {
+    fn failed_programs_and_tests_are_named() {
         let output = "running 2 tests\r\n---- a::one stdout ----\r\n\r\n\
             thread 'a::one' (7) panicked at a.rs:9:1:\r\nno GPU\r\n---- two stdout ----\r\n\
             failed: /t/deps/first-1f\r\ntest three ... ok\r\nfailed: /t/deps/second-2\r\nxtask: it is late\n";

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The Debian system that the machine runs, and that kernel modules are built in: a folder, made by mmdebstrap from
-//! sid, with trixie beside it for the older kernel and the older CRIU. The host gives no file to it but this
-//! repository's programs, so that it works the same on every host.
+//! The Debian system of the machine, in which kernel modules are built, too: a folder, made by mmdebstrap
+//! from sid, with trixie beside it for the older kernel and the older CRIU. It takes only this repository's
+//! programs from the host, so that it is the same on every host.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -14,11 +14,11 @@ use super::options::Series;
 use super::{home, say};
 use crate::{program, setup};
 
-/// What the host needs: to make the system, to put it on a disk, to run it.
+/// Packages that the host needs: to make the system, to put it on a disk, to run it.
 pub(super) const HOST_PACKAGES: [&str; 5] =
     ["mmdebstrap", "debian-archive-keyring", "e2fsprogs", "cpio", "qemu-system-x86"];
 
-/// What the system has beside Debian's essential packages and what `system.sh` adds.
+/// Packages beside Debian's essential ones and those that `system.sh` adds.
 const PACKAGES: [&str; 32] = [
     // To build kernel modules: compilers of both kernels come with their headers.
     "gcc",
@@ -40,11 +40,11 @@ const PACKAGES: [&str; 32] = [
     "runc",
     "strace",
     "ca-certificates",
-    // Programs that look at GPUs and that are not ours.
+    // Programs of other projects that use GPUs.
     "rocminfo",
     "libdrm-amdgpu1",
     "libdrm-tests",
-    // What CRIU's C plugin for GPUs is built with.
+    // Packages that CRIU's C plugin for GPUs needs.
     "libbsd-dev",
     "libcap-dev",
     "libdrm-dev",
@@ -89,7 +89,7 @@ pub(super) fn inside(system: &Path, program: &str) -> Command {
     command
 }
 
-/// Beside its place first: what is in place is whole.
+/// Built in a temporary folder first: a system in place is whole.
 fn make(system: &Path) -> anyhow::Result<()> {
     let partial = home().join("system.partial");
     let script = home().join("system.sh");
@@ -125,7 +125,7 @@ fn make(system: &Path) -> anyhow::Result<()> {
 }
 
 fn mmdebstrap(partial: &Path, sources: &Path, script: &Path) -> Command {
-    // If this program is killed, so is all that mmdebstrap started, and its mounts go with their namespace.
+    // If this program is killed, all processes of mmdebstrap end, and the mounts end with their namespace.
     let mut command = Command::new("setpriv");
     command.args([
         "--pdeathsig",
@@ -139,7 +139,7 @@ fn mmdebstrap(partial: &Path, sources: &Path, script: &Path) -> Command {
     ]);
     command.args(["--mode=root", "--variant=apt", "--format=directory", "--skip=cleanup/apt"]);
     for option in [
-        // A mirror's snapshot may be older than its signature lives.
+        // A mirror's snapshot may be older than the lifetime of its signature.
         "Acquire::Check-Valid-Until \"false\"",
         "Acquire::Languages \"none\"",
         "Acquire::Retries \"3\"",

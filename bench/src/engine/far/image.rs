@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An image whose last buffer is wanted, and memory to load it into.
+//! An image whose last buffer is demanded, and memory to load it into.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -15,12 +15,12 @@ use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 use super::super::image::{GPU, HEADER, ID, MIB, MINOR, PIECE, VRAM, Words, memory};
 use super::super::view::View;
 
-/// Of the last buffer, at most.
+/// The largest size of the last buffer.
 pub(super) const LARGEST_MIB: u64 = 64;
-/// Memory for all buffers but the last: they are loaded into it one over the other, for nobody looks at them.
+/// Memory for all buffers but the last: they are loaded into it one over the other, and never checked.
 const SHARED_MIB: u64 = 1024;
 
-/// What is in front of the last [`LARGEST_MIB`] of a file.
+/// The bytes before the last [`LARGEST_MIB`] of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Front {
     Random,
@@ -65,11 +65,11 @@ impl Pages {
     }
 }
 
-/// A file as that of so many buffers of one size, and memory for them.
+/// A file with so many buffers of one size, and memory for them.
 pub(super) struct Image<'a> {
     tail: &'a [u8],
     pub(super) files: Vec<GpuPagesFile>,
-    /// Of all buffers, and of the last alone.
+    /// Memory files of all buffers, and of the last alone.
     pub(super) all: Vec<Option<OwnedFd>>,
     pub(super) alone: Vec<Option<OwnedFd>>,
     pub(super) device: Arc<MemoryDevice>,
@@ -96,14 +96,14 @@ impl<'a> Image<'a> {
         Ok(Self { tail, files, all: all.context("a descriptor for each buffer")?, alone, device, last })
     }
 
-    /// Overwrites the last buffer's memory with what the image does not have.
+    /// Overwrites the last buffer's memory with bytes that the image does not have.
     pub(super) fn poison(&mut self) {
         self.last.bytes_mut().fill(0);
     }
 
     /// Compares it with what was written to the image.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        ensure!(self.last.bytes() == self.tail, "what was loaded is not what is in the image");
+        ensure!(self.last.bytes() == self.tail, "the loaded bytes differ from the image");
         Ok(())
     }
 }
@@ -119,7 +119,7 @@ fn kfd(count: usize, size: u64) -> KfdImage {
     KfdImage { pid: 1, gpus: 1, buffers: (0..count).map(buffer).collect(), ..KfdImage::default() }
 }
 
-/// Frees the disk, and the page cache, of what was made.
+/// Removes the image from the disk and the page cache.
 pub(super) fn remove(pages: &Pages) -> anyhow::Result<()> {
     let folder: &Path = &pages.folder;
     std::fs::remove_dir_all(folder).with_context(|| format!("remove {}", folder.display()))

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How long the last buffer of a large image takes that is demanded while all of it is loaded, beside a load of that buffer alone, in
-//! turns. What a touch of it waits for, but for the stop of the process and the swap of its mapping.
+//! How long a demand load of a large image's last buffer takes during the background load, compared with a
+//! load of that buffer alone, alternately. A page fault waits for this, and for the stop of the process and
+//! the swap of its mapping.
 //!
-//! * [`image`]: the files and the memory. [`table`]: the figures, and what is wanted of them.
+//! * [`image`]: the files and the memory. [`table`]: the figures, and their required values.
 
 mod image;
 mod table;
@@ -24,11 +25,11 @@ use image::{Front, Image, Pages};
 
 /// MiB of each buffer, of an image.
 const SHAPES: [u64; 2] = [image::LARGEST_MIB, 4];
-/// The process that is loaded, and one without buffers: that is whole as soon as the load has all that it needs.
+/// The process that is loaded, and one without buffers, which is whole as soon as the load is ready.
 const PROCESS: usize = 0;
-const NOBODY: usize = 1;
+const WITHOUT_BUFFERS: usize = 1;
 
-/// Where the bytes come from.
+/// Where the bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum From {
     PageCache,
@@ -41,7 +42,7 @@ enum From {
 #[derive(Debug, Clone, Copy)]
 struct Round {
     alone: Duration,
-    /// While the others are loaded.
+    /// During the background load.
     meanwhile: Duration,
 }
 
@@ -51,7 +52,7 @@ struct Far {
     from: From,
     buffers: usize,
     buffer_mib: u64,
-    /// Of all of it, when nothing is demanded.
+    /// Time of a load of all buffers, without a demand load.
     all: Duration,
     rounds: Vec<Round>,
 }
@@ -64,7 +65,7 @@ pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<()> {
     print!("\n{}", table::HEAD);
     for (name, front, ways) in [
         ("holes", Front::Hole, &[From::Holes][..]),
-        // Last what takes the most memory.
+        // The kind that needs most memory is last.
         ("random", Front::Random, &[From::Disk, From::PageCache]),
     ] {
         eprintln!("the far end of {mib} MiB, {name}");
@@ -84,11 +85,12 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
     let path = [pages.path()];
     let ready = || match from {
         From::Disk => drop_files(&path),
-        // The first time it comes from the disk, and takes so long that the kernel may have let go of what came first.
+        // The first load reads from the disk. It takes so long that the kernel may have dropped the first
+        // pages from the cache.
         From::PageCache => load_files(&path)
             .or_else(|_| load_files(&path))
             .context("there is too little memory: use a smaller --far-mib"),
-        // Its bytes were just written, and to read holes would fill the page cache with zeros.
+        // Its bytes were just written, and reading holes would fill the page cache with zeros.
         From::Holes => Ok(()),
     };
     ready()?;
@@ -113,20 +115,20 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
     Ok(Far { from, buffers, buffer_mib, all, rounds: done })
 }
 
-/// How long a load of all takes, and the last buffer is right then.
+/// Measures a load of all buffers, and checks the last one.
 fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
     let processes = [ProcessBuffers { files: &image.files, dmabufs: &image.all }];
     let start = Instant::now();
     BackgroundLoad::into_memory(&processes, &image.device, Some(pace()?))?
         .run(|_| ())?
-        .context("there is nothing to load")?;
+        .context("the image has nothing to load")?;
     let took = start.elapsed();
     image.check()?;
     Ok(took)
 }
 
-/// From the demand of the last buffer until the load tells that it is whole: demanded so long `after` the load began, or at once. The rest is
-/// given up.
+/// Measures from the demand of the last buffer until the load reports it: demanded so long `after` the load
+/// began, or at once. Cancels the rest.
 fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) -> anyhow::Result<Duration> {
     let processes =
         [ProcessBuffers { files: &image.files, dmabufs: of }, ProcessBuffers { files: &[], dmabufs: &[] }];
@@ -144,12 +146,12 @@ fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) 
             Some(now)
         });
         let loaded = loading.run(|what| match what {
-            LoadEvent::Process { process: NOBODY } => {
+            LoadEvent::Process { process: WITHOUT_BUFFERS } => {
                 from = Some(Instant::now());
                 if after.is_none() {
                     at_once.demand(PROCESS, last);
                 }
-                // It hears, or the load has failed.
+                // The receiver waits for it, or the load has failed.
                 let _ = begins.send(());
             }
             LoadEvent::Buffer { process: PROCESS, number } if number == last => {
@@ -163,6 +165,6 @@ fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) 
             Err(error) => Err(error),
         }
     })?;
-    let (whole, demanded) = whole.zip(demanded.or(from)).context("the last buffer was never there")?;
-    whole.checked_duration_since(demanded).context("it was there before it was demanded")
+    let (whole, demanded) = whole.zip(demanded.or(from)).context("the last buffer was never resident")?;
+    whole.checked_duration_since(demanded).context("it was resident before it was demanded")
 }

@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_demand_waits_longer_is_of_one_round_and_too_much_is_marked() {
+    fn the_extra_wait_is_of_one_round_and_a_missed_one_is_marked() {
         let round = |alone, meanwhile| Round {
             alone: Duration::from_millis(alone),
             meanwhile: Duration::from_millis(meanwhile),

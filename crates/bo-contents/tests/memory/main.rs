@@ -207,7 +207,7 @@ fn a_copy_does_not_wait_for_all_fills() {
         place < of_7.len() / 2
     };
     // A slow read also makes it late, but not every time.
-    assert!((0..5).any(|_| comes_early()), "the copy waited for the fills");
+    assert!((0..5).any(|_| comes_early()), "the copy was after the fills");
 }
 
 #[test]

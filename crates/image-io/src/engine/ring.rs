@@ -24,7 +24,7 @@ const MAX_ENTERS: u32 = 8;
 /// costs about 15 µs of CPU time.
 pub(crate) const TRUST_FLAG_FOR: Duration = Duration::from_millis(5);
 
-/// How long a set flag without a completion is trusted: the completion is about to come.
+/// How long a set flag without a completion is trusted: the completion is expected soon.
 const RECHECK_AFTER: Duration = Duration::from_millis(1);
 
 /// Kinds of rings, best first.

@@ -66,7 +66,7 @@ pub(crate) fn memory_file(name: &std::ffi::CStr, length: u64) -> io::Result<std:
     // negative.
     let file = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
     check(file.into())?;
-    // SAFETY: as said, and it is not negative.
+    // SAFETY: as above, and it is not negative.
     let file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(file) });
     file.set_len(length)?;
     Ok(file)

@@ -30,7 +30,7 @@ fn request(request: libc::c_uint, tid: Tid, address: usize, data: usize) -> io::
     check(unsafe { libc::ptrace(request, tid, address, data) }).map(drop)
 }
 
-/// Becomes the tracer of a thread, which runs on.
+/// Becomes the tracer of a thread, which continues.
 pub(crate) fn seize(tid: Tid, options: u64) -> io::Result<()> {
     request(libc::PTRACE_SEIZE, tid, 0, options.try_into().map_err(io::Error::other)?)
 }
@@ -55,7 +55,7 @@ pub(crate) fn cont_to_syscall_with(tid: Tid, signal: i32) -> io::Result<()> {
     request(libc::PTRACE_SYSCALL, tid, 0, signal.try_into().map_err(io::Error::other)?)
 }
 
-/// Ends the trace of a stopped thread, which runs on.
+/// Ends the trace of a stopped thread, which continues.
 pub(crate) fn detach(tid: Tid) -> io::Result<()> {
     request(libc::PTRACE_DETACH, tid, 0, 0)
 }

@@ -51,7 +51,7 @@ pub fn map(address: usize, length: usize, protection: i32, flags: i32, file: Raw
 /// Makes any system call. Tests pass addresses of their own mapped memory.
 pub fn call(number: i64, arguments: [usize; 6]) -> io::Result<i64> {
     let [a, b, c, d, e, f] = arguments;
-    // SAFETY: as said.
+    // SAFETY: as above.
     let result = unsafe { libc::syscall(number, a, b, c, d, e, f) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

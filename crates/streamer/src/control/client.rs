@@ -26,14 +26,14 @@ pub enum ClientError {
         /// Why.
         error: io::Error,
     },
-    /// The daemon is of another version.
+    /// The daemon speaks another version of the protocol.
     #[error(
         "the daemon ({program}) speaks version {version} of the control protocol, this program {VERSION}: restart it"
     )]
     Version {
-        /// What it says it is.
+        /// Its program and version.
         program: String,
-        /// What it speaks.
+        /// Its version of the protocol.
         version: u32,
     },
     /// The daemon refused.
@@ -45,7 +45,7 @@ pub enum ClientError {
     /// The daemon closed the connection.
     #[error("the daemon closed the connection")]
     Closed,
-    /// It answered something else.
+    /// Its answer is not of the expected kind.
     #[error("the daemon gave an answer to another question")]
     Unexpected,
 }
@@ -67,7 +67,7 @@ impl Client {
     /// Connects and greets.
     ///
     /// # Errors
-    /// Nobody listens, or it is not a daemon that can be talked to.
+    /// No process listens, or it is not a daemon of this version.
     pub async fn connect(path: &Path) -> Result<Self, ClientError> {
         let connected = UnixStream::connect(path).await;
         let stream = connected.map_err(|error| match error.kind() {
@@ -135,10 +135,10 @@ impl Client {
         }
     }
 
-    /// How far a streamer is.
+    /// The progress of a streamer.
     ///
     /// # Errors
-    /// It is no streamer's socket, or the connection broke.
+    /// The socket is no streamer's, or the connection broke.
     pub async fn streaming(&mut self) -> Result<proto::Streaming, ClientError> {
         match self.ask(request::Kind::Streaming(proto::AskStreaming {})).await? {
             reply::Kind::Streaming(streaming) => Ok(streaming),

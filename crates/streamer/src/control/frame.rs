@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One message on a stream: its length as a little-endian `u32`, then its bytes. Whoever is at the other end, a
-//! message is no longer than [`MAX_MESSAGE`] and is there, or gone, within a limit.
+//! One message on a stream: its length as a little-endian `u32`, then its bytes. For any peer, a message is
+//! no longer than [`MAX_MESSAGE`], and is received or sent within a limit.
 
 use std::io;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use super::{MAX_MESSAGE, MESSAGE_LIMIT};
 
-/// Why a message did not come or go. The stream is of no use after any of these.
+/// Why a message was not received or sent. The stream is useless after any of these.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// Nothing, or not all of it, within the limit.
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_that_comes_byte_by_byte_is_put_together() {
+    async fn a_message_is_received_byte_by_byte() {
         let (mut one, mut two) = tokio::io::duplex(1);
         let wanted = super::super::hello();
         let (sent, got) = tokio::join!(send(&mut one, &wanted), receive::<Hello>(&mut two, MESSAGE_LIMIT));

@@ -26,7 +26,7 @@ pub mod proto {
 pub const VERSION: u32 = 2;
 /// Longest message, in bytes.
 pub const MAX_MESSAGE: usize = 1 << 20;
-/// Time that one message may take to come or to go, and that a connection may be idle between requests.
+/// Time limit for sending or receiving one message, and for an idle connection between requests.
 pub const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
 /// Time that a session may take to be opened: the agent checks an image and starts a streamer.
 pub const OPEN_LIMIT: Duration = Duration::from_secs(150);

@@ -118,7 +118,7 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Gives followers the last message, and waits up to [`LAST_LIMIT`] until all have taken it.
+    /// Gives followers the last message, and waits up to [`LAST_LIMIT`] until all have received it.
     pub fn finish(self, ended: Ended) {
         self.last.send_replace(Some(ended));
         let until = Instant::now() + LAST_LIMIT;
@@ -128,7 +128,7 @@ impl Answers {
     }
 }
 
-/// What clients of a streamer may know and ask.
+/// What clients of a streamer may read and request.
 struct Followed {
     timeline: Timeline,
     connected: Box<dyn Fn() -> bool + Send + Sync>,
@@ -229,7 +229,7 @@ fn process(record: &Record, place: usize) -> proto::StreamedProcess {
     let of = &record.processes[place];
     // An event at 0 is reported at 1: 0 means not yet.
     let when = |at: Option<u64>| at.map_or(0, |at| at.max(1));
-    let told = |of: &ProcessMemory| proto::StreamedMemory {
+    let to_proto = |of: &ProcessMemory| proto::StreamedMemory {
         minor: of.minor.unwrap_or_default(),
         bytes: of.bytes,
         resident: of.resident,
@@ -244,8 +244,8 @@ fn process(record: &Record, place: usize) -> proto::StreamedProcess {
         faults: of.faults,
         longest_fault_us: of.longest_fault_us,
         swaps: of.swaps,
-        memory: memory().filter(|of| of.minor.is_some()).map(told).collect(),
-        of_cpus: memory().find(|of| of.minor.is_none()).map(told),
+        memory: memory().filter(|of| of.minor.is_some()).map(to_proto).collect(),
+        of_cpus: memory().find(|of| of.minor.is_none()).map(to_proto),
         without_gate: !of.gate,
         page_faults: of.page_faults,
         longest_page_fault_us: of.longest_page_fault_us,
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_streamer_whose_restore_does_not_come_is_stopped() {
+    async fn a_streamer_without_a_restore_is_stopped() {
         let (sender, stopped) = std::sync::mpsc::channel();
         let (work, _socket, _answers) = answers(&Timeline::default(), move || sender.send(()).unwrap());
         streamer::ask_to_end(work.path()).await;
@@ -343,8 +343,8 @@ mod tests {
 
     #[test]
     fn both_kinds_of_memory_are_reported() {
-        let told = streaming(&example::record());
-        let [first, second, third] = &told.processes[..] else { panic!("{told:?}") };
+        let status = streaming(&example::record());
+        let [first, second, third] = &status.processes[..] else { panic!("{status:?}") };
         let minors = |of: &proto::StreamedProcess| of.memory.iter().map(|of| of.minor).collect::<Vec<_>>();
         assert_eq!([first, second, third].map(minors), [vec![128], vec![128, 129], vec![]]);
         let of_cpus = |of: &proto::StreamedProcess| of.of_cpus.map(|of| of.bytes >> 20);

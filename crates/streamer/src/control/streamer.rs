@@ -23,7 +23,8 @@ use crate::supervise::launch::{self, LaunchPlan};
 /// Time until a streamer listens, on a machine that has much else to do. A client of the agent waits longer:
 /// [`super::OPEN_LIMIT`].
 const START_LIMIT: Duration = Duration::from_secs(120);
-/// Time without an answer after which a streamer is given up. A worker's successor answers within milliseconds.
+/// Time without an answer after which a client gives a streamer up. A worker's successor answers within
+/// milliseconds.
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
 const RETRY: Duration = Duration::from_millis(50);
 
@@ -35,7 +36,7 @@ pub const ABANDONED: &str = "every process of the streamer was killed: the resto
 /// outlives this process: the restored processes depend on it.
 ///
 /// # Errors
-/// It cannot be started, or ends at once: with its own words, if it has a log.
+/// It cannot be started, or ends at once: with its last log line, if it has a log.
 pub async fn start(
     images: &Path,
     work: &Path,
@@ -106,8 +107,8 @@ pub async fn follow(work: &Path, mut report: impl FnMut(Streaming)) -> Result<En
     }
 }
 
-/// Notifies a streamer that no restore will connect any more: it ends when nothing depends on it. Has been notified, or
-/// has ended, when this returns.
+/// Notifies a streamer that no restore will connect any more: it ends when nothing depends on it. Returns
+/// when it has been notified, or has ended.
 pub async fn ask_to_end(work: &Path) {
     let asked = async {
         let mut client = connect(work).await?;

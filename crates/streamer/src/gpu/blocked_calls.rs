@@ -44,13 +44,13 @@ impl<'a> BlockedCalls<'a> {
         blocked.gpus.iter().try_for_each(|gpu| blocked.block(*gpu, EXPORT))?;
         for (_, render) in renders {
             let block = blocked.marks.block(render.as_fd(), MAPPINGS, ACCESS);
-            block.context("keeping CPUs away from memory of GPUs")?;
+            block.context("blocking access of CPUs to GPU memory")?;
         }
         Ok(blocked)
     }
 
     fn block(&self, key: u32, kinds: CallClass) -> anyhow::Result<()> {
-        self.marks.block(self.kfd, key, kinds).context("keeping calls of a process away")
+        self.marks.block(self.kfd, key, kinds).context("blocking calls of a process")
     }
 
     /// Unblocks the process's calls when all of its own memory is resident. Memory of other processes may be
@@ -70,7 +70,7 @@ impl<'a> BlockedCalls<'a> {
 
     fn unblock_key_of(&self, file: BorrowedFd<'_>, key: u32) {
         if let Err(error) = self.marks.unblock(file, key) {
-            warn!("calls of a process are kept away for as long as this runs: {error}");
+            warn!("calls of a process stay blocked until this process ends: {error}");
         }
     }
 }

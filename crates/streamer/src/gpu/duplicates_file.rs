@@ -144,7 +144,7 @@ fn parse(text: &[u8], images: BorrowedFd<'_>) -> anyhow::Result<Vec<Vec<Twin>>> 
 
 fn inventory(images: BorrowedFd<'_>) -> anyhow::Result<String> {
     let bytes = sidecar_file::read(images, INVENTORY, MOST_OF_INVENTORY).context(INVENTORY)?;
-    let bytes = bytes.with_context(|| format!("{INVENTORY} is not there"))?;
+    let bytes = bytes.with_context(|| format!("{INVENTORY} is missing"))?;
     Ok(bytes.iter().fold(String::new(), |mut text, byte| {
         // Writing to a String cannot fail.
         let _ = write!(text, "{byte:02x}");
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_as_many_buffers_spared() {
+    fn written_sets_are_read_and_as_many_buffers_are_spared() {
         let (folder, images) = images();
         assert_eq!(read(images.as_fd()).unwrap(), Vec::<Vec<Twin>>::new());
         let sets = vec![vec![(3, 1), (4, 1), (5, 1)], vec![(3, 0), (3, 7)]];
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_not_there_is_named() {
+    fn a_missing_folder_is_named() {
         let error = format!("{:#}", find(Path::new("/nowhere/images"), |_| Duration::MAX).unwrap_err());
         assert!(error.starts_with("/nowhere/images: "), "{error}");
     }

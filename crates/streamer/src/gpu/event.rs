@@ -35,7 +35,7 @@ pub(super) enum CoordinatorEvent<'a> {
         process: usize,
         opened: Option<Opened>,
     },
-    /// A thread failed: no process with a closed gate may run on.
+    /// A thread failed: no process with a closed gate may continue.
     Failed(anyhow::Error),
     /// A thread panicked.
     Panicked(Box<dyn Any + Send>),

@@ -2,8 +2,8 @@
 //! Opens a process's gate. The plugin closes it with the driver's CRIU operation PROCESS_INFO; UNPAUSE here
 //! opens it.
 //!
-//! A process's GPUs reach its own buffers, and those that other processes have exported to it. Buffers that
-//! were exported before the dump are loaded before anything runs. Buffers that are exported now are
+//! A process's GPUs can access its own buffers, and those that other processes have exported to it. Buffers
+//! that were exported before the dump are loaded before anything runs. Buffers that are exported now are
 //! resident, where such calls are blocked for missing ones (`docs/decisions/0011-registered-memory.md`).
 
 use std::os::fd::{BorrowedFd, RawFd};

@@ -126,23 +126,28 @@ impl Handoff {
                     check_image(self.images.as_ref(), images)?;
                 }
                 to_server::What::Process(process) => {
-                    let folder = self.images.as_ref().context("a process came before its image directory")?;
+                    let folder = self
+                        .images
+                        .as_ref()
+                        .context("the plugin sent a process before its image directory")?;
                     self.processes.push(GpuProcess::open(folder, &process, with)?);
                 }
                 to_server::What::Buffers(buffers) => self.last()?.take(&buffers, with)?,
                 to_server::What::Placeholders(_) => {
                     self.last()?.placeholders = Some(ReceivedPlaceholders::new(with)?);
                 }
-                to_server::What::Mappings(told) => {
+                to_server::What::Mappings(mappings) => {
                     let placeholders = self.last()?.placeholders.as_mut();
-                    placeholders.context("mappings came before their placeholders")?.add(told)?;
+                    placeholders
+                        .context("the plugin sent mappings before their placeholders")?
+                        .add(mappings)?;
                 }
                 to_server::What::Ready(_) => {
                     let minors = self.processes.iter().flat_map(GpuProcess::minors);
                     let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
                     match monitor {
                         Ok(monitor) => self.monitor = Some(monitor),
-                        Err(error) => warn!("whether queues run will not be told: {error:#}"),
+                        Err(error) => warn!("no log will show whether queues run: {error:#}"),
                     }
                     return Ok(self.send_to_plugin(to_plugin::What::Ready(proto::Ready {}))?);
                 }
@@ -152,7 +157,7 @@ impl Handoff {
     }
 
     fn last(&mut self) -> anyhow::Result<&mut GpuProcess> {
-        self.processes.last_mut().context("something of a process came before the process")
+        self.processes.last_mut().context("the plugin sent data of a process before the process")
     }
 
     /// Waits until all processes are stopped with closed gates, and becomes responsible for them. Returns
@@ -174,7 +179,7 @@ impl Handoff {
                 gated.gate.blocked_calls = None;
             }
             warn!(
-                "gates are opened together, and memory that is not there is kept from nobody who asks for it (mprotect, export): {error:#}"
+                "calls cannot be blocked, so gates are opened together, and missing memory can be exported or accessed by mprotect: {error:#}"
             );
         }
         if let Err(error) = self.send_to_plugin(to_plugin::What::Go(proto::Go {})) {
@@ -209,7 +214,7 @@ impl Handoff {
                     let place = announced.filter(|place| !started.contains_key(place));
                     let place = place
                         .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
-                    let pidfd = with.pop().context("a process came without its descriptor")?;
+                    let pidfd = with.pop().context("the plugin sent a process without its descriptor")?;
                     started.insert(place, self.processes[place].started(place, pidfd, ledger)?);
                 }
                 to_server::What::Go(_) => break,
@@ -243,7 +248,7 @@ impl Handoff {
             Vec::new()
         });
         if !recorded.is_empty() {
-            info!("by {NAME}, buffers that come first: {}", recorded.len());
+            info!("{NAME}: buffers that are loaded first: {}", recorded.len());
         }
         recorded.iter().filter_map(|of| Some((place(of)?, of.buffer))).collect()
     }
@@ -266,8 +271,8 @@ impl Handoff {
             .map(|(place, buffer)| BufferId { kfd: self.processes[*place].id, buffer: *buffer });
         let Some(images) = &self.images else { return };
         match working_set::write(images, touched.collect()) {
-            Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs touched"),
-            Err(error) => warn!("what CPUs touched is not recorded: {error:#}"),
+            Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs accessed"),
+            Err(error) => warn!("the working set is not recorded: {error:#}"),
         }
     }
 
@@ -295,9 +300,9 @@ impl GpuProcess {
         }
         let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
         let (count, wanted) = (with.len(), process.gpus.len() + 1);
-        ensure!(count == wanted, "a process came with {count} descriptors, not {wanted}");
+        ensure!(count == wanted, "the plugin sent a process with {count} descriptors, not {wanted}");
         let mut with = with.into_iter();
-        let kfd = with.next().context("a process came without its /dev/kfd")?;
+        let kfd = with.next().context("the plugin sent a process without its /dev/kfd")?;
         let renders = process.gpus.iter().map(|gpu| gpu.gpu_id).zip(with).collect();
         let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
         Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders: None })
@@ -333,7 +338,9 @@ impl GpuProcess {
             Some(PlaceholderBuffer { number, gpu: *gpu, dmabuf, bytes: buffer.size })
         };
         let known = |number| {
-            of(number).with_context(|| format!("a placeholder came for buffer {number}, which did not"))
+            of(number).with_context(|| {
+                format!("the plugin sent a placeholder for buffer {number}, and not the buffer")
+            })
         };
         handed.buffers().into_iter().map(known).collect()
     }
@@ -341,14 +348,15 @@ impl GpuProcess {
     fn take(&mut self, buffers: &proto::Buffers, dmabufs: Vec<OwnedFd>) -> anyhow::Result<()> {
         ensure!(
             buffers.numbers.len() == dmabufs.len(),
-            "{} buffers came with {} descriptors",
+            "the plugin sent {} buffers with {} descriptors",
             buffers.numbers.len(),
             dmabufs.len()
         );
         for (number, dmabuf) in buffers.numbers.iter().zip(dmabufs) {
             let count = self.image.buffers.len();
             let place = self.dmabufs.get_mut(*number as usize);
-            let place = place.with_context(|| format!("buffer {number} came, of {count} in the image"))?;
+            let place = place
+                .with_context(|| format!("the plugin sent buffer {number}, and the image has {count}"))?;
             *place = Some(dmabuf);
         }
         Ok(())
@@ -383,7 +391,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plugin_of_another_version_is_refused_and_told_why() {
+    fn a_plugin_of_another_version_is_refused_with_a_reason() {
         let folder = tempfile::tempdir().unwrap();
         let listener = Listener::new(folder.path()).unwrap();
         let plugin = thread::spawn({
@@ -396,10 +404,10 @@ mod tests {
             }
         });
         let why = accept(&listener, None, None).unwrap_err().to_string();
-        let told = plugin.join().unwrap();
+        let answer = plugin.join().unwrap();
         let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
         assert!(why.contains(&wanted), "{why}");
-        assert_eq!(told, to_plugin::What::Refused(proto::Refused { reason: why }));
+        assert_eq!(answer, to_plugin::What::Refused(proto::Refused { reason: why }));
     }
 
     #[test]

@@ -111,14 +111,14 @@ fn load<'env>(
             Coordinator::new(scope, gates, placeholders, queue, handle.clone(), ledger, timeline);
         let coordinator = scope.spawn(move || or_give_up(ledger, &handle, || coordinator.run()));
         let loaded = loading.run(|event| {
-            debug!("there: {event:?}");
+            debug!("resident: {event:?}");
             sender.send(CoordinatorEvent::Resident(event));
         });
         sender.send(if loaded.is_ok() { CoordinatorEvent::Loaded } else { CoordinatorEvent::LoadFailed });
         let done = coordinator.join().and_then(|done| done).unwrap_or_else(|panic| resume_unwind(panic));
         // This error first: it is the reason why the load was given up.
         let (trace, opened) = done?;
-        Ok((loaded.context("loading memory of GPUs")?, trace, opened))
+        Ok((loaded.context("loading GPU memory")?, trace, opened))
     })
 }
 
@@ -154,7 +154,7 @@ fn serve_handoff(
     }
     drop(hold);
     let start = Instant::now();
-    info!(processes = gates.len(), "loading memory of GPUs behind running processes");
+    info!(processes = gates.len(), "loading GPU memory in the background");
     let processes: Vec<ProcessBuffers<'_>> = handoff.processes().collect();
     let count = gates.len();
     let working_set = if record { Vec::new() } else { handoff.recorded() };

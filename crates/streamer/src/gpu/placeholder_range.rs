@@ -81,7 +81,7 @@ impl<'a> PlaceholderRange<'a> {
             .all(|mapping| mapping.device_offset.checked_sub(device_offset) == Some(mapping.offset - offset));
         ensure!(straight, "the placeholders of buffer {number} make no sense");
         let render = renders.iter().position(|(gpu, _)| *gpu == buffer.gpu.0);
-        let render = render.with_context(|| format!("no render node came for buffer {number}"))?;
+        let render = render.with_context(|| format!("the plugin sent no render node for buffer {number}"))?;
         let (length, within) = (end - offset, first.within);
         ensure!(
             within.checked_add(length).is_some_and(|end| end <= buffer.bytes),
@@ -118,7 +118,10 @@ mod tests {
         proto::Mapping { address: offset, length, offset, buffer, device_offset, within }
     }
 
-    fn told(mappings: &[proto::Mapping], buffers: &[usize]) -> anyhow::Result<Vec<(usize, u64, u64, u64)>> {
+    fn parts_of(
+        mappings: &[proto::Mapping],
+        buffers: &[usize],
+    ) -> anyhow::Result<Vec<(usize, u64, u64, u64)>> {
         let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         let of = |number: &usize| PlaceholderBuffer {
             number: *number,
@@ -128,23 +131,23 @@ mod tests {
         };
         let renders = [(GPU, file.try_clone().unwrap())];
         let parts = parts(mappings, &renders, buffers.iter().map(of).collect())?;
-        let told = parts.iter().map(|part| {
+        let found = parts.iter().map(|part| {
             (part.buffer.number, part.offset / PAGE, part.length / PAGE, part.within(part.offset) / PAGE)
         });
-        Ok(told.collect())
+        Ok(found.collect())
     }
 
     #[test]
     fn a_buffer_has_the_part_from_its_first_to_its_last_mapped_byte() {
         // The mappings of one buffer are neither adjacent nor in the order of the file.
         let mappings = [mapping(7, 0, 5, 2), mapping(3, 8, 0, 8), mapping(7, 0, 1, 1), mapping(5, 16, 2, 1)];
-        let parts = told(&mappings, &[3, 5, 7]).unwrap();
+        let parts = parts_of(&mappings, &[3, 5, 7]).unwrap();
         assert_eq!(parts, [(7, 1, 6, 1), (3, 8, 8, 0), (5, 18, 1, 2)]);
     }
 
     #[test]
     fn parts_that_overlap_are_refused() {
-        let error = told(&[mapping(7, 0, 0, 8), mapping(3, 7, 0, 8)], &[3, 7]).unwrap_err();
+        let error = parts_of(&[mapping(7, 0, 0, 8), mapping(3, 7, 0, 8)], &[3, 7]).unwrap_err();
         assert_eq!(error.to_string(), "the placeholders of buffers 7 and 3 overlap");
     }
 
@@ -152,8 +155,8 @@ mod tests {
     fn mappings_that_are_not_where_the_buffer_is_are_refused() {
         let mut mappings = [mapping(7, 0, 0, 2), mapping(7, 0, 4, 2)];
         mappings[1].device_offset += PAGE;
-        let error = told(&mappings, &[7]).unwrap_err();
+        let error = parts_of(&mappings, &[7]).unwrap_err();
         assert_eq!(error.to_string(), "the placeholders of buffer 7 make no sense");
-        assert!(told(&[mapping(7, 0, 7, 2)], &[7]).is_err(), "beyond its end");
+        assert!(parts_of(&[mapping(7, 0, 7, 2)], &[7]).is_err(), "beyond its end");
     }
 }

@@ -101,15 +101,16 @@ pub(super) enum SwapOutcome {
 impl ReceivedPlaceholders {
     pub(super) fn new(files: Vec<OwnedFd>) -> anyhow::Result<Self> {
         let files: Result<[OwnedFd; 2], _> = files.try_into();
-        let wrong =
-            |files: Vec<OwnedFd>| anyhow!("placeholders came with {} descriptors, not 2", files.len());
+        let wrong = |files: Vec<OwnedFd>| {
+            anyhow!("the plugin sent placeholders with {} descriptors, not 2", files.len())
+        };
         let [file, uffd] = files.map_err(wrong)?;
         Ok(Self { file, uffd: Mutex::new(Some(uffd)), mappings: Vec::new() })
     }
 
     /// Adds mappings, in the order of their addresses.
-    pub(super) fn add(&mut self, told: proto::Mappings) -> anyhow::Result<()> {
-        for mapping in told.mappings {
+    pub(super) fn add(&mut self, message: proto::Mappings) -> anyhow::Result<()> {
+        for mapping in message.mappings {
             let proto::Mapping { address, length, offset, device_offset, .. } = mapping;
             let whole = [address, length, offset, device_offset].iter().all(|number| number % PAGE_SIZE == 0);
             let ends = address.checked_add(length).is_some() && offset.checked_add(length).is_some();
@@ -143,20 +144,20 @@ impl ReceivedPlaceholders {
     ) -> anyhow::Result<Placeholders<'a>> {
         let pid = sys::pidfd_pid(pidfd).context("finding the process")?;
         let there = placeholder_mappings(pid, self.file.as_fd(), 0..u64::MAX)?;
-        let told = |shown: &PlaceholderMapping, mapping: &proto::Mapping| {
+        let matches = |shown: &PlaceholderMapping, mapping: &proto::Mapping| {
             (shown.address, shown.length, shown.offset) == (mapping.address, mapping.length, mapping.offset)
         };
         let same = there.len() == self.mappings.len()
-            && there.iter().zip(&self.mappings).all(|(shown, mapping)| told(shown, mapping));
+            && there.iter().zip(&self.mappings).all(|(shown, mapping)| matches(shown, mapping));
         ensure!(
             same,
-            "process {pid} has other placeholders than were told: {there:x?}, not {:x?}",
+            "process {pid} has other placeholders than the plugin reported: {there:x?}, not {:x?}",
             self.mappings
         );
         let there = populated_ranges(self.file.as_fd(), 0, u64::MAX).context("looking at placeholders")?;
         ensure!(
             there.is_empty(),
-            "the placeholders of process {pid} have bytes before anybody gave them some"
+            "the placeholders of process {pid} have bytes before the streamer filled them"
         );
         let uffd = self.uffd.lock().unwrap_or_else(PoisonError::into_inner).take();
         let uffd = uffd.context("placeholders are watched already")?;
@@ -211,7 +212,7 @@ impl<'a> Placeholders<'a> {
                     Message::Fork { uffd } => {
                         self.end_child(uffd);
                         bail!(
-                            "process {} has forked with device memory that is not there yet (MADV_DOFORK?): it and its children are killed",
+                            "process {} has forked with missing device memory (MADV_DOFORK?): it and its children are killed",
                             self.pid
                         )
                     }
@@ -349,7 +350,7 @@ impl<'a> Placeholders<'a> {
         view.read(part.within(touched.offset), &mut bytes);
         let mut done = self.uffd.copy(address, &bytes);
         if done.stop == Some(Stop::NotMapped) && done.bytes == 0 {
-            // The mapping is shorter or another by now. One page is tried; later accesses look up the
+            // The mapping is shorter or replaced by now. One page is tried; later accesses look up the
             // mapping.
             self.moved = true;
             done = self.uffd.copy(address, &bytes[..usize::try_from(PAGE_SIZE)?]);

@@ -200,7 +200,7 @@ impl<'a> ProcessState<'a> {
                 match phase {
                     ProcessPhase::Swapping(swaps) if loads_cpus => swaps.stopped_at = now,
                     ProcessPhase::Swapping(swaps) if swaps.stopped_at.elapsed() > PATIENCE => {
-                        bail!("process {pid} did not stand still for {PATIENCE:?}: {why}")
+                        bail!("process {pid} could not be stopped within {PATIENCE:?}: {why}")
                     }
                     _ => {}
                 }
@@ -218,7 +218,7 @@ impl<'a> ProcessState<'a> {
         match std::mem::replace(&mut self.placeholders, PlaceholderState::None) {
             PlaceholderState::Watched(placeholders) if placeholders.left().next().is_none() => {
                 info!(
-                    "process {}: {buffers} more mapped buffers are the device's now, {stopped:?}",
+                    "process {}: {buffers} more mapped buffers were swapped, {stopped:?}",
                     placeholders.pid()
                 );
                 placeholders.close();

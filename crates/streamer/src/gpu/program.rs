@@ -19,7 +19,7 @@ const GPU: u32 = 4711;
 const NOT_READ: u8 = 0xff;
 /// Held while a program starts: another child would inherit its placeholders.
 static STARTING: Mutex<()> = Mutex::new(());
-/// What the last buffer begins with.
+/// The first byte of the last buffer.
 pub(super) const LAST: u8 = 7;
 
 /// A child of this process. Dropping it kills and collects it.
@@ -70,19 +70,21 @@ impl Program {
         // SAFETY: a mapping that is never unmapped, used as an atomic by both processes.
         let shared = unsafe { &*byte(map(0, PAGE, anonymous, -1, 0)) };
         shared.store(NOT_READ, Ordering::SeqCst);
-        let (told, tell) = nix::unistd::pipe().unwrap();
+        let (input, output) = nix::unistd::pipe().unwrap();
         // SAFETY: the child makes system calls and reads memory only.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0);
         if pid == 0 {
-            run(tell.as_raw_fd(), address + (buffers as u64 - 1) * PAGE, shared);
+            run(output.as_raw_fd(), address + (buffers as u64 - 1) * PAGE, shared);
         }
-        drop(tell);
+        drop(output);
         let start = std::ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap());
         // SAFETY: only the child uses these mappings.
         assert_eq!(unsafe { libc::munmap(start, buffers * usize::try_from(PAGE).unwrap()) }, 0);
         let mut number = [0; 4];
-        std::fs::File::from(told).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
+        std::fs::File::from(input)
+            .read_exact(&mut number)
+            .expect("the child opens a userfaultfd: needs root");
         let pidfd = sys::pidfd_open(pid).unwrap();
         let number = i32::from_ne_bytes(number);
         // SAFETY: integers in, a descriptor out.
@@ -92,7 +94,7 @@ impl Program {
         Self { pid, buffers, files: [file, uffd, render.into()], address, shared }
     }
 
-    /// Returns what the plugin would hand over for it.
+    /// Returns what the plugin would hand over for the program.
     pub(super) fn handed(&self) -> ReceivedPlaceholders {
         let files = self.files[..2].iter().map(|file| file.try_clone().unwrap());
         let mut handed = ReceivedPlaceholders::new(files.collect()).unwrap();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Checks whether queues run after their gates were opened.
 //!
-//! A driver that accepts RESUME may still keep queues evicted. Its worker maps all that the GPUs reach, and
-//! retries for ever if some memory cannot be had. It sends an SMI event each time it evicts or restores a
+//! A driver that accepts RESUME may still keep queues evicted. Its worker maps all that the GPUs can access, and
+//! retries for ever if some memory cannot be loaded. It sends an SMI event each time it evicts or restores a
 //! process's queues on a GPU; they run when both counts are equal. It buffers as little as 1 KiB of events,
 //! so a thread reads them all the time.
 
@@ -40,14 +40,14 @@ pub(super) struct Opened {
     pub(super) minors: Vec<u32>,
 }
 
-/// What is known of the queues of all processes.
+/// The state of the queues of all processes, as far as events show it.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct QueueVerdict {
     /// The number of (process, GPU) pairs whose queues have run.
     pub(super) ran: usize,
     /// A line for each pair whose queues are evicted.
     pub(super) held: Vec<String>,
-    /// A line for each pair of which nothing is known.
+    /// A line for each pair without events.
     pub(super) unknown: Vec<String>,
 }
 
@@ -57,7 +57,7 @@ struct Queues {
     /// The number of evictions without a restore.
     held: i64,
     /// The number of postponed restores since the last restore.
-    put_off: u64,
+    postponed: u64,
     /// Whether all evictions were ever matched by restores.
     ran: bool,
 }
@@ -77,7 +77,7 @@ pub(super) struct QueueMonitor {
 
 #[derive(Debug)]
 struct MonitorState {
-    told: Mutex<EvictionCounts>,
+    counts: Mutex<EvictionCounts>,
     news: Condvar,
     stop: Notifier,
 }
@@ -98,14 +98,14 @@ impl QueueMonitor {
             }
         }
         let stop = Notifier::new().context("eventfd")?;
-        let shared = Arc::new(MonitorState { told: Mutex::default(), news: Condvar::new(), stop });
+        let shared = Arc::new(MonitorState { counts: Mutex::default(), news: Condvar::new(), stop });
         let thread = {
             let shared = Arc::clone(&shared);
             // The main thread handles signals.
             let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK).context("blocking signals")?;
             let thread = std::thread::Builder::new().name("queues".to_owned()).spawn(move || {
                 if let Err(error) = shared.listen(&mut streams) {
-                    warn!("whether queues run will not be told: {error:#}");
+                    warn!("no log will show whether queues run: {error:#}");
                 }
             });
             before.thread_set_mask().context("unblocking signals")?;
@@ -118,18 +118,18 @@ impl QueueMonitor {
     /// have ended. The verdict is empty where reading events failed, which was logged.
     pub(super) fn wait(&self, opened: &[Opened], patience: Duration) -> QueueVerdict {
         let start = Instant::now();
-        let mut told = self.shared.told();
+        let mut counts = self.shared.counts();
         loop {
             let alive: Vec<&Opened> = opened.iter().filter(|of| !sys::has_ended(of.process)).collect();
-            let verdict = told.verdict(&alive, &self.gpus);
+            let verdict = counts.verdict(&alive, &self.gpus);
             if self.thread.as_ref().is_some_and(JoinHandle::is_finished) {
                 return QueueVerdict::default();
             }
             if verdict.held.is_empty() || start.elapsed() >= patience {
                 return verdict;
             }
-            let waited = self.shared.news.wait_timeout(told, LOOK);
-            told = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.shared.news.wait_timeout(counts, LOOK);
+            counts = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -143,8 +143,8 @@ impl Drop for QueueMonitor {
 }
 
 impl MonitorState {
-    fn told(&self) -> MutexGuard<'_, EvictionCounts> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    fn counts(&self) -> MutexGuard<'_, EvictionCounts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads events until the monitor is dropped.
@@ -161,7 +161,7 @@ impl MonitorState {
             }
             for stream in &mut *streams {
                 let events = stream.read().context("reading SMI events")?;
-                self.told().take(&events);
+                self.counts().take(&events);
             }
             self.news.notify_all();
         }
@@ -171,14 +171,14 @@ impl MonitorState {
 impl EvictionCounts {
     fn take(&mut self, events: &[QueueEvent]) {
         for event in events {
-            let new = Queues { held: BY_RESTORE, put_off: 0, ran: false };
+            let new = Queues { held: BY_RESTORE, postponed: 0, ran: false };
             let queues = self.0.entry((event.pid, event.gpu)).or_insert(new);
             match event.what {
                 SmiEvent::QueueEviction => queues.held += 1,
-                SmiEvent::RestoreRescheduled => queues.put_off += 1,
+                SmiEvent::RestoreRescheduled => queues.postponed += 1,
                 SmiEvent::QueueRestore => {
                     queues.held -= 1;
-                    queues.put_off = 0;
+                    queues.postponed = 0;
                     queues.ran |= queues.held == 0;
                 }
             }
@@ -195,15 +195,15 @@ impl EvictionCounts {
                     // PROCESS_INFO must have caused an event, and no queue is restored more often than
                     // evicted.
                     None => verdict.unknown.push(format!(
-                        "the driver has told nothing of the {queues} (CAP_SYS_ADMIN? another pid namespace?)"
+                        "the driver has sent no events of the {queues} (CAP_SYS_ADMIN? another pid namespace?)"
                     )),
                     Some(Queues { held: ..0, .. }) => {
-                        verdict.unknown.push(format!("not all was heard that the driver told of the {queues}"));
+                        verdict.unknown.push(format!("events of the {queues} were lost"));
                     }
                     Some(Queues { ran: true, .. }) => verdict.ran += 1,
-                    Some(Queues { held, put_off, .. }) => verdict.held.push(format!(
-                        "the driver holds the {queues}, {held} times, and has put them off {put_off} times since it last did not: \
-                         memory that the GPU reaches cannot be had, or changes"
+                    Some(Queues { held, postponed, .. }) => verdict.held.push(format!(
+                        "the driver has evicted the {queues} {held} times more than it restored them, and has postponed {postponed} restores: \
+                         memory that the GPU can access cannot be loaded, or changes"
                     )),
                 }
             }
@@ -228,15 +228,16 @@ mod tests {
         Opened { numbers: [here, own], process: -1, minors: vec![128] }
     }
 
-    fn told_of(pid: u32, events: &[SmiEvent]) -> EvictionCounts {
-        let mut told = EvictionCounts::default();
-        told.take(&events.iter().map(|what| QueueEvent { pid, gpu: 0x1a, what: *what }).collect::<Vec<_>>());
-        told
+    fn counts_of(pid: u32, events: &[SmiEvent]) -> EvictionCounts {
+        let mut counts = EvictionCounts::default();
+        counts
+            .take(&events.iter().map(|what| QueueEvent { pid, gpu: 0x1a, what: *what }).collect::<Vec<_>>());
+        counts
     }
 
-    fn verdict(told: &EvictionCounts, opened: &[Opened]) -> (usize, usize, usize) {
+    fn verdict(counts: &EvictionCounts, opened: &[Opened]) -> (usize, usize, usize) {
         let of: Vec<&Opened> = opened.iter().collect();
-        let QueueVerdict { ran, held, unknown } = told.verdict(&of, &BTreeMap::from([(128, 0x1a)]));
+        let QueueVerdict { ran, held, unknown } = counts.verdict(&of, &BTreeMap::from([(128, 0x1a)]));
         (ran, held.len(), unknown.len())
     }
 
@@ -245,15 +246,15 @@ mod tests {
     const UNKNOWN: (usize, usize, usize) = (0, 0, 1);
 
     #[test]
-    fn queues_run_when_the_gate_is_open_and_what_resume_began_is_done() {
+    fn queues_run_after_unpause_and_the_work_of_resume() {
         // PROCESS_INFO; then UNPAUSE and RESUME's worker, in any order.
         assert_eq!(
-            verdict(&told_of(7, &[SmiEvent::QueueEviction, SmiEvent::QueueRestore]), &[opened(7, 7)]),
+            verdict(&counts_of(7, &[SmiEvent::QueueEviction, SmiEvent::QueueRestore]), &[opened(7, 7)]),
             HELD
         );
         assert_eq!(
             verdict(
-                &told_of(7, &[SmiEvent::QueueEviction, SmiEvent::QueueRestore, SmiEvent::QueueRestore]),
+                &counts_of(7, &[SmiEvent::QueueEviction, SmiEvent::QueueRestore, SmiEvent::QueueRestore]),
                 &[opened(7, 7)]
             ),
             RAN
@@ -261,26 +262,26 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_before_they_ran_must_be_let_go_of_and_afterwards_it_is_no_matter() {
+    fn queues_that_are_evicted_again_after_they_ran_count_as_run() {
         let before = [
             SmiEvent::QueueEviction,
             SmiEvent::QueueRestore,
             SmiEvent::QueueEviction,
             SmiEvent::QueueRestore,
         ];
-        assert_eq!(verdict(&told_of(7, &before), &[opened(7, 7)]), HELD);
+        assert_eq!(verdict(&counts_of(7, &before), &[opened(7, 7)]), HELD);
         let after = [
             SmiEvent::QueueEviction,
             SmiEvent::QueueRestore,
             SmiEvent::QueueRestore,
             SmiEvent::QueueEviction,
         ];
-        assert_eq!(verdict(&told_of(7, &after), &[opened(7, 7)]), RAN);
+        assert_eq!(verdict(&counts_of(7, &after), &[opened(7, 7)]), RAN);
     }
 
     #[test]
-    fn what_keeps_them_is_told() {
-        let told = told_of(
+    fn evictions_and_postponed_restores_are_reported() {
+        let counts = counts_of(
             7,
             &[
                 SmiEvent::RestoreRescheduled,
@@ -290,22 +291,27 @@ mod tests {
                 SmiEvent::RestoreRescheduled,
             ],
         );
-        let held = told.verdict(&[&opened(7, 7)], &BTreeMap::from([(128, 0x1a)])).held;
-        assert!(held[0].contains("process 7 on GPU 0x1a, 1 times, and has put them off 2 times"), "{held:?}");
+        let held = counts.verdict(&[&opened(7, 7)], &BTreeMap::from([(128, 0x1a)])).held;
+        assert!(
+            held[0].contains(
+                "process 7 on GPU 0x1a 1 times more than it restored them, and has postponed 2 restores"
+            ),
+            "{held:?}"
+        );
     }
 
     #[test]
-    fn what_was_not_heard_confirms_nothing() {
+    fn missing_or_lost_events_confirm_nothing() {
         assert_eq!(verdict(&EvictionCounts::default(), &[opened(7, 7)]), UNKNOWN);
         assert_eq!(
             verdict(
-                &told_of(8, &[SmiEvent::QueueEviction, SmiEvent::QueueRestore, SmiEvent::QueueRestore]),
+                &counts_of(8, &[SmiEvent::QueueEviction, SmiEvent::QueueRestore, SmiEvent::QueueRestore]),
                 &[opened(7, 7)]
             ),
             UNKNOWN
         );
         assert_eq!(
-            verdict(&told_of(7, &[SmiEvent::QueueRestore, SmiEvent::QueueRestore]), &[opened(7, 7)]),
+            verdict(&counts_of(7, &[SmiEvent::QueueRestore, SmiEvent::QueueRestore]), &[opened(7, 7)]),
             UNKNOWN
         );
     }
@@ -314,10 +320,10 @@ mod tests {
     fn the_driver_calls_a_process_in_a_namespace_by_either_number() {
         let events = [SmiEvent::QueueEviction, SmiEvent::QueueRestore, SmiEvent::QueueRestore];
         for pid in [4711, 12] {
-            assert_eq!(verdict(&told_of(pid, &events), &[opened(4711, 12)]), RAN);
+            assert_eq!(verdict(&counts_of(pid, &events), &[opened(4711, 12)]), RAN);
         }
-        // Whose is 12?
-        assert_eq!(verdict(&told_of(12, &events), &[opened(4711, 12), opened(4800, 12)]), (0, 0, 2));
-        assert_eq!(verdict(&told_of(12, &events), &[opened(4711, 12), opened(12, 9)]), (1, 0, 1));
+        // Two processes have the pid 12.
+        assert_eq!(verdict(&counts_of(12, &events), &[opened(4711, 12), opened(4800, 12)]), (0, 0, 2));
+        assert_eq!(verdict(&counts_of(12, &events), &[opened(4711, 12), opened(12, 9)]), (1, 0, 1));
     }
 }

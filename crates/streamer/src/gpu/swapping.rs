@@ -20,7 +20,7 @@ pub(super) struct PageFault {
     pub(super) since: Instant,
 }
 
-/// What to do.
+/// A task of the thread.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum SwapTask {
     /// Serve page faults in resident buffers, in a stop for each.
@@ -29,7 +29,7 @@ pub(super) enum SwapTask {
     Buffers(BTreeSet<usize>),
 }
 
-/// What was done.
+/// The result of a task.
 #[derive(Debug)]
 pub(super) struct SwapResult {
     /// The result of the last stop; none if none was needed.
@@ -100,7 +100,7 @@ fn serve(
         }
         let waited: Duration = since.elapsed();
         timeline.fault(process, accessed.buffer, address, waited);
-        debug!("process {pid} touched buffer {} at {address:#x}, and waited {waited:?}", accessed.buffer);
+        debug!("process {pid} accessed buffer {} at {address:#x}, and waited {waited:?}", accessed.buffer);
         if !stopped {
             result.unserved = faults[place + 1..].to_vec();
             break;

@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_in_its_order_and_a_later_one_takes_its_place() {
+    fn a_working_set_is_read_in_order_and_a_later_one_replaces_it() {
         let (folder, images) = images();
         assert_eq!(read(&images, is_there).unwrap(), []);
         let touched = vec![of(4, 7), of(3, 99), of(4, 0)];
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_that_comes_twice_comes_where_it_was_first() {
+    fn a_buffer_that_is_listed_twice_has_its_first_place() {
         let (folder, images) = images();
         let twice = [of(3, 5), of(4, 5), of(3, 5)];
         let text = serde_json::to_vec(&WorkingSetFile { version: VERSION, touched: twice.to_vec() }).unwrap();

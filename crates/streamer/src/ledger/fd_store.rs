@@ -70,7 +70,7 @@ pub struct StoreEntry {
     pub kind: EntryKind,
     /// Which entry of that kind this is.
     pub index: u32,
-    /// Tells two users of one ledger slot apart: [`SpaceSlot::life`](crate::ledger::SpaceSlot::life).
+    /// Distinguishes two users of one ledger slot: [`SpaceSlot::life`](crate::ledger::SpaceSlot::life).
     pub life: u64,
 }
 
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_put_in_is_found_in_order_again_and_again() {
+    fn entries_are_found_in_order_again_and_again() {
         let (store, reading, writer) = store();
         let (one, two) = (file(), file());
         store.put(space(1), &[one.as_raw_fd(), two.as_raw_fd()]).unwrap();

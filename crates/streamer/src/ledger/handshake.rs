@@ -47,7 +47,7 @@ pub enum Received {
     Closed,
     /// A word: a task's pid, `-pid` of a zombie, or the finish notice.
     Word(u32),
-    /// The userfaultfd of the task whose pid came before.
+    /// The userfaultfd of the task whose pid was received before.
     Descriptor {
         /// The pid that names the task's images.
         image_pid: i32,
@@ -97,7 +97,7 @@ impl Inbox {
         Some((descriptor?, pid.unwrap_or(0)))
     }
 
-    /// Returns the next message without waiting. A message that a predecessor had received comes first.
+    /// Returns the next message without waiting. Messages that a predecessor had received are first.
     ///
     /// After [`Received::Word`] call [`Inbox::expect_descriptor`] or [`Inbox::done`]; after
     /// [`Received::Descriptor`] call [`Inbox::done`], once the ledger has its effect.
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_receives_again_what_a_dead_worker_had_received() {
+    fn a_successor_receives_the_messages_of_a_dead_worker_again() {
         let (inbox, ours, mut theirs) = pair();
         theirs.write_all(&5_i32.to_ne_bytes()).unwrap();
         inbox.receive(ours.as_fd(), 0, 4).unwrap(); // ... and died before noting that it had
@@ -362,7 +362,7 @@ mod tests {
         assert!(inbox.next(ours.as_fd()).is_err());
     }
 
-    /// Pipes' ends are closed when their last copy is: the other end tells.
+    /// A pipe's end is closed when its last copy is: a read or write at its other end shows that.
     fn pipes(count: usize) -> (Vec<std::io::PipeReader>, Vec<std::io::PipeWriter>) {
         (0..count).map(|_| std::io::pipe().unwrap()).unzip()
     }
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_that_come_with_a_word_are_closed() {
+    fn descriptors_that_are_sent_with_a_word_are_closed() {
         let (inbox, ours, theirs) = pair();
         let (readers, writers) = pipes(3);
         send_all(&theirs, &77_i32.to_ne_bytes(), &writers);

@@ -116,7 +116,7 @@ mod tests {
     use crate::cpu::stats::add;
 
     #[test]
-    fn a_process_is_seen_when_it_is_in_place_with_what_it_still_wants() {
+    fn a_process_in_place_is_shown_with_its_missing_memory() {
         let session = Arc::new(Session::new(PathBuf::new()));
         let cpus = Cpus::new(Arc::clone(&session));
         let own = nix::unistd::getpid().as_raw();

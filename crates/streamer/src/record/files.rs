@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_written_is_read_until_it_is_cleared() {
+    fn a_written_record_is_read_until_it_is_cleared() {
         let work = tempfile::tempdir().unwrap();
         assert_eq!(read(work.path()).unwrap(), None);
         write(&Record::default(), work.path()).unwrap();

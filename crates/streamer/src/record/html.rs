@@ -9,10 +9,10 @@ use super::plot::{COLOURS, class, plot};
 use super::text::{millis, moments};
 use crate::units;
 
-/// Faults in the page's table. All that are kept are in the JSON.
+/// Faults in the page's table. The JSON has all of them.
 const FAULTS: usize = 20;
 
-/// Colours are those of Open Color: seen on white and on near-black.
+/// Colours of Open Color, which are visible on white and on near-black.
 const STYLE: &str = "\
 :root{color-scheme:light dark;--text:#1c1e21;--back:#fff;--soft:#687078;--grid:#dfe3e7;--fault:#e03131;--gate:#2b8a3e}
 @media(prefers-color-scheme:dark){:root{--text:#e4e7ea;--back:#15181b;--soft:#98a2ab;--grid:#343a40;--fault:#ff8787;\
@@ -32,7 +32,7 @@ i{display:inline-block;width:.75em;height:.75em;margin-right:.5em;border-radius:
 @media(max-width:40rem){text{font-size:24px}.memory{stroke-width:5}.fault{stroke-width:6}}
 ";
 
-/// Of lines in the plot and their marks in the table; the last is that of all others.
+/// Colours of lines in the plot and their marks in the table; the last is for all other lines.
 const PALETTE: [&str; COLOURS + 1] =
     ["#339af0", "#f76707", "#37b24d", "#ae3ec9", "#f59f00", "#1098ad", "#f06595", "#868e96"];
 
@@ -83,8 +83,8 @@ fn head(page: &mut String, record: &Record) {
     }
     let _ = writeln!(
         page,
-        "<p>{} of {} in {:.1} ms. Times count from when the memory was handed over, or that of CPUs began to \
-         come.</p>",
+        "<p>{} of {} in {:.1} ms. Times count from the handoff of GPU memory, or from the start of the load of CPU \
+         memory.</p>",
         units::bytes(there),
         units::bytes(all),
         millis(record.elapsed_us),
@@ -94,7 +94,7 @@ fn head(page: &mut String, record: &Record) {
     }
 }
 
-/// A table; `rows` are what its cells hold, escaped.
+/// A table; `rows` are its cells, escaped.
 fn table(page: &mut String, title: &str, columns: &[&str], rows: impl Iterator<Item = Vec<String>>) {
     let _ = write!(page, "<h2>{title}</h2>\n<div class=\"scroll\"><table>\n<tr>");
     for column in columns {
@@ -134,7 +134,7 @@ fn processes(page: &mut String, record: &Record) {
         vec![
             escaped(&of.label()),
             when(of.runs_us),
-            of.gone_us.map_or_else(|| when(of.gate_open_us), |at| format!("gone, {}", milliseconds(at))),
+            of.gone_us.map_or_else(|| when(of.gate_open_us), |at| format!("ended, {}", milliseconds(at))),
             of.faults.to_string(),
             latency(of.longest_fault_us),
             of.page_faults.to_string(),
@@ -147,12 +147,12 @@ fn processes(page: &mut String, record: &Record) {
         "process",
         "runs",
         "gate open",
-        "faults of GPUs' memory",
+        "faults in GPU memory",
         "longest",
-        "of CPUs'",
+        "in CPU memory",
         "longest",
         "buffers swapped",
-        "stood still",
+        "stopped for",
     ];
     table(page, "Processes", &columns, record.processes.iter().map(row));
 }
@@ -174,7 +174,7 @@ fn faults(page: &mut String, record: &Record) {
         ]
     };
     let columns = ["process", "waited", "at", "buffer", "address"];
-    table(page, "Longest faults of GPUs' memory", &columns, longest.iter().take(FAULTS).map(row));
+    table(page, "Longest faults in GPU memory", &columns, longest.iter().take(FAULTS).map(row));
 }
 
 fn milliseconds(micros: u64) -> String {
@@ -190,7 +190,7 @@ mod tests {
     use super::super::example;
     use super::*;
 
-    /// Elements of the page that are not closed in their order, or closed and not open.
+    /// Elements of the page that are not closed in their order, or closed without being open.
     fn unbalanced(page: &str) -> Vec<String> {
         let mut open: Vec<String> = Vec::new();
         let mut bad = Vec::new();
@@ -212,7 +212,7 @@ mod tests {
         let page = html(&example::record());
         assert_eq!(unbalanced(&page), Vec::<String>::new());
         assert_eq!(page.matches('<').count(), page.matches('>').count());
-        assert_eq!(unbalanced("<p><b></p>"), ["/p", "p"], "the test sees what it is for");
+        assert_eq!(unbalanced("<p><b></p>"), ["/p", "p"], "the check finds unbalanced tags");
     }
 
     #[test]
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_stands_at_the_top() {
+    fn a_failure_is_at_the_top() {
         let mut record = example::record();
         (record.state, record.reason) = (State::Failed, Some("EIO <at> 5".to_owned()));
         let page = html(&record);

@@ -45,8 +45,8 @@ struct TimelineState {
 }
 
 impl Timeline {
-    /// Notes that the plugin has handed over what is to be loaded. Time counts from here, unless CPU memory
-    /// came first. Earlier events get time 0.
+    /// Notes that the plugin has handed over the processes. Time counts from here, unless the load of CPU
+    /// memory began earlier. Earlier events get time 0.
     pub fn handed_over(&self) {
         self.recorder().begin(Duration::ZERO);
     }
@@ -59,7 +59,7 @@ impl Timeline {
 
     /// Sets the session that loads the CPU memory.
     pub fn brings(&self, session: &Arc<Session>) {
-        // There is one.
+        // Only one session exists.
         let _ = self.0.cpus.set(Cpus::new(Arc::clone(session)));
     }
 
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_is_told_from_its_hand_over_to_its_end() {
+    fn a_restore_is_recorded_from_its_handoff_to_its_end() {
         let timeline = Timeline::default();
         assert_eq!(timeline.record().state, State::Waiting);
         timeline.handed_over();
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_million_faults_leave_is_bounded_and_none_is_uncounted() {
+    fn a_million_faults_take_bounded_memory_and_all_are_counted() {
         let timeline = Timeline::default();
         for fault in 0..1_000_000 {
             timeline.fault(0, fault, 0, Duration::from_micros(u64::try_from(fault % 1000).unwrap()));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_cpus_is_its_process_s_and_that_of_others_has_no_gate() {
+    fn cpu_memory_belongs_to_its_process_with_or_without_a_gate() {
         let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
         timeline.brings(&session);
         // A pid of no process here, and one that the kernel did not report.
@@ -219,7 +219,7 @@ mod tests {
         timeline.look();
         let record = timeline.record();
         let of = |of: &model::ProcessMemory| (of.process, of.minor, of.bytes, of.resident);
-        assert_eq!(record.processes[1].runs_us, record.processes[0].runs_us, "CRIU lets go of all at once");
+        assert_eq!(record.processes[1].runs_us, record.processes[0].runs_us, "CRIU resumes all at once");
         let wanted =
             [(0, None, 16384, 4096), (0, Some(128), 100, 0), (1, None, 16384, 0), (2, None, 16384, 0)];
         assert_eq!(record.memory.iter().map(of).collect::<Vec<_>>(), wanted);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_forked_child_lacks_is_to_come_again() {
+    fn missing_memory_of_a_forked_child_counts_again() {
         let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
         timeline.brings(&session);
         let task = session.task_arrived(0, 1);

@@ -7,24 +7,24 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Version of the JSON: one more when a reader of the old one would misread it.
+/// Version of the JSON: increased when a reader of the old one would misread it.
 pub(crate) const FORMAT: u32 = 2;
 
 /// The time before the newest sample that counts as "lately".
 const LATELY_US: u64 = 1_000_000;
 
-/// Where a restore is.
+/// The state of a restore.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// Nothing was handed over yet.
+    /// No handoff has happened yet.
     #[default]
     Waiting,
     /// Memory is loaded, or gates are closed.
     Loading,
     /// All gates are open, and all memory is resident.
     Complete,
-    /// It was given up.
+    /// The restore was given up.
     Failed,
 }
 
@@ -33,36 +33,36 @@ pub enum State {
 pub struct Record {
     /// Version of this format: 2.
     pub format: u32,
-    /// When the restore had begun: milliseconds since 1970.
+    /// When the restore began: milliseconds since 1970.
     pub handed_over_unix_ms: u64,
-    /// How long ago that was, or how long all took.
+    /// Time since then, or the duration of the restore.
     pub elapsed_us: u64,
-    /// Where it is.
+    /// The state of the restore.
     pub state: State,
     /// Why it failed.
     pub reason: Option<String>,
-    /// The processes, by the numbers that the rest of the record calls them by.
+    /// The processes; the rest of the record uses their indexes.
     pub processes: Vec<Process>,
-    /// Memory, each process's of CPUs and of each GPU.
+    /// Memory: each process's CPU memory, and its memory of each GPU.
     pub memory: Vec<ProcessMemory>,
     /// The page faults on CPU memory, of all processes.
     #[serde(default)]
     pub page_fault_stats: PageFaults,
     /// When samples were taken.
     pub sampled_us: Vec<u64>,
-    /// Faults served until each sample, of both kinds of memory.
+    /// Faults served until each sample, in both kinds of memory.
     pub sampled_faults: Vec<u64>,
-    /// The faults of memory of GPUs that waited longest, in the order of their ends.
+    /// The page faults in GPU memory that waited longest, in the order of their ends.
     pub longest_faults: Vec<Fault>,
     /// The swaps that stopped a process longest, in their order.
     pub longest_swaps: Vec<SwapEvent>,
 }
 
-/// The page faults on CPU memory that were served, and what became zeros without a read. Counts are since the
-/// streamer's present worker took over.
+/// The page faults on CPU memory that were served, and the bytes that became zeros without a read. Counts are
+/// since the streamer's present worker took over.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PageFaults {
-    /// When the first was served. One that was served before all processes were in place has 0.
+    /// When the first was served; 0 if that was before all processes were in place.
     pub first_us: Option<u64>,
     /// When the last was served.
     pub last_us: Option<u64>,
@@ -77,46 +77,45 @@ pub struct PageFaults {
 /// A process.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its number here; 0: not known yet.
+    /// Its pid; 0: not known yet.
     pub pid: i32,
-    /// What it calls itself (`/proc/PID/comm`).
+    /// Its name (`/proc/PID/comm`).
     pub name: String,
     /// Whether it uses GPUs, which are resumed when its gate is opened.
     pub gate: bool,
-    /// It ran.
+    /// When it ran.
     pub runs_us: Option<u64>,
-    /// Its gate was opened.
+    /// When its gate was opened.
     pub gate_open_us: Option<u64>,
-    /// It had ended before that.
+    /// When it ended, if that was before its gate was opened.
     pub gone_us: Option<u64>,
-    /// Faults of memory of GPUs that were served.
+    /// Page faults in GPU memory that were served.
     pub faults: u64,
-    /// How long they waited, together.
+    /// The sum of their waits.
     pub fault_wait_us: u64,
-    /// How long the longest of them waited.
+    /// The longest of their waits.
     pub longest_fault_us: u64,
-    /// Faults of memory of CPUs that were served, the children's that it has forked included.
+    /// Page faults in CPU memory that were served, including those of its forked children.
     pub page_faults: u64,
-    /// How long they waited, together.
+    /// The sum of their waits.
     pub page_fault_wait_us: u64,
-    /// How long the longest of them waited.
+    /// The longest of their waits.
     pub longest_page_fault_us: u64,
     /// Buffers whose placeholders were swapped for the device.
     pub swaps: u64,
-    /// How long it was stopped for that, together, from the request to its threads, without the microseconds of
-    /// resuming.
+    /// The sum of its stops for that, from the request to its threads, without the microseconds of resuming.
     pub stopped_us: u64,
 }
 
 /// A process's CPU memory, or its memory on one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessMemory {
-    /// Whose it is: its place in [`Record::processes`].
+    /// The process's index in [`Record::processes`].
     pub process: usize,
-    /// N of the GPU's `/dev/dri/renderDN`; none: memory of CPUs.
+    /// N of the GPU's `/dev/dri/renderDN`; none: CPU memory.
     pub minor: Option<u32>,
-    /// Bytes that were left out; of memory of CPUs without those that the process let go of, and with those that children which it has
-    /// forked since lacked.
+    /// Bytes that were missing. CPU memory counts without what the process has unmapped, and with what its
+    /// forked children lacked.
     pub bytes: u64,
     /// How many of them are resident.
     pub resident: u64,
@@ -129,13 +128,13 @@ pub struct ProcessMemory {
 /// A page fault of a CPU in missing GPU memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// It was served.
+    /// When it was served.
     pub at_us: u64,
-    /// Whose it was: a place in [`Record::processes`].
+    /// The process's index in [`Record::processes`].
     pub process: usize,
     /// The image's number of the buffer.
     pub buffer: usize,
-    /// Where in the process.
+    /// The address in the process.
     pub address: u64,
     /// How long its thread waited.
     pub waited_us: u64,
@@ -144,18 +143,18 @@ pub struct Fault {
 /// A swap of a buffer's placeholders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SwapEvent {
-    /// It was done.
+    /// When it was done.
     pub at_us: u64,
-    /// Whose it was: a place in [`Record::processes`].
+    /// The process's index in [`Record::processes`].
     pub process: usize,
     /// The image's number of the buffer.
     pub buffer: usize,
-    /// How long the process stood still; where several became the device in one stop, an equal share of it.
+    /// How long the process was stopped; if one stop swapped several buffers, an equal share of it.
     pub stopped_us: u64,
 }
 
 impl Process {
-    /// For people: `4711 python3`.
+    /// For users: `4711 python3`.
     #[must_use]
     pub fn label(&self) -> String {
         if self.pid == 0 { "process".to_owned() } else { format!("{} {}", self.pid, self.name) }
@@ -163,13 +162,13 @@ impl Process {
 }
 
 impl ProcessMemory {
-    /// For people: `CPUs` or `renderD128`.
+    /// For users: `CPUs` or `renderD128`.
     #[must_use]
     pub fn whose(&self) -> String {
         self.minor.map_or_else(|| "CPUs".to_owned(), |minor| format!("renderD{minor}"))
     }
 
-    /// How much of it is there, in percent, rounded down: 100 is all of it.
+    /// The resident share in percent, rounded down: 100 is all of it.
     #[must_use]
     pub fn percent(&self) -> u64 {
         percent(self.resident, self.bytes)
@@ -184,26 +183,27 @@ pub fn percent(part: u64, all: u64) -> u64 {
 }
 
 impl Record {
-    /// Bytes that were left out, and of them those that are there.
+    /// Bytes that were missing at first, and how many of them are resident.
     #[must_use]
     pub fn totals(&self) -> (u64, u64) {
         self.memory.iter().fold((0, 0), |(all, there), of| (all + of.bytes, there + of.resident))
     }
 
-    /// Whose memory it is.
+    /// The process's index.
     #[must_use]
     pub fn process_of(&self, memory: &ProcessMemory) -> Option<&Process> {
         self.processes.get(memory.process)
     }
 
-    /// All memory was there.
+    /// When all memory was resident.
     #[must_use]
     pub fn resident_us(&self) -> Option<u64> {
         let times = self.memory.iter().map(|of| of.resident_us).collect::<Option<Vec<u64>>>()?;
         times.into_iter().max()
     }
 
-    /// Memory of GPUs began to be loaded when the first process ran; that of CPUs, where it comes later, from the beginning.
+    /// The load of GPU memory began when the first process ran; the load of CPU memory, where it is lazy, at
+    /// the beginning.
     #[must_use]
     pub fn began_us(&self, of_cpus: bool) -> u64 {
         if of_cpus {
@@ -224,7 +224,8 @@ impl Record {
         self.since_lately(|sample| self.memory.iter().filter_map(|of| of.samples.get(sample)).sum())
     }
 
-    /// What grew how fast, each second, from the last sample that is a second older than the newest, or the first.
+    /// Growth of each series a second, from the last sample that is a second older than the newest, or the
+    /// first.
     fn since_lately(&self, value: impl Fn(usize) -> u64) -> u64 {
         let Some((&newest, older)) = self.sampled_us.split_last() else { return 0 };
         let since = older.iter().rposition(|at| newest - at >= LATELY_US).unwrap_or(0);
@@ -241,7 +242,8 @@ impl Record {
         left(all.saturating_sub(there), self.rate())
     }
 
-    /// Faults of memory of GPUs that were served, how long they waited, and how long the longest did, in microseconds.
+    /// Page faults in GPU memory that were served: their number, the sum of their waits, and the longest, in
+    /// microseconds.
     #[must_use]
     pub fn faults(&self) -> (u64, u64, u64) {
         self.processes.iter().fold((0, 0, 0), |(count, wait, longest), of| {
@@ -249,7 +251,7 @@ impl Record {
         })
     }
 
-    /// The same of memory of CPUs.
+    /// The same for CPU memory.
     #[must_use]
     pub fn page_faults(&self) -> (u64, u64, u64) {
         self.processes.iter().fold((0, 0, 0), |(count, wait, longest), of| {
@@ -303,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_comes_nobody_knows_how_long_it_takes() {
+    fn without_a_load_the_time_left_is_unknown() {
         let record = Record {
             memory: vec![ProcessMemory { bytes: 9, samples: vec![0], ..ProcessMemory::default() }],
             sampled_us: vec![5],
@@ -314,13 +316,13 @@ mod tests {
     }
 
     #[test]
-    fn percent_are_all_only_when_all_is_there() {
+    fn percent_are_100_only_when_all_memory_is_resident() {
         assert_eq!((percent(999, 1000), percent(1000, 1000)), (99, 100));
         assert_eq!((percent(u64::MAX - 1, u64::MAX), percent(0, 0)), (99, 100));
     }
 
     #[test]
-    fn all_is_there_when_the_last_of_it_is() {
+    fn all_is_resident_when_the_last_byte_is() {
         let mut record = example::record();
         assert_eq!(record.resident_us(), Some(2_950_100));
         record.memory[0].resident_us = None;

@@ -10,7 +10,7 @@ use super::model::{Process, ProcessMemory, Record};
 use super::text::millis;
 use crate::units;
 
-/// Lines of memory that have a colour; the others' is grey.
+/// Lines of memory that have a colour; all others are grey.
 pub(super) const COLOURS: usize = 7;
 
 /// In units of the drawing: 800 wide.
@@ -21,20 +21,19 @@ const BOTTOM: f64 = 290.0;
 /// The strip of faults.
 const FLOOR: f64 = 386.0;
 const CEILING: f64 = 316.0;
-/// Waits from here on are seen, and those from there on are as high as the strip: microseconds.
+/// Waits from the first number on are drawn, and those from the second on have the full height: microseconds.
 const SHORT: f64 = 10.0;
 const LONG: f64 = 10_000_000.0;
 
-/// What the memory at a place looks like: its colour's number, and which kind it is.
+/// The class of a memory's line: its colour's number, and its kind.
 pub(super) fn class(place: usize, memory: &ProcessMemory) -> String {
     format!("c{}{}", place.min(COLOURS), if memory.minor.is_none() { " cpus" } else { "" })
 }
 
 /// The drawing: one `svg` element.
 pub(super) fn plot(record: &Record) -> String {
-    let mut svg = String::from(
-        "<svg viewBox=\"0 0 800 424\" role=\"img\" aria-label=\"Memory that is there, over time\">\n",
-    );
+    let mut svg =
+        String::from("<svg viewBox=\"0 0 800 424\" role=\"img\" aria-label=\"Resident memory over time\">\n");
     axes(&mut svg, record);
     for (class, what, when) in [
         ("runs", "runs", (|of| of.runs_us) as fn(&Process) -> Option<u64>),
@@ -88,7 +87,7 @@ fn axes(svg: &mut String, record: &Record) {
     }
 }
 
-/// Between two times at the axis: 1, 2 or 5 of something, so that there are at most six.
+/// Distance of marks at the axis: 1, 2 or 5 times a power of ten, so that there are at most six.
 fn step(elapsed: u64) -> u64 {
     let steps = (0..18).flat_map(|power| [1, 2, 5].map(|digit| digit * 10_u64.pow(power)));
     steps.into_iter().find(|step| elapsed / step <= 5).unwrap_or(u64::MAX)
@@ -154,13 +153,13 @@ fn last(record: &Record) -> u64 {
 /// draws how many faults of both kinds there were.
 fn faults(svg: &mut String, record: &Record) {
     let of = |(count, _, longest): (u64, u64, u64), whose: &str| match count {
-        0 => format!("no faults in memory of {whose}"),
+        0 => format!("no faults in {whose} memory"),
         _ => {
             let longest = units::latency(Duration::from_micros(longest));
-            format!("{count} faults in memory of {whose}, {longest} at most")
+            format!("{count} faults in {whose} memory, {longest} at most")
         }
     };
-    let what = format!("{}; {}", of(record.faults(), "GPUs"), of(record.page_faults(), "CPUs"));
+    let what = format!("{}; {}", of(record.faults(), "GPU"), of(record.page_faults(), "CPU"));
     let count = record.faults().0 + record.page_faults().0;
     let _ =
         writeln!(svg, "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{FLOOR}\" x2=\"{RIGHT}\" y2=\"{FLOOR}\"/>");
@@ -197,7 +196,7 @@ mod tests {
     use super::super::example;
     use super::*;
 
-    /// The points of the memory at a place.
+    /// The points of the memory at an index.
     fn points(svg: &str, place: usize) -> Vec<(f64, f64)> {
         let line =
             svg.lines().filter(|line| line.starts_with("<polyline class=\"memory")).nth(place).unwrap();
@@ -234,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn each_gate_and_each_fault_is_there_and_longer_waits_are_higher() {
+    fn each_gate_and_fault_is_drawn_and_longer_waits_are_higher() {
         let record = example::record();
         let svg = plot(&record);
         assert_eq!(svg.matches("class=\"gate\"").count(), 2);
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_took_no_time_and_has_no_memory_is_drawn_too() {
+    fn a_record_without_time_or_memory_is_drawn_too() {
         let svg = plot(&Record::default());
         assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         let mut record = example::record();

@@ -54,7 +54,7 @@ impl Recorder {
         }
     }
 
-    /// Notes something of a process with a gate.
+    /// Notes an event of a process with a gate.
     pub(super) fn note(&mut self, process: usize, note: impl FnOnce(&mut Process, u64)) {
         let now = self.now();
         if process >= MOST {

@@ -93,12 +93,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_lost_while_there_is_room() {
+    fn no_sample_is_lost_while_space_is_left() {
         assert_eq!(times(&after(512, 1)), (0..512).collect::<Vec<_>>());
     }
 
     #[test]
-    fn when_there_is_none_each_second_one_goes_and_distances_stay_even() {
+    fn a_full_list_drops_every_second_sample() {
         let every_second: Vec<u64> = (0..513).step_by(2).collect();
         assert_eq!(times(&after(513, 1)), every_second);
         let mut and_the_newest = every_second;
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn however_long_it_takes_the_first_and_the_newest_are_there() {
+    fn the_first_and_the_newest_sample_are_always_kept() {
         for count in [1, 2, 511, 1023, 1024, 1025, 100_000, 1_000_001] {
             let times = times(&after(count, 1));
             assert_eq!((times.first(), times.last()), (Some(&0), Some(&(count - 1))), "{count}");
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_processes_there_are_fewer_samples() {
+    fn many_processes_have_fewer_samples() {
         let samples = after(3000, 1024);
         assert!(times(&samples).len() <= 65, "{}", times(&samples).len());
         assert_eq!(room(1 << 20), FEWEST);

@@ -10,7 +10,7 @@ use crate::units;
 /// The columns of the line that shows how memory became resident.
 const SPARK: usize = 17;
 const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-/// Lines of the table. All of it is in the JSON.
+/// Lines of the table. The JSON has all of them.
 const MOST: usize = 32;
 /// Columns of a process's number and name in it.
 const LABEL: usize = 23;
@@ -25,10 +25,10 @@ pub fn text(record: &Record, before: Duration) -> String {
         // Writing to a String cannot fail, here and below.
         let _ = writeln!(text, "{:8.1} ms  {what}", millis(before + at));
     }
-    for (of, (faults, waited, longest)) in [("GPUs", record.faults()), ("CPUs", record.page_faults())] {
+    for (of, (faults, waited, longest)) in [("GPU", record.faults()), ("CPU", record.page_faults())] {
         if let Some(mean) = waited.checked_div(faults).map(latency) {
             let most = latency(longest);
-            let _ = writeln!(text, "{faults} faults in memory of {of}, {mean} on average, {most} at most");
+            let _ = writeln!(text, "{faults} faults in {of} memory, {mean} on average, {most} at most");
         }
     }
     let swaps: u64 = record.processes.iter().map(|of| of.swaps).sum();
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_happened_when_and_how_memory_came() {
+    fn events_and_the_growth_of_memory_are_shown() {
         let wanted = "\
 memory loaded while the processes run, since the restore was started:
     50.0 ms  5.2 GiB are to be loaded
@@ -145,8 +145,8 @@ memory loaded while the processes run, since the restore was started:
   3000.1 ms  all memory is resident, 1.91 GB/s
   3001.0 ms  4711 python3: gate open, its GPUs run, the first of 2
   3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
-12 faults in memory of GPUs, 6.7 ms on average, 43.2 ms at most
-500 faults in memory of CPUs, 40 µs on average, 85 µs at most
+12 faults in GPU memory, 6.7 ms on average, 43.2 ms at most
+500 faults in CPU memory, 40 µs on average, 85 µs at most
 8 buffers swapped, for which processes were stopped for 1.6 ms
 process                 memory of       bytes resident after  resident
 4711 python3            renderD128    2.0 GiB      3000.1 ms  ▁▁▂▂▂▃▃▄▄▄▅▅▆▆▇▇█
@@ -173,7 +173,7 @@ process                 memory of       bytes resident after  resident
     }
 
     #[test]
-    fn a_failure_says_why_and_what_was_there() {
+    fn a_failure_shows_its_reason_and_the_resident_memory() {
         let mut record = example::record();
         record.memory[0] = ProcessMemory { resident: 1 << 30, resident_us: None, ..record.memory[0].clone() };
         record.processes.iter_mut().for_each(|of| of.gate_open_us = None);

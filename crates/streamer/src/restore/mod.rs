@@ -31,7 +31,7 @@ use crate::supervise::supervisor::{STOPPED, Start};
 use crate::supervise::worker::{self, AskedToStop};
 use crate::sys;
 
-/// What is restored, and how.
+/// The image of a restore, and its options.
 #[derive(Debug)]
 pub struct RestoreOptions {
     /// CPU memory is served from this directory; none: CRIU loads it itself.
@@ -46,7 +46,7 @@ pub struct RestoreOptions {
     pub connect_timeout: Option<Duration>,
 }
 
-/// What all workers of a streamer share.
+/// State that all workers of a streamer share.
 #[derive(Debug)]
 pub struct StreamedRestore {
     options: RestoreOptions,
@@ -101,7 +101,7 @@ impl StreamedRestore {
         loaded
     }
 
-    /// Answers clients from now on. Loading matters more than being seen: a failure is logged.
+    /// Answers clients from now on. Loading matters more than status: a failure is logged.
     fn answers(self: &Arc<Self>, start: &Start, timeline: &Timeline) -> Option<Answers> {
         let (restore, ledger) = (Arc::clone(self), start.ledger);
         let connected = move || restore.is_connected(ledger);

@@ -66,7 +66,7 @@ impl Image {
     /// As for [`Image::open`].
     pub async fn open_in_background(path: PathBuf) -> anyhow::Result<Self> {
         let (sender, opened) = oneshot::channel();
-        // A receiver that is gone was asked to stop.
+        // A receiver that has ended was asked to stop.
         let open = move || drop(sender.send(Self::open(&path)));
         sys::thread_without_signals("planner", open).context("starting a thread")?;
         opened.await.context("the thread that plans the restore has ended")?

@@ -55,7 +55,7 @@ impl OpenSession {
     pub(crate) fn cut_short(&self) -> String {
         let (reported, all) = (self.tasks(), self.image.tasks());
         format!(
-            "`criu restore` ended before it said that it had finished ({reported} of {all} tasks had reported): see \
+            "`criu restore` ended before it reported that it had finished ({reported} of {all} tasks had reported): see \
              its log"
         )
     }

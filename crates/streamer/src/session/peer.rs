@@ -48,7 +48,7 @@ pub(crate) enum HandshakeStep {
 }
 
 impl Peer {
-    /// Watches the process at the other end of `connection`.
+    /// Watches the peer process of `connection`.
     pub(crate) fn of(connection: &AsyncFd<OwnedFd>) -> Self {
         let process = match sys::peer_process(connection.get_ref().as_fd()).and_then(sys::watch) {
             Ok(process) => PeerProcess::Lives(process),

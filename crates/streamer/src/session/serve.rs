@@ -282,7 +282,7 @@ impl Worker {
                         ready = readable.readable() => ready?.clear_ready(),
                         () = peer.ended() => {}
                         () = too_long => bail!(
-                            "{} of {} tasks have reported and nothing more comes: is it `criu restore` that connected?",
+                            "{} of {} tasks have reported, and no other does: is it `criu restore` that connected?",
                             open.tasks(),
                             open.image.tasks()
                         ),

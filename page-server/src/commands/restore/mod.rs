@@ -31,13 +31,13 @@ use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::record::{files, text};
 
-/// Time that CRIU has to notice that its streamer ended, and a streamer that its CRIU did.
+/// Time limit for CRIU to notice that its streamer ended, and for a streamer to notice that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// Options that are for `rewake restore` itself, not for CRIU.
 const OURS: [&str; 4] = ["-D", "--images-dir", "-W", "--work-dir"];
 
-/// What to restore, and how.
+/// The image of a restore, and its options.
 #[derive(Debug, Clone, Copy)]
 struct RestoreRequest<'a> {
     options: &'a RestoreArgs,
@@ -129,7 +129,7 @@ fn signals() -> anyhow::Result<mpsc::Receiver<Signal>> {
     Ok(receiver)
 }
 
-/// A restore under way.
+/// A running restore.
 struct RestoreRun<'a> {
     request: &'a RestoreRequest<'a>,
     waiting: WaitingStreamer,
@@ -180,7 +180,7 @@ impl RestoreRun<'_> {
         }
     }
 
-    /// The time that CRIU or the streamer has left when the other's end leaves it nothing to do.
+    /// The time that CRIU or the streamer has left when the other's end leaves it no work.
     fn deadline(&self) -> Option<Deadline> {
         let is_idle = match (&self.exit, &self.ended) {
             (None, Some(Ok(ended))) => !ended.ok,
@@ -247,7 +247,7 @@ impl RestoreRun<'_> {
             let _ = timeout(END_LIMIT, self.criu.ended()).await;
             streamer::ask_to_end(&self.waiting.work).await;
         }
-        let fate = if runs { "run on; so does their streamer" } else { "were killed" };
+        let fate = if runs { "continue; so does their streamer" } else { "were killed" };
         write(&format!("rewake: {signal}: the restored processes {fate}\n"));
         Ok(128 + u8::try_from(signal as i32).unwrap_or(0))
     }

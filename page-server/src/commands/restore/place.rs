@@ -87,7 +87,7 @@ fn alone(socket: &Path, error: &impl std::fmt::Display) -> String {
     format!("{}: {error:#}: this command starts the streamer itself\n", socket.display())
 }
 
-/// Where an agent is looked for.
+/// Where to look for an agent.
 fn socket(options: &RestoreArgs) -> anyhow::Result<PathBuf> {
     Ok(match &options.socket {
         Some(path) => absolute(path)?,

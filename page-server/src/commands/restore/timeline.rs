@@ -17,7 +17,7 @@ pub(super) struct RestoreTimeline {
     pub(super) ok: bool,
     /// Why not.
     pub(super) reason: Option<String>,
-    /// CRIU's exit code; none when it was killed, or was not waited for.
+    /// CRIU's exit code; None when it was killed, or was not reaped.
     pub(super) criu_exit_code: Option<i32>,
     /// CRIU ended, with its status.
     pub(super) criu_ended_ms: Option<f64>,
@@ -83,7 +83,7 @@ fn millis(micros: u64) -> f64 {
 }
 
 impl RestoreTimeline {
-    /// Takes in the streamer's record. `alive_ms` is set already when CRIU's end is known to be the time.
+    /// Adds the streamer's record. `alive_ms` is set already when CRIU's end is known to be the time.
     pub(super) fn add(&mut self, record: &Record, clock: Clock) {
         let runs = record.processes.iter().filter_map(|of| of.runs_us).min();
         self.alive_ms = self.alive_ms.or_else(|| runs.map(|at| clock.at(at)));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A program with two GPUs that have nothing of each other's: on each a large buffer, and a copy engine's and a compute queue that copy some of it to a
-//! small one, over and over. What is copied is looked at, and each round counted: `pair FOLDER` writes both counts to `counts` there, or what
-//! was wrong.
-//! `pair FOLDER same`: both large ones have the same bytes. When there is a file `look` each byte of them is looked at.
-//! When there is a file `end-0` or `end-1` it ends that one's queues; for a file `close` it closes `/dev/kfd`, and for `execute` becomes another program.
+//! A program with two GPUs that share nothing. On each a copy engine and a compute queue copy parts of a
+//! large buffer to a small one, over and over. The program checks each copy, and counts rounds: `pair FOLDER`
+//! writes both counts to `counts` there, or what was wrong. `pair FOLDER same`: both large buffers have the
+//! same bytes. For a file `look` it checks each byte of them. For a file `end-0` or `end-1` it ends that
+//! GPU's queues; for a file `close` it closes `/dev/kfd`, and for `execute` becomes another program.
 
 use std::fs;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
@@ -22,7 +22,7 @@ use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Device, Kfd, QueueSpec, SdmaQueue
 use softgpu_tests::pair::{BYTES, COPIED};
 use softgpu_tests::toucher::{LOOK, pattern_of};
 
-/// With a queue that has room.
+/// Patience for a submission to a queue with space.
 const SOON: Duration = Duration::from_secs(60);
 
 fn main() -> anyhow::Result<()> {
@@ -65,13 +65,13 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Nothing is asked of the driver afterwards: who closes it would end its queues first.
+/// No driver call follows: a drop would end the queues first.
 fn close(kfd: BorrowedFd<'_>) {
-    // SAFETY: nobody uses the number any more; this program is killed in the end, and drops nothing.
+    // SAFETY: nothing uses the number any more; this program is killed in the end, and drops nothing.
     unsafe { libc::close(kfd.as_raw_fd()) };
 }
 
-/// Whole, or not there.
+/// Writes the file as a whole, or not at all.
 fn tell(folder: &Path, text: &str) -> anyhow::Result<()> {
     let part = folder.join("counts.part");
     fs::write(&part, text)?;
@@ -87,7 +87,7 @@ struct Side {
     arguments: Buffer,
     number: usize,
     expected: Vec<u8>,
-    /// Where the round copies from that is under way.
+    /// The offset that the current round copies from.
     at: usize,
     rounds: u64,
 }
@@ -119,7 +119,7 @@ impl Side {
         Ok(side)
     }
 
-    /// Both copy the same.
+    /// Both queues copy the same bytes.
     fn begin(&mut self) -> anyhow::Result<()> {
         let Some((copies, computes)) = &mut self.queues else { return Ok(()) };
         self.small.cpu().write(0, &[0; 2 * COPIED]);
@@ -131,15 +131,15 @@ impl Side {
         Ok(computes.submit(&[packet], SOON)?)
     }
 
-    /// By the CPU, at all of the large buffer.
+    /// Checks all of the large buffer by the CPU.
     fn look_at_all(&self) -> anyhow::Result<()> {
         let mut found = vec![0; self.expected.len()];
         self.large.cpu().read(0, &mut found);
-        ensure!(found == self.expected, "GPU {}: its CPU has found something else", self.number);
+        ensure!(found == self.expected, "GPU {}: its CPU reads other bytes", self.number);
         Ok(())
     }
 
-    /// When the round is over another one begins, elsewhere.
+    /// Begins another round, elsewhere, when the last one has ended.
     fn look(&mut self) -> anyhow::Result<()> {
         let Some((copies, computes)) = &self.queues else { return Ok(()) };
         if copies.read_pointer() != copies.written() || computes.read_pointer() != computes.written() {
@@ -149,10 +149,10 @@ impl Side {
         self.small.cpu().read(0, &mut found);
         let right = &self.expected[self.at..self.at + COPIED];
         for (half, by) in found.chunks(COPIED).zip(["a copy engine", "a compute queue"]) {
-            ensure!(half == right, "GPU {}: {by} has found something else at {:#x}", self.number, self.at);
+            ensure!(half == right, "GPU {}: {by} has copied other bytes at {:#x}", self.number, self.at);
         }
         self.rounds += 1;
-        // Near its end, which comes last.
+        // Near its end, which is loaded last.
         self.at = self.expected.len() - COPIED * if self.rounds.is_multiple_of(2) { 1 } else { 2 };
         self.begin()
     }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A program with one thread, buffers that its CPU reaches, in VRAM where it can, and memory of its own: it touches the buffers as it is asked to,
-//! by user code or through the kernel, and registers its memory with the driver. Orders come as the file `order` of its folder, answers go to `answer`: `ok`, or what was wrong.
+//! A program with one thread, buffers that its CPU can access, in VRAM where possible, and memory of its own.
+//! By order it accesses the buffers, in user code or through the kernel, and registers its memory with the
+//! driver. Orders are in the file `order` of its folder, answers in `answer`: `ok`, or what was wrong.
 //!
-//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT MIB FULL` so many large ones instead, zeros but for their last page or, FULL being `true`, not; `toucher FOLDER
-//! again` is what it executes when it is asked to.
+//! `toucher FOLDER` makes the buffers. `toucher FOLDER COUNT MIB FULL` makes so many large ones instead, all
+//! zeros except for their last page unless FULL is `true`. `toucher FOLDER again` is what it executes by
+//! order.
 
 use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
@@ -22,7 +24,7 @@ use softgpu_tests::toucher::{BUFFERS, BYTES, LOOK, Large, READ, TAIL, pattern, p
 
 /// The number of the pattern in the first part of its own memory.
 const OWN: usize = 7;
-/// Touches memory in a child that has none of it.
+/// The signal for a child that accesses memory that it does not inherit.
 const SIGSEGV: i32 = 11;
 const EAGAIN: i32 = 11;
 
@@ -81,7 +83,7 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Whole, or not there.
+/// Writes the file as a whole, or not at all.
 fn answer(folder: &Path, text: &str) -> anyhow::Result<()> {
     let part = folder.join("answer.part");
     fs::write(&part, text)?;
@@ -137,21 +139,21 @@ impl Own {
 
     /// Its first part becomes zeros, written as such.
     fn clear(&mut self) -> anyhow::Result<()> {
-        self.memory.as_ref().context("there is none")?.write(0, &vec![0; BYTES]);
+        self.memory.as_ref().context("no own memory")?.write(0, &vec![0; BYTES]);
         self.cleared = true;
         Ok(())
     }
 
-    /// Nothing of it has been looked at since it was written.
+    /// None of it has been read since it was written.
     fn register(&mut self) -> anyhow::Result<()> {
-        let memory = self.memory.take().context("there is none")?;
+        let memory = self.memory.take().context("no own memory")?;
         let userptr = Userptr::register(&self.device, memory)?;
         self.is_as_written(userptr.cpu())
     }
 
-    /// By user code, from its end: the background load comes from the other side.
+    /// By user code, from its end: the background load begins at its start.
     fn check(&self) -> anyhow::Result<()> {
-        self.is_as_written(self.memory.as_ref().context("there is none")?)
+        self.is_as_written(self.memory.as_ref().context("no own memory")?)
     }
 
     fn is_as_written(&self, memory: &Mapping) -> anyhow::Result<()> {
@@ -159,7 +161,7 @@ impl Own {
         for part in (0..usize::try_from(memory.len())? / BYTES).rev() {
             memory.read((part * BYTES) as u64, &mut found);
             let expected = if self.cleared && part == 0 { vec![0; BYTES] } else { pattern(OWN + part) };
-            ensure!(found == expected, "its own memory is another");
+            ensure!(found == expected, "its own memory has other bytes");
         }
         Ok(())
     }
@@ -171,7 +173,7 @@ struct Memory {
     address: u64,
     bytes: usize,
     large: Option<Large>,
-    /// What was read into it.
+    /// Where bytes of a read go.
     given: Vec<u8>,
     /// None once it has been freed.
     buffer: Option<Buffer>,
@@ -180,11 +182,11 @@ struct Memory {
 impl Memory {
     fn bytes(&self) -> &[u8] {
         let start = std::ptr::with_exposed_provenance(usize::try_from(self.address).unwrap_or(0));
-        // SAFETY: mapped by this program, which has one thread, and nothing writes to it while it is looked at.
+        // SAFETY: mapped by this program, which has one thread, and nothing writes to it during the borrow.
         unsafe { std::slice::from_raw_parts(start, self.bytes) }
     }
 
-    /// As for another process; tries again as ROCm's library does.
+    /// Exports it as for another process; tries again as ROCm's library does.
     fn export(&self) -> anyhow::Result<()> {
         let buffer = self.buffer.as_ref().context("it has been freed")?;
         let mut said = false;
@@ -209,7 +211,7 @@ impl Memory {
         expected
     }
 
-    /// By user code.
+    /// Checks it by user code.
     fn check(&self) -> anyhow::Result<()> {
         let expected = self.expected();
         let wrong = self.bytes().iter().zip(&expected).position(|(found, right)| found != right);
@@ -224,19 +226,19 @@ impl Memory {
         Ok(())
     }
 
-    /// The last page, by user code.
+    /// Checks the last page by user code.
     fn tail(&self) -> anyhow::Result<()> {
         let patterned = self.bytes - self.large.map_or(0, Large::pattern_at);
         let expected = pattern_of(self.number, patterned).split_off(patterned - TAIL);
         let found = &self.bytes()[self.bytes - TAIL..];
-        ensure!(found == expected, "the last page of buffer {} is another", self.number);
+        ensure!(found == expected, "the last page of buffer {} has other bytes", self.number);
         Ok(())
     }
 
     /// The kernel reads it.
     fn write(&self, path: &Path) -> anyhow::Result<()> {
         File::create(path)?.write_all(self.bytes())?;
-        ensure!(fs::read(path)? == self.expected(), "the kernel has read something else");
+        ensure!(fs::read(path)? == self.expected(), "the kernel has read other bytes");
         Ok(())
     }
 
@@ -244,7 +246,7 @@ impl Memory {
     fn read(&mut self, path: &Path) -> anyhow::Result<()> {
         self.given = fs::read(path)?;
         let start = std::ptr::with_exposed_provenance_mut::<u8>(usize::try_from(self.address)? + READ);
-        // SAFETY: as in `bytes`; nothing else looks at it meanwhile.
+        // SAFETY: as in `bytes`; nothing else accesses it meanwhile.
         let into = unsafe { std::slice::from_raw_parts_mut(start, self.given.len()) };
         Ok(File::open(path)?.read_exact(into)?)
     }
@@ -254,7 +256,7 @@ impl Memory {
         self.check()
     }
 
-    /// The driver forgets it, and it stays mapped.
+    /// The driver frees it, and it stays mapped.
     fn free(&mut self) -> anyhow::Result<()> {
         self.elsewhere()?;
         self.check()?;
@@ -265,7 +267,7 @@ impl Memory {
     fn elsewhere(&mut self) -> anyhow::Result<()> {
         let old = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
         let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping, anywhere.
+        // SAFETY: a new mapping, at any address.
         let wanted = unsafe { libc::mmap(std::ptr::null_mut(), self.bytes, libc::PROT_NONE, kind, -1, 0) };
         ensure!(wanted != libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
@@ -289,7 +291,7 @@ impl Memory {
         self.cut_at(self.bytes / 2)
     }
 
-    /// Only so many bytes stay mapped.
+    /// Keeps so many bytes mapped.
     fn cut_at(&mut self, bytes: usize) -> anyhow::Result<()> {
         let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)? + bytes);
         // SAFETY: nothing refers to it.
@@ -304,7 +306,7 @@ impl Memory {
         self.check()
     }
 
-    /// No CPU may use it any more.
+    /// Removes all access by the CPU.
     fn hide(&self) -> anyhow::Result<()> {
         self.protected(libc::PROT_NONE)
     }
@@ -317,7 +319,7 @@ impl Memory {
         Ok(())
     }
 
-    /// A child has device memory after all, and tells what it sees.
+    /// A child that inherits device memory, and reports what it reads.
     fn bequeath(&self, path: &Path) -> anyhow::Result<()> {
         let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
         // SAFETY: no byte changes.
@@ -333,9 +335,9 @@ impl Memory {
         self.check()
     }
 
-    /// A child has no device memory, and its parent has it as before.
+    /// A child has no device memory, and its parent keeps it.
     fn fork(&self) -> anyhow::Result<()> {
-        // SAFETY: one thread; the child only looks at memory.
+        // SAFETY: one thread; the child only reads memory.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let ends = i32::from(self.bytes()[0]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What arrives, and by which way.
+//! Which bytes arrive, and which copy method carries them.
 
 use std::os::fd::AsFd as _;
 
@@ -16,7 +16,7 @@ use crate::{
 };
 
 #[test]
-fn the_way_is_the_best_that_the_gpu_offers() {
+fn the_copy_method_is_the_best_that_the_gpu_offers() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = render(&gpus, 0);
@@ -36,7 +36,7 @@ fn the_way_is_the_best_that_the_gpu_offers() {
 }
 
 #[test]
-fn bytes_go_there_and_back_at_odd_places_in_every_way() {
+fn bytes_are_copied_to_and_from_odd_places_by_every_method() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in ALL {
@@ -137,7 +137,7 @@ fn thousands_of_small_bos_are_one_submission() {
 }
 
 #[test]
-fn without_a_ring_and_a_cpu_view_it_says_what_to_do() {
+fn without_a_ring_and_a_cpu_view_the_error_says_what_to_do() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let owner = render(&gpus, 0);
@@ -168,7 +168,7 @@ fn gtt_staging_is_no_memory_for_direct_reads_and_pages_are() {
             let (staging, _engine) = engine(&gpus, through, SMALL);
             let place = place(&staging, 2, 8);
             staging.write(place, &[3; 64]);
-            // It takes the pages as O_DIRECT and io_uring do.
+            // Takes the pages as O_DIRECT and io_uring do.
             let base = staging.pointer(place, 64).addr().get();
             let mut into = [0; 64];
             let taken = process_vm_readv(

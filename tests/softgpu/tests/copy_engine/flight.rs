@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Many submissions at once: how they end, and how it is told.
+//! Many submissions at once: how they end, and how the engine reports it.
 
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use crate::{
     where_copies_wait,
 };
 
-/// How often something is looked at for which there is a moment only.
+/// Polling interval for a state that lasts a moment only.
 const TRIES: u32 = 10;
 
 #[test]
@@ -49,7 +49,7 @@ fn many_in_flight_beat_one_at_a_time() {
             };
             let (mut fastest_alone, mut fastest_together) = (Duration::MAX, Duration::MAX);
             let give_up = soon();
-            // The machine may have other things to do for a while.
+            // Other processes may use this machine's CPUs for a while.
             let beaten = (0..).take_while(|tries| *tries < 3 || Instant::now() < give_up).any(|tries| {
                 fastest_alone = fastest_alone.min(took(&alone));
                 fastest_together = fastest_together.min(took(&together));
@@ -92,7 +92,7 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
             assert!(bytes == pattern(BYTES, gpu as u64), "GPU {gpu}");
         }
         if bandwidth().is_ok() {
-            // Who stands still for a while finds both done.
+            // A thread that the scheduler delays finds both done.
             let at_work_still = (0..TRIES).any(|_| {
                 let long = engines[0].submit(&[load(0, BYTES); 4].concat()).unwrap();
                 let short = engines[1].submit(&load(1, 4096)).unwrap();
@@ -103,7 +103,7 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
                 }
                 at_work
             });
-            assert!(at_work_still, "the other GPU was waited for {TRIES} times");
+            assert!(at_work_still, "the engine waited for the other GPU {TRIES} times");
         }
     });
 }
@@ -125,7 +125,7 @@ fn a_full_engine_reports_that_and_copies_on() {
         assert!(matches!(engine.submit(&load), Err(Error::Full { .. })));
         engine.wait(first, soon()).unwrap();
         engine.submit(&load).unwrap();
-        assert!(matches!(engine.wait(first, soon()), Err(Error::Ticket { .. })), "told already");
+        assert!(matches!(engine.wait(first, soon()), Err(Error::Ticket { .. })), "reported already");
     });
 }
 
@@ -144,7 +144,7 @@ fn a_finished_copy_is_reported_once_and_can_be_polled_for() {
             assert!(!readable(&engine, 0), "{through:?}: nothing has happened");
             let save = |slot| [Transfer::Save { bo, at: 0, to: place(&staging, slot, 0), bytes: 256 << 10 }];
             let mut wanted: Vec<Ticket> = (0..5).map(|slot| engine.submit(&save(slot)).unwrap()).collect();
-            assert_eq!(engine.in_flight(), 5, "{through:?}: told of none yet");
+            assert_eq!(engine.in_flight(), 5, "{through:?}: none reported yet");
             engine.wait(wanted.remove(2), soon()).unwrap();
             assert_eq!(engine.in_flight(), 4, "{through:?}");
             while !wanted.is_empty() {
@@ -153,18 +153,18 @@ fn a_finished_copy_is_reported_once_and_can_be_polled_for() {
                 for CopyCompletion { ticket, result } in found {
                     result.unwrap();
                     let place = wanted.iter().position(|wanted| *wanted == ticket);
-                    wanted.remove(place.expect("told once, and what was waited for not at all"));
+                    wanted.remove(place.expect("reported once, and never what `wait` returned"));
                 }
             }
             assert_eq!((engine.finished().unwrap().count(), engine.in_flight()), (0, 0));
-            // The kernel may signal the end of what was told already, once for each.
+            // The kernel may signal the end of a reported submission once more.
             let quiet = (0..=5).any(|_| {
                 !readable(&engine, 0) || {
-                    assert_eq!(engine.finished().unwrap().count(), 0, "{through:?}: told twice");
+                    assert_eq!(engine.finished().unwrap().count(), 0, "{through:?}: reported twice");
                     false
                 }
             });
-            assert!(quiet, "{through:?}: all is told");
+            assert!(quiet, "{through:?}: all is reported");
         }
     });
 }
@@ -172,7 +172,7 @@ fn a_finished_copy_is_reported_once_and_can_be_polled_for() {
 #[test]
 fn a_late_submission_is_named_and_ends_later() {
     isolated(1, |scene| {
-        // Four seconds are the shortest of them.
+        // Four seconds are the shortest timeout of them.
         where_copies_wait(scene, "2", || {
             let gpus = Gpus::open(1).unwrap();
             let (staging, mut engine) =
@@ -217,7 +217,7 @@ fn a_submission_that_hangs_the_engine_is_an_error_of_its_ticket() {
         let bo = import(&mut engine, &buffer);
         let load = [Transfer::Load { bo, at: 0, from: place(&staging, 0, 0), bytes: 4096 }];
         run(&mut engine, &load);
-        // Everything that the engine has mapped is gone behind its back.
+        // Unmaps everything that the engine has mapped.
         let mut clear = drm_amdgpu_gem_va {
             operation: AMDGPU_VA_OP_CLEAR,
             va_address: 64 << 10,
@@ -237,7 +237,7 @@ fn a_submission_that_hangs_the_engine_is_an_error_of_its_ticket() {
             error.to_string().contains("the GPU was reset, this engine's commands are the cause"),
             "{error}"
         );
-        assert!(matches!(engine.submit(&load), Err(Error::Lost { .. })), "no more goes there");
+        assert!(matches!(engine.submit(&load), Err(Error::Lost { .. })), "a lost engine takes no more");
         // Another engine works.
         let render = crate::render(&gpus, 0);
         let mut other = CopyEngine::open(render, &staging).unwrap();

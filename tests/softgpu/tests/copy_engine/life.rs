@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What an engine takes, gives back and refuses.
+//! What an engine accepts, releases and refuses.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -77,7 +77,8 @@ fn memory_that_was_released_can_be_freed() {
                 engine.release(bo).unwrap();
             }
             drop(buffer);
-            // The driver lets go of a submission's buffers in the background, when its fence has long been signalled.
+            // The driver releases a submission's buffers in the background, long after its fence was
+            // signalled.
             let released = rewake_testkit::soon(|| device.available().unwrap() == before);
             assert!(released, "in flight: {in_flight}");
         }
@@ -85,7 +86,7 @@ fn memory_that_was_released_can_be_freed() {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_before_anything_is() {
+fn invalid_transfers_are_refused_before_any_copy() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in ALL {

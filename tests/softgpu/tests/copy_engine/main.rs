@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The copy engine: contents of BOs to and from staging memory, in every way that it has.
+//! The copy engine: contents of BOs to and from staging memory, by every copy method that it has.
 
 mod contents;
 mod flight;
@@ -18,7 +18,7 @@ use softgpu_tests::{Machine, REAL_GPUS, Scene};
 const MIB: u64 = 1 << 20;
 const SMALL: Shape = Shape { slots: 8, slot_bytes: 256 << 10 };
 
-/// The ways that bytes can go, whatever this machine would choose.
+/// The copy methods, whichever of them this machine would choose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Through {
     Pages,
@@ -52,7 +52,7 @@ fn engine(gpus: &Gpus, through: Through, shape: Shape) -> (Staging, CopyEngine) 
     (staging, engine)
 }
 
-/// A number among softgpu.ko's parameters; None where GPUs are real.
+/// A number among softgpu.ko's parameters; None on real GPUs.
 fn softgpu(parameter: &str) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/sys/module/softgpu/parameters/{parameter}"));
     text.ok().and_then(|text| text.trim().parse().ok())
@@ -85,15 +85,15 @@ fn read(staging: &Staging, from: StagingOffset, bytes: u64) -> Vec<u8> {
     read
 }
 
-/// The reason where copies do not take the time that a parameter says.
+/// The reason why copies do not take the time that the parameter says.
 fn bandwidth() -> Result<(), &'static str> {
     rings()?;
     let found = softgpu("copy_mbps").is_some_and(|found| found > 0);
     if found { Ok(()) } else { Err("softgpu.ko was loaded without copy_mbps") }
 }
 
-/// Runs `body` where rings copy so many MB/s, so few that copies wait instead of computing, in another process: the machine changes while
-/// nobody uses it. Not where there are no rings, or GPUs are real.
+/// Runs `body` where rings copy so many MB/s that copies wait instead of computing. It runs in another
+/// process: the machine changes while no process uses it. Skipped without rings, or on real GPUs.
 fn where_copies_wait(scene: &Scene, mbps: &str, body: fn()) {
     if scene.role().is_some() {
         return body();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One process of a test, in a role, dumped and restored. It is asked over a socket.
+//! One process of a test, in a role, dumped and restored. The test sends it requests over a socket.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -20,7 +20,7 @@ use crate::stage::Stage;
 pub(crate) struct Cast {
     folder: tempfile::TempDir,
     pid: u32,
-    /// None once it has been dumped: what comes back is nobody's child.
+    /// None once it has been dumped: the restored process is no child.
     child: Option<Child>,
 }
 
@@ -35,11 +35,11 @@ pub(crate) fn play(scene: &Scene, role: &str, act: impl FnOnce(&mut Cast)) {
     let log = File::create(folder.path().join("log")).unwrap();
     let child = scene.apart(&format!("{role} {}", socket.display()), log);
     let mut cast = Cast { pid: child.id(), folder, child: Some(child) };
-    assert!(cast.comes_up(), "{role}: {}", std::fs::read_to_string(cast.folder.path().join("log")).unwrap());
+    assert!(cast.starts_up(), "{role}: {}", std::fs::read_to_string(cast.folder.path().join("log")).unwrap());
     act(&mut cast);
 }
 
-/// The process's body: builds what its role wants, and answers until it is killed.
+/// The process's body: builds what its role needs, and answers until it is killed.
 fn serve(role: &str, socket: &Path) -> ! {
     let mut stage = Stage::new(role).unwrap();
     let listener = UnixListener::bind(socket).unwrap();
@@ -48,11 +48,11 @@ fn serve(role: &str, socket: &Path) -> ! {
         let mut line = String::new();
         BufReader::new(&stream).read_line(&mut line).unwrap();
         let answer = match line.trim() {
-            // Somebody looked whether this is up.
+            // A probe of whether this process answers yet.
             "" => continue,
             "look" => stage.look(),
             "use" => stage.use_all(),
-            other => panic!("{other:?} means nothing"),
+            other => panic!("{other:?} is no request"),
         };
         let answer = answer.unwrap_or_else(|error| format!("failed {error:#}"));
         writeln!(stream, "{}", answer.replace('\n', " ")).unwrap();
@@ -61,7 +61,7 @@ fn serve(role: &str, socket: &Path) -> ! {
 
 impl Cast {
     /// Waits until it answers; false if it ends before that, or takes too long.
-    fn comes_up(&mut self) -> bool {
+    fn starts_up(&mut self) -> bool {
         let socket = self.socket();
         let mut has_ended = || self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some());
         let up = || UnixStream::connect(&socket).is_ok().then_some(true);
@@ -100,7 +100,7 @@ impl Cast {
         self.gone();
     }
 
-    /// Dumps it in vain; gives the reason. It goes on.
+    /// Dumps the process, which must fail; returns the reason. The process continues.
     pub(crate) fn refused(&self, version: Version) -> String {
         self.criu(version).dump(self.pid).unwrap_err().to_string()
     }
@@ -110,7 +110,7 @@ impl Cast {
     }
 
     pub(crate) fn kill(&mut self) {
-        // It may have gone.
+        // It may have ended.
         let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL);
         self.gone();
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers and contexts of render nodes themselves come back: by number, place and contents. Kernels that do not tell what a
-//! render node has make a dump fail that would lose it.
+//! BOs and contexts of render nodes are restored with their number, address and contents. Where the kernel
+//! does not report them, a dump that would lose them fails.
 
 mod cast;
 mod stage;
@@ -14,11 +14,11 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::SHARED_NAME;
 use rewake_skip::{need, skip};
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::isolated;
 
-/// Whether the kernel tells what a render node has.
-fn told() -> bool {
+/// Whether the kernel reports the BOs of a render node.
+fn reports_bos() -> bool {
     !release().starts_with("6.12")
 }
 
@@ -28,10 +28,10 @@ fn release() -> String {
 
 /// CRIU 4.1 where it can dump threads: see the tests of shared buffers.
 fn older() -> Version {
-    if told() { Version::V4_2 } else { Version::V4_1 }
+    if reports_bos() { Version::V4_2 } else { Version::V4_1 }
 }
 
-/// Something small, beside a process that renders on both GPUs.
+/// A small server, beside a process that renders on both GPUs.
 fn shape() -> Shape {
     let mode = Mode::RenderOnly;
     Shape { layers: 2, layer_kib: 64, cache_mib: 2, queues: 1, gpus: 2, mode, ..Shape::small() }
@@ -45,7 +45,7 @@ fn workload(version: Version) {
     app.rendered("kept").unwrap();
     let pid = app.pid().unwrap();
     let dumped = criu.dump(pid);
-    if !told() {
+    if !reports_bos() {
         let error = dumped.unwrap_err().to_string();
         assert!(error.contains("this kernel does not report where they are mapped"), "{error}");
         app.rendered("kept").unwrap();
@@ -55,7 +55,7 @@ fn workload(version: Version) {
     dumped.unwrap();
     app.was_dumped();
     let restored = criu.restore();
-    if !queues_come_back() {
+    if !queues_can_be_restored() {
         return assert!(restored.is_err());
     }
     restored.unwrap();
@@ -77,14 +77,14 @@ fn a_process_that_renders_with_an_older_criu() {
     isolated(2, |_| workload(older()));
 }
 
-/// As it restores its own: what computes is there, what was on a render node is not. Of a process that only renders it
-/// restores nothing at all.
+/// The same as in its own images: compute BOs are restored, those of render nodes are not. Of a process that
+/// only renders it restores nothing at all.
 #[test]
-fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
+fn the_stock_plugin_restores_our_dump_like_its_own() {
     isolated(1, |scene| {
         need!(queues());
-        if !told() {
-            skip!("this kernel does not say what a render node has");
+        if !reports_bos() {
+            skip!("this kernel does not report the BOs of a render node");
         }
         cast::play(scene, "beside", |cast| {
             let before = cast.ask("look");
@@ -101,10 +101,11 @@ fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
     });
 }
 
-/// A cast is dumped, restored, looked at, and restored a second time. Where the kernel does not tell, the dump is refused.
-fn there_and_back(cast: &mut Cast, version: Version) {
+/// A cast is dumped, restored, checked, and restored a second time. Where the kernel does not report BOs, the
+/// dump is refused.
+fn dump_and_restore(cast: &mut Cast, version: Version) {
     let before = cast.ask("look");
-    if !told() {
+    if !reports_bos() {
         let error = cast.refused(version);
         assert!(error.contains("this kernel does not report where they are mapped"), "{error}");
         return assert_eq!(cast.ask("look"), before);
@@ -121,22 +122,22 @@ fn there_and_back(cast: &mut Cast, version: Version) {
 #[test]
 fn numbers_places_and_contents_are_the_same() {
     isolated(1, |scene| {
-        cast::play(scene, "numbers", |cast| there_and_back(cast, older()));
+        cast::play(scene, "numbers", |cast| dump_and_restore(cast, older()));
     });
 }
 
 #[test]
 fn two_files_with_a_buffer_in_common() {
     isolated(1, |scene| {
-        cast::play(scene, "common", |cast| there_and_back(cast, Version::V4_2));
+        cast::play(scene, "common", |cast| dump_and_restore(cast, Version::V4_2));
     });
 }
 
 #[test]
 fn rendering_beside_computing_in_one_process() {
     isolated(1, |scene| {
-        if queues_come_back() {
-            cast::play(scene, "mixed", |cast| there_and_back(cast, Version::V4_2));
+        if queues_can_be_restored() {
+            cast::play(scene, "mixed", |cast| dump_and_restore(cast, Version::V4_2));
         }
     });
 }
@@ -155,19 +156,19 @@ fn a_render_node_that_is_open_and_not_used() {
 }
 
 #[test]
-fn what_cannot_come_back_is_refused_and_stays() {
+fn buffers_that_cannot_be_restored_are_refused_at_the_dump() {
     isolated(1, |scene| {
         let all = [
             ("userptr", "is host memory of the process (GEM_USERPTR)"),
             ("always-valid", "bound to its address space (VM_ALWAYS_VALID)"),
             ("foreign", "was imported from another driver"),
         ];
-        // One process has one role: the other ones are of the same test.
+        // One process has one role: the other roles belong to the same test.
         for (role, reason) in all {
             cast::play(scene, role, |cast| {
                 let error = cast.refused(Version::V4_2);
                 let reason =
-                    if told() { reason } else { "this kernel does not report where they are mapped" };
+                    if reports_bos() { reason } else { "this kernel does not report where they are mapped" };
                 assert!(error.contains(reason), "{role}: {error}");
                 cast.ask("look");
             });
@@ -175,13 +176,14 @@ fn what_cannot_come_back_is_refused_and_stays() {
     });
 }
 
-/// As CRIU's development branch writes images: nothing of ours beside, alignments in pages, headers without a meaning.
+/// As CRIU's development branch writes images: without our files, alignments in pages, headers without a
+/// meaning.
 #[test]
 fn images_of_later_versions_of_criu_s_plugin() {
     isolated(1, |scene| {
         cast::play(scene, "numbers", |cast| {
-            if !told() {
-                skip!("this kernel does not say what a render node has");
+            if !reports_bos() {
+                skip!("this kernel does not report the BOs of a render node");
             }
             let before = cast.ask("look");
             cast.dump(Version::V4_2);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a process has on its render nodes, by its role.
+//! The BOs and contexts of a process on its render nodes, by its role.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -68,7 +68,8 @@ impl Stage {
         self.renders.last().context("just opened")
     }
 
-    /// Gaps among the numbers, every kind of memory, contexts, mappings of parts, twice, and in the upper half.
+    /// Gaps among the numbers, every kind of memory, contexts, mappings of parts, twice, and in the upper
+    /// half.
     fn numbers(&mut self) -> anyhow::Result<()> {
         let minor = self.minor;
         let render = self.open()?;
@@ -86,7 +87,7 @@ impl Stage {
             };
             let handle = render.create_as(wanted)?;
             ensure!(u64::from(handle) == index, "buffer {index} has number {handle}");
-            // The last one but one stays zero.
+            // The last BO but one stays zero.
             if index != 6 {
                 put(render, minor, handle, size, u8::try_from(index)?)?;
             }
@@ -110,7 +111,7 @@ impl Stage {
         Ok(())
     }
 
-    /// The second file has three buffers of its own, and the first one's in the place of its second number.
+    /// The second file has three BOs of its own, and the first file's BO as its second number.
     fn common(&mut self) -> anyhow::Result<()> {
         let minor = self.minor;
         let first = Render::open(minor)?;
@@ -127,8 +128,8 @@ impl Stage {
         Ok(())
     }
 
-    /// A process that computes. The file with its compute address space has a buffer of its own, and one of the compute side's
-    /// buffers mapped a second time; another file has buffers of the same numbers.
+    /// A process that computes. The file with its compute address space has a BO of its own, and maps one of
+    /// the compute side's BOs a second time. Another file has BOs of the same numbers.
     fn mixed(&mut self) -> anyhow::Result<()> {
         let minor = self.minor;
         let other = Render::open(minor)?;
@@ -155,7 +156,7 @@ impl Stage {
         Ok(())
     }
 
-    /// A process that computes, and a file with a buffer that nothing is mapped from.
+    /// A process that computes, and a file with a BO that has no mapping.
     fn beside(&mut self) -> anyhow::Result<()> {
         let gpus = Gpus::open(1)?;
         let buffer = gpus.local(0, 8 * PAGE)?;
@@ -170,7 +171,7 @@ impl Stage {
         self.renders.iter().chain(self.gpus.iter().map(|gpus| gpus.device(0).render()))
     }
 
-    /// All that there is, in words.
+    /// A text of all BOs, mappings and contexts.
     pub(crate) fn look(&mut self) -> anyhow::Result<String> {
         let mut text = String::new();
         for (number, render) in self.renders().enumerate() {
@@ -202,8 +203,8 @@ impl Stage {
         Ok(text)
     }
 
-    /// What there is can be used as before: views are of the buffers, the next number is the lowest free one, submissions run
-    /// in contexts that were there, the compute side's new buffers can be mapped.
+    /// Checks that BOs and contexts can be used as before. Views show the BOs, and the next number is the
+    /// lowest free one. Submissions run in old contexts, and the compute side's new BOs can be mapped.
     pub(crate) fn use_all(&mut self) -> anyhow::Result<String> {
         for render in self.renders() {
             let numbers: Vec<u32> = (1..16)
@@ -238,7 +239,7 @@ impl Stage {
     }
 }
 
-/// A dma-buf of another driver's.
+/// A dma-buf of another driver.
 fn foreign() -> anyhow::Result<OwnedFd> {
     let memory = memfd_create(c"foreign", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     nix::unistd::ftruncate(&memory, 4096)?;
@@ -251,7 +252,7 @@ fn dmabuf(render: &Render, handle: u32) -> anyhow::Result<OwnedFd> {
     render.export(handle)?.context("a dma-buf")
 }
 
-/// A file of its own beside a buffer, with memory for commands and bytes: how the GPU reaches what the CPU does not.
+/// A file of its own beside a BO, with memory for commands and bytes: the GPU accesses what the CPU cannot.
 fn beside(
     minor: u32,
     dmabuf: &OwnedFd,
@@ -277,7 +278,7 @@ fn beside(
     Ok(view)
 }
 
-/// Fills a buffer with bytes that begin with `seed`.
+/// Fills a BO with bytes that begin with `seed`.
 fn put(render: &Render, minor: u32, handle: u32, size: u64, seed: u8) -> anyhow::Result<()> {
     let bytes: Vec<u8> = (0..size).map(|at| ((at / 7) ^ (at >> 11)).to_le_bytes()[0] ^ seed).collect();
     beside(minor, &dmabuf(render, handle)?, size, |view, packets, [there, here]| {
@@ -294,7 +295,7 @@ fn get(minor: u32, dmabuf: &OwnedFd, size: u64) -> anyhow::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Runs a fill of its second half in a buffer of one page.
+/// Runs a fill of its second half in a BO of one page.
 fn run(render: &Render, context: u32, handle: u32) -> anyhow::Result<()> {
     let at = 7 << 40;
     render.map_gpu(handle, at, PAGE)?;
@@ -307,7 +308,7 @@ fn run(render: &Render, context: u32, handle: u32) -> anyhow::Result<()> {
     let bytes = u32::try_from(packets.bytes().len())?;
     let submission = render.copy_engine(context, 0, (at, bytes), &[handle], &[])?;
     let done = soon(|| render.wait(submission, 0).unwrap_or(false));
-    ensure!(done && view.load32(PAGE - 4) == 0x1234_5678, "a submission in a context that was there");
+    ensure!(done && view.load32(PAGE - 4) == 0x1234_5678, "a submission in an old context");
     render.unmap_gpu(handle, at, PAGE)?;
     Ok(())
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers that processes share come back as one, dma-bufs that are open as what they were, and second files of
-//! `/dev/kfd` as the same process's.
+//! Shared BOs are restored as one, open dma-bufs as such, and second files of `/dev/kfd` as files of the same
+//! process.
 
 mod play;
 mod puppet;
@@ -15,16 +15,17 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::SharedImage;
 use rewake_skip::skip;
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::isolated;
 
-/// CRIU 4.1 where it can dump: from Linux 6.13 on, glibc 2.42 guards threads' stacks by marks that it takes for pages.
+/// CRIU 4.1 where it can dump: from Linux 6.13 on, glibc 2.42 guards threads' stacks by marks that it takes
+/// for pages.
 fn older() -> Version {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     if release.starts_with("6.12") { Version::V4_1 } else { Version::V4_2 }
 }
 
-/// The workload hands activations from process to process in one buffer.
+/// Processes of the workload pass activations to each other in one BO.
 fn workload(processes: u64, version: Version) {
     let folder = tempfile::tempdir().unwrap();
     let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
@@ -37,7 +38,7 @@ fn workload(processes: u64, version: Version) {
     criu.dump(pid).unwrap();
     app.was_dumped();
     let restored = criu.restore();
-    if !queues_come_back() {
+    if !queues_can_be_restored() {
         return assert!(restored.is_err());
     }
     restored.unwrap();
@@ -58,7 +59,7 @@ fn three_processes_of_the_workload() {
     isolated(1, |_| workload(3, older()));
 }
 
-/// What `from` exports `to` imports, under the same name; gives both ends' descriptors.
+/// `from` exports a BO, `to` imports it under the same name; returns both descriptors.
 fn share(from: &Puppet, to: &Puppet, name: &str) -> (String, String) {
     let exported = from.tell(&format!("export {name}"));
     let taken = to.tell(&format!("take {} {exported}", from.pid));
@@ -66,7 +67,7 @@ fn share(from: &Puppet, to: &Puppet, name: &str) -> (String, String) {
     (exported, taken)
 }
 
-/// As [`share`], and nobody keeps the dma-buf.
+/// As [`share`], and the dma-buf is closed.
 fn share_and_close(from: &Puppet, to: &Puppet, name: &str) {
     let (exported, taken) = share(from, to, name);
     from.tell(&format!("close {exported}"));
@@ -82,7 +83,7 @@ fn pair(play: &mut Play) -> (Puppet, Puppet) {
     (play.root.clone(), child)
 }
 
-/// Sees that what one of them writes is there for all.
+/// Checks that all of them read what one of them writes.
 fn are_one(puppets: &[&Puppet], name: &str, first: u32) {
     for (value, writer) in (first..).zip(puppets) {
         writer.tell(&format!("fill {name} {value} 0"));
@@ -93,20 +94,20 @@ fn are_one(puppets: &[&Puppet], name: &str, first: u32) {
 }
 
 #[test]
-fn what_one_process_writes_the_others_see() {
+fn all_processes_read_what_one_writes() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             let third = play.child("start", "third");
             third.tell("gpus 1");
             root.tell("vram a");
-            // Its number in the child is higher than the lowest that is free.
+            // Its number in the child is higher than the lowest free one.
             let gap = child.tell("vram gap");
             share_and_close(&root, &child, "a");
             child.tell("free gap");
             share_and_close(&child, &third, "a");
             root.tell("fill a 7 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 for puppet in [&root, &child, &third] {
                     assert_eq!(puppet.tell("load a 0"), "7");
                     puppet.tell("remap a");
@@ -128,7 +129,7 @@ fn an_importer_that_is_dumped_first() {
             child.tell("vram a");
             share_and_close(&child, &root, "a");
             child.tell("fill a 7 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(root.tell("load a 0"), "7");
                 if play::cpu_reaches_vram() {
                     assert_eq!(child.tell("peek a"), "7", "the exporter's mapping");
@@ -150,12 +151,12 @@ fn two_processes_that_have_buffers_of_each_other() {
             root.tell(&format!("close {exported}"));
             let (exported, of_child) = share(&child, &root, "b");
             child.tell(&format!("close {exported}"));
-            // CRIU asks both of them for the other one's buffer before it asks for `/dev/kfd`.
+            // CRIU asks for each one's imported BO before it asks for `/dev/kfd`.
             let (first, second) =
                 (root.tell(&format!("lower {of_child}")), child.tell(&format!("lower {of_root}")));
             root.tell("fill a 7 0");
             child.tell("fill b 8 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!((child.tell("load a 0"), root.tell("load b 0")), ("7".to_owned(), "8".to_owned()));
                 are_one(&[&root, &child], "a", 10);
                 are_one(&[&root, &child], "b", 20);
@@ -180,7 +181,7 @@ fn an_open_dmabuf(play: &mut Play, below: bool) {
     if below {
         number = root.tell(&format!("lower {number}"));
     }
-    if play.there_and_back() {
+    if play.dump_and_restore() {
         root.tell(&format!("import b {number} 0"));
         assert_eq!(root.tell("load b 0"), "7", "the dma-buf is of the buffer");
         root.tell("fill b 8 0");
@@ -211,7 +212,7 @@ fn a_dma_buf_in_a_process_that_computes_nothing() {
             child.tell("vram a");
             child.tell("fill a 7 0");
             let number = root.tell(&format!("take {} {}", child.pid, child.tell("export a")));
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 root.tell("gpus 1");
                 root.tell(&format!("import a {number} 0"));
                 are_one(&[&child, &root], "a", 8);
@@ -233,7 +234,7 @@ fn a_dma_buf_whose_buffer_no_process_has_is_refused() {
             assert!(refused.contains("no process that is dumped has its buffer"), "{refused}");
             root.tell("fill b 3 0");
             root.tell(&format!("close {number}"));
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(root.tell("load b 0"), "3");
             }
         });
@@ -254,7 +255,7 @@ fn an_image_that_names_no_owner_of_a_dma_buf_is_refused() {
             let bytes = fs::read(&file).unwrap();
             fs::remove_file(&file).unwrap();
             let refused = play.refused();
-            if queues_come_back() {
+            if queues_can_be_restored() {
                 assert!(refused.contains("does not name the process that has its buffer"), "{refused}");
             }
             fs::write(&file, bytes).unwrap();
@@ -266,7 +267,7 @@ fn an_image_that_names_no_owner_of_a_dma_buf_is_refused() {
 }
 
 #[test]
-fn heirs_of_an_exporter_that_has_gone() {
+fn importers_of_an_exporter_that_has_ended() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, exporter) = pair(play);
@@ -277,7 +278,7 @@ fn heirs_of_an_exporter_that_has_gone() {
             share_and_close(&exporter, &heir, "a");
             root.tell("fill a 7 0");
             play.leave(&exporter);
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(heir.tell("load a 0"), "7");
                 are_one(&[&root, &heir], "a", 8);
             }
@@ -294,7 +295,7 @@ fn an_import_that_the_cpu_has_mapped() {
             let (_, taken) = share(&root, &child, "a");
             child.tell(&format!("view seen {taken}"));
             child.tell("poke seen 7");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(
                     (root.tell("load a 0"), child.tell("peek seen")),
                     ("7".to_owned(), "7".to_owned())
@@ -314,14 +315,14 @@ fn one_image_twice() {
             root.tell("vram a");
             share_and_close(&root, &child, "a");
             root.tell("fill a 7 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 are_one(&[&root, &child], "a", 8);
                 play.kill();
                 assert!(play.restore(Plugin::Ours));
                 assert_eq!(child.tell("load a 0"), "7");
                 are_one(&[&root, &child], "a", 8);
-                // What comes from a restored tree is as good.
-                assert!(play.there_and_back());
+                // BOs of a restored tree can be shared in the same way.
+                assert!(play.dump_and_restore());
                 are_one(&[&root, &child], "a", 20);
             }
         });
@@ -348,7 +349,7 @@ fn the_stock_plugin_makes_copies_of_it() {
 }
 
 #[test]
-fn where_nothing_is_shared_the_file_says_so() {
+fn an_image_without_shared_buffers_says_so() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
@@ -356,7 +357,7 @@ fn where_nothing_is_shared_the_file_says_so() {
             child.tell("vram a");
             play.dump();
             let shared = ImageDir::open(play.images()).unwrap().shared().unwrap().unwrap();
-            // Nor had either a mapping of a buffer that was freed.
+            // Neither had a mapping of a freed BO.
             assert_eq!(shared.freed_mappings.len(), 2, "{shared:?}");
             assert!(shared.freed_mappings.iter().all(|of| of.mappings.is_empty()), "{shared:?}");
             assert!(SharedImage { freed_mappings: Vec::new(), ..shared.clone() }.is_empty(), "{shared:?}");
@@ -374,7 +375,7 @@ fn a_second_file_of_a_process() {
                 puppet.tell("fill a 7 0");
                 puppet.tell("second");
             }
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 for puppet in [&root, &child] {
                     assert_eq!(puppet.tell("load a 0"), "7");
                     let number = puppet.tell("export-by-second a");
@@ -395,12 +396,12 @@ fn a_fork_has_the_files_and_the_mappings() {
             root.tell("vram a");
             root.tell("fill a 7 0");
             let number = root.tell("export a");
-            // The mapping of the buffer itself is not for forks.
+            // A fork does not inherit the mapping of the BO itself.
             root.tell(&format!("view seen {number}"));
             root.tell(&format!("close {number}"));
             let fork = play.child("fork", "fork");
             assert_eq!(fork.tell("peek seen"), "7");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(fork.tell("peek seen"), "7");
                 root.tell("fill a 8 0");
                 assert_eq!(fork.tell("peek seen"), "8");
@@ -419,14 +420,14 @@ fn a_buffer_of_another_gpu() {
             play.root.tell("gpus 2");
             child.tell("gpus 2");
             if !play::gpus_reach_each_other() {
-                skip!("these GPUs do not reach each other");
+                skip!("these GPUs cannot access each other");
             }
             child.tell("vram a");
             let number = play.root.tell(&format!("take {} {}", child.pid, child.tell("export a")));
             play.root.tell(&format!("import a {number} 1"));
             play.root.tell(&format!("close {number}"));
             play.root.tell("fill a 7 1");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(child.tell("load a 0"), "7");
                 child.tell("fill a 8 0");
                 assert_eq!(play.root.tell("load a 1"), "8");

@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_testkit::soon;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::{Judge, Scene};
 
 use crate::puppet::{self, Puppet};
@@ -19,10 +19,10 @@ use crate::puppet::{self, Puppet};
 pub(crate) struct Play {
     folder: tempfile::TempDir,
     pub(crate) root: Puppet,
-    /// None once it has been dumped: what comes back is nobody's child.
+    /// None once it has been dumped: a restored process is no child.
     child: Option<Child>,
     others: Vec<Puppet>,
-    /// Whether it runs.
+    /// Whether the process runs.
     up: bool,
     version: Version,
 }
@@ -48,12 +48,12 @@ impl Play {
         child
     }
 
-    /// Ends a child in good order.
+    /// Asks a child to end.
     pub(crate) fn leave(&mut self, child: &Puppet) {
         let before = alive("processes");
         child.tell("quit");
         self.others.retain(|other| other.pid != child.pid);
-        // The driver takes it apart later.
+        // The driver releases its BOs later.
         wait_for_the_driver(|| alive("processes") < before);
     }
 
@@ -71,7 +71,7 @@ impl Play {
         self.gone();
     }
 
-    /// Ends the restored tree at once.
+    /// Kills the restored tree.
     pub(crate) fn kill(&mut self) {
         for puppet in self.others.iter().chain([&self.root]) {
             kill(Pid::from_raw(puppet.pid.cast_signed()), Signal::SIGKILL).unwrap();
@@ -90,10 +90,10 @@ impl Play {
         wait_for_the_driver(|| buffers() == Some(0));
     }
 
-    /// Restores it; false where no queue can be restored.
+    /// Restores the tree; false where no queue can be restored.
     pub(crate) fn restore(&mut self, plugin: Plugin) -> bool {
         let restored = self.criu(plugin).restore();
-        if !queues_come_back() {
+        if !queues_can_be_restored() {
             assert!(restored.is_err());
             self.gone();
             return false;
@@ -103,21 +103,21 @@ impl Play {
         true
     }
 
-    /// Restores it in vain; gives the reason.
+    /// Restores the tree, which must fail; returns the reason.
     pub(crate) fn refused(&mut self) -> String {
         let refused = self.criu(Plugin::Ours).restore().unwrap_err().to_string();
         self.gone();
         refused
     }
 
-    /// Dumps and restores it: as many buffers as before are alive. False where no queue can be restored.
-    pub(crate) fn there_and_back(&mut self) -> bool {
+    /// Dumps and restores the tree: as many BOs as before are alive. False where no queue can be restored.
+    pub(crate) fn dump_and_restore(&mut self) -> bool {
         let before = buffers();
         self.dump();
         if !self.restore(Plugin::Ours) {
             return false;
         }
-        // A shared one is one.
+        // A shared BO counts once.
         wait_for_the_driver(|| buffers() == before);
         true
     }
@@ -134,14 +134,14 @@ impl Drop for Play {
     fn drop(&mut self) {
         if thread::panicking() {
             for puppet in self.others.iter().chain([&self.root]) {
-                // It may have ended; the failure has been told.
+                // It may have ended; the failure has been reported.
                 let _ = kill(Pid::from_raw(puppet.pid.cast_signed()), Signal::SIGKILL);
             }
         }
     }
 }
 
-/// Buffers alive; None where GPUs are real.
+/// BOs that are alive; None where GPUs are real.
 pub(crate) fn buffers() -> Option<u64> {
     alive("bos")
 }
@@ -152,17 +152,17 @@ fn alive(what: &str) -> Option<u64> {
 
 fn wait_for_the_driver(done: impl Fn() -> bool) {
     let alive = || Judge::find().map(|judge| judge.alive());
-    assert!(soon(|| done() || alive().is_none()), "the driver still has what was there: {:?}", alive());
+    assert!(soon(|| done() || alive().is_none()), "the driver still has BOs: {:?}", alive());
 }
 
-/// Whether a GPU reaches another one's VRAM: over XGMI only, with Debian's kernels.
+/// Whether a GPU can access another one's VRAM: over XGMI only, with Debian's kernels.
 pub(crate) fn gpus_reach_each_other() -> bool {
     let topology = Topology::read().unwrap();
     let hives: Vec<u64> = topology.gpus().map(|gpu| gpu.property("hive_id")).collect();
     hives.iter().all(|hive| *hive != 0 && *hive == hives[0])
 }
 
-/// Whether buffers in VRAM have a mapping for the CPU.
+/// Whether BOs in VRAM have a mapping for the CPU.
 pub(crate) fn cpu_reaches_vram() -> bool {
     Topology::read().unwrap().gpus().all(Node::has_large_bar)
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Programs that are dumped: each does with its GPUs what it is told over a socket, one line a connection.
+//! Dumped programs that the test controls over a socket: one order, one line, a connection.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,7 +24,7 @@ use softgpu_tests::{Scene, sys};
 /// Bytes of every buffer.
 pub(crate) const SIZE: u64 = 8192;
 
-/// One of them, as the test sees it.
+/// A puppet, as the test sees it.
 #[derive(Debug, Clone)]
 pub(crate) struct Puppet {
     socket: PathBuf,
@@ -32,7 +32,7 @@ pub(crate) struct Puppet {
 }
 
 impl Puppet {
-    /// Starts one that is this process's child.
+    /// Starts a puppet that is this process's child.
     pub(crate) fn start(scene: &Scene, folder: &Path, name: &str) -> (Self, Child) {
         let socket = folder.join(name);
         let log = File::create(socket.with_extension("log")).unwrap();
@@ -40,7 +40,7 @@ impl Puppet {
         (Self { socket, pid: child.id() }.up(), child)
     }
 
-    /// Has it start another one, its child: a program of its own, or its fork.
+    /// Has it start another puppet, its child: a program of its own, or its fork.
     pub(crate) fn child(&self, act: &str, name: &str) -> Self {
         let socket = self.socket.with_file_name(name);
         let pid = self.tell(&format!("{act} {}", socket.display())).parse().unwrap();
@@ -50,13 +50,13 @@ impl Puppet {
     fn up(self) -> Self {
         assert!(
             soon(|| UnixStream::connect(&self.socket).is_ok()),
-            "{} does not come up",
+            "{} does not answer",
             self.socket.display()
         );
         self
     }
 
-    /// Has it do something; gives its answer.
+    /// Sends it an order; returns its answer.
     pub(crate) fn tell(&self, words: &str) -> String {
         let answer = self.ask(words).unwrap_or_else(|error| panic!("{words:?} of {self:?}: {error:#}"));
         assert!(!answer.starts_with("failed"), "{words:?} of {self:?}: {answer}");
@@ -73,7 +73,7 @@ impl Puppet {
     }
 }
 
-/// What a puppet has. Fields drop in order.
+/// The state of a puppet. Fields drop in order.
 #[derive(Debug, Default)]
 struct Stage {
     views: BTreeMap<String, Mapping>,
@@ -86,7 +86,7 @@ struct Stage {
     children: Vec<Child>,
 }
 
-/// The body of a puppet; ends when it is told so.
+/// The body of a puppet; ends when the test asks.
 pub(crate) fn obey(scene: &Scene, socket: &Path) {
     let low = Some(File::open("/dev/null").unwrap());
     Stage { low, ..Stage::default() }.serve(scene, socket).unwrap();
@@ -101,12 +101,12 @@ impl Stage {
             BufReader::new(&stream).read_line(&mut line)?;
             let words: Vec<&str> = line.split_whitespace().collect();
             let answer = match words[..] {
-                // Somebody looked whether this is up.
+                // A probe of whether this process answers yet.
                 [] => continue,
                 ["quit"] => "bye".to_owned(),
                 _ => self.act(scene, &words).unwrap_or_else(|error| format!("failed {error:#}")),
             };
-            // Who has asked may have gone.
+            // The peer may have closed the connection.
             let _ = writeln!(stream, "{}", answer.replace('\n', " "));
             if words == ["quit"] {
                 for child in &mut self.children {
@@ -181,7 +181,7 @@ impl Stage {
                 buffer.map(&[device.gpu_id()])?;
                 self.buffers.insert(name.to_owned(), buffer);
             }
-            // The driver takes the number that this process knows.
+            // The driver expects the GPU number that this process knows.
             ["remap", name] => {
                 let gpu = self.gpus()?.device(0).gpu_id();
                 let buffer = self.buffers.get_mut(name).context("no such buffer")?;
@@ -208,20 +208,21 @@ impl Stage {
                 self.run(gpu.parse()?, Kernel::Copy { to: back.address(), from, bytes: SIZE })?;
                 return all_of(back.cpu());
             }
-            _ => bail!("{words:?} means nothing"),
+            _ => bail!("{words:?} is no order"),
         }
         Ok("done".to_owned())
     }
 
-    /// A child that has what this process has in memory and in descriptors; its GPU state it has not.
+    /// A child with this process's memory and descriptors, and without its GPU state.
     fn fork(&mut self, scene: &Scene, socket: &Path) -> anyhow::Result<String> {
-        // SAFETY: the child goes on with this thread alone, and uses nothing that others may hold: it serves, and ends.
+        // SAFETY: the child has this thread alone, and uses nothing that other threads may have locked: it
+        // serves, and ends.
         let pid = unsafe { libc::fork() };
         ensure!(pid >= 0, "fork: {}", std::io::Error::last_os_error());
         if pid == 0 {
             self.children.clear();
             let served = self.serve(scene, socket);
-            // SAFETY: it does not return; what this copy of the program has is the driver's business.
+            // SAFETY: it does not return; the driver cleans up what this copy of the program has.
             unsafe { libc::_exit(i32::from(served.is_err())) };
         }
         Ok(pid.to_string())

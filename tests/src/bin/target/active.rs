@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A program that reads, writes, drops, moves and forks at random while its memory streams in, and knows at
-//! any time what each page must hold.
+//! A program that reads, writes, drops, moves and forks at random while its memory is loaded. It knows at any
+//! time what each page must hold.
 
 use rewake_tests::Random;
 
@@ -11,7 +11,7 @@ use crate::stage::Stage;
 
 /// Longest run of pages that one operation drops or moves.
 const RUN: usize = 32;
-/// Pages that a forked child looks at.
+/// Pages that a forked child reads.
 const GLANCES: usize = 64;
 
 /// Random operations, two a page, again and again; one last time after the test says "stop", then a check of all.
@@ -47,7 +47,7 @@ impl World<'_> {
         match self.random.below(2000) {
             0 => self.glance_from_a_child(),
             1..40 => self.drop_run(page),
-            40..80 => self.there_and_back(page),
+            40..80 => self.move_away_and_back(page),
             80..600 => {
                 let generation = self.content[page].map_or(1, |old| old + 1);
                 self.region.write(page, self.region.pattern.at(generation));
@@ -78,7 +78,7 @@ impl World<'_> {
         Ok(())
     }
 
-    fn there_and_back(&mut self, page: usize) -> anyhow::Result<()> {
+    fn move_away_and_back(&mut self, page: usize) -> anyhow::Result<()> {
         let count = self.run_from(page);
         let moved = self.region.remap(page, count, count, ELSEWHERE)?;
         moved.remap(0, count, count, self.region.address(page))?;

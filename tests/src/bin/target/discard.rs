@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::memory::{Expect, Region};
 use crate::stage::Stage;
 
-/// One large piece and many single pages are unmapped; the rest stays whole, and memory mapped there anew is zero.
+/// One large piece and many single pages are unmapped; the rest stays whole, and memory that is mapped there again is zero.
 pub(crate) fn unmap(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     let quarter = region.pages / 4;
@@ -24,8 +24,8 @@ pub(crate) fn unmap(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// MADV_DONTNEED on missing pages, present pages and pages written after the restore: all read zero from then
-/// on, also when the image still has bytes for them; a later write stays.
+/// MADV_DONTNEED on missing pages, resident pages and pages written after the restore: all read zero from
+/// then on, also when the image still has bytes for them; a later write stays.
 pub(crate) fn dontneed(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     let quarter = region.pages / 4;
@@ -72,14 +72,15 @@ pub(crate) fn free(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first MADV_DONTNEED after all CPU memory is resident: nobody reads its event any more, so it must not wait for one.
+/// The first MADV_DONTNEED after all CPU memory is resident: no streamer reads its event any more, so it must
+/// not wait for one.
 pub(crate) fn promptly(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     stage.ready_then_go()?;
     let begun = Instant::now();
     region.advise(0, 1, libc::MADV_DONTNEED)?;
     let took = begun.elapsed();
-    // One that waited would wait for ever.
+    // A call that waited for the event would wait for ever.
     if took > Duration::from_secs(60) {
         stage.bad(&format!("MADV_DONTNEED took {took:?}"));
     }

@@ -140,7 +140,7 @@ pub(crate) fn fork_missing(stage: &Stage) -> anyhow::Result<()> {
     expect_all(stage, &[child])
 }
 
-/// Children are born without end, until the test says "stop"; each looks at some pages and lives on until then.
+/// Forks children without end, until the test says "stop"; each reads some pages and lives until then.
 pub(crate) fn forks_without_end(stage: &Stage) -> anyhow::Result<()> {
     /// More than a streamer has descriptors for, by the test's limit; fewer than fill this machine.
     const CHILDREN: u64 = 7;
@@ -170,7 +170,7 @@ pub(crate) fn collect(stage: &Stage, children: &[Pid], known: u8) -> u8 {
             stage.lost(&format!("child {child} killed by {signal}"));
             worst.max(3)
         }
-        // Another signal: its own memory misled it.
+        // Another signal: wrong bytes in its own memory are the likely cause.
         Ok(WaitStatus::Signaled(_, signal, _)) => {
             stage.bad(&format!("child {child} killed by {signal}"));
             worst.max(1)

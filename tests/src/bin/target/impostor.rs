@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restore that dies at the worst moment: every task has handed its userfaultfd over, and the "restore finished"
-//! notice never comes. Plays the part of both CRIU and the restored task, under the dumped task's pid.
+//! A restore that ends at the worst moment: every task has handed its userfaultfd over, and the "restore
+//! finished" notice is missing. It plays both CRIU and the restored task, under the dumped task's pid.
 
 use std::io::{IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd};
@@ -63,7 +63,7 @@ fn hand_over(stage: &Stage, pid: i32, socket: &Path) -> anyhow::Result<Region> {
     let control = [ControlMessage::ScmRights(&fds)];
     sendmsg::<()>(stream.as_raw_fd(), &[IoSlice::new(&[0])], &control, MsgFlags::empty(), None)?;
     drop((stream, uffd));
-    // Whatever the server does about it, it does now; the reads that follow are the proof.
+    // The server reacts now to the missing notice; the reads that follow check it.
     std::thread::sleep(Duration::from_millis(200));
     Ok(region)
 }

@@ -9,7 +9,7 @@ use anyhow::Context;
 use crate::memory::Expect;
 use crate::stage::Stage;
 
-/// Looks at one page and exits.
+/// Reads one page and exits.
 pub(crate) fn exit_early(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     stage.ready_then_go()?;
@@ -18,7 +18,7 @@ pub(crate) fn exit_early(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Looks at one page and becomes another program, which reports.
+/// Reads one page and becomes another program, which reports.
 pub(crate) fn exec_early(stage: &Stage) -> anyhow::Result<()> {
     exit_early(stage)?;
     let program = std::env::current_exe().context("find this program")?;

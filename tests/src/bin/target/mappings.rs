@@ -65,7 +65,7 @@ pub(crate) fn run(stage: &Stage, path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where mapping `number` is: apart from the others, or behind what it was cut from.
+/// The address of mapping `number`: apart from the others, or after the part that it was cut from.
 fn region(stage: &Stage, number: usize) -> Region {
     let place = number.min(CUT);
     let start = BASE + ((place + 1) << 36) + (number - place) * PAGES * PAGE;

@@ -100,7 +100,7 @@ impl Region {
         }
     }
 
-    /// Checks every byte of one page, and reports what is there instead.
+    /// Checks every byte of one page, and reports what it holds instead.
     pub(crate) fn check(&self, stage: &Stage, page: usize, expect: Expect) {
         let expect = match expect {
             Expect::OfOrZero(..) if self.word(page, 0) == 0 => Expect::Zero,
@@ -164,7 +164,7 @@ impl Region {
         Ok(())
     }
 
-    /// Moves `old` pages from `page` on to `target`, making them `new` pages, and gives that region.
+    /// Moves `old` pages from `page` on to `target`, making them `new` pages, and returns that region.
     pub(crate) fn remap(&self, page: usize, old: usize, new: usize, target: usize) -> anyhow::Result<Self> {
         let start = ptr::without_provenance_mut(self.address(page));
         let to = ptr::without_provenance_mut::<libc::c_void>(target);
@@ -185,7 +185,7 @@ impl Region {
     }
 }
 
-/// Forks; `child` runs in the child, whose exit status it gives.
+/// Forks; `child` runs in the child, and returns its exit status.
 pub(crate) fn fork(child: impl FnOnce() -> u8) -> anyhow::Result<nix::unistd::Pid> {
     // SAFETY: scenarios that fork have one thread, so every lock is free in the child.
     match unsafe { nix::unistd::fork() }.context("fork")? {

@@ -6,7 +6,7 @@ use rewake_tests::pattern::BASE;
 use crate::memory::Region;
 use crate::stage::Stage;
 
-/// Where moved memory goes.
+/// The target of moved memory.
 pub(crate) const ELSEWHERE: usize = BASE + (1 << 36);
 
 /// Moves the second quarter (making it longer), moves half of that once more, shrinks the last quarter.
@@ -26,7 +26,7 @@ pub(crate) fn mremap(stage: &Stage) -> anyhow::Result<()> {
     region.check_from(stage, 0, 0, quarter);
     region.check_from(stage, 2 * quarter, 2 * quarter, quarter + quarter / 2);
 
-    // The old places are new memory now: nothing of the image may turn up there.
+    // The old places are new memory now: no byte of the image may appear in it.
     let reborn = Region::map(region.address(quarter), quarter, region.pattern)?;
     let grown = Region::map(region.address(3 * quarter + quarter / 2), quarter / 2, region.pattern)?;
     reborn.check_zero(stage, 0, reborn.pages);

@@ -14,8 +14,8 @@ pub(crate) fn untouched(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Five sixths of a region of which every `stride`th page is in the image are unmapped at once. Stays alive until
-/// the test says "stop": only a living target shows whether the server gets done with the rest.
+/// Unmaps five sixths of a region at once, of which every `stride`th page is in the image. Stays alive until
+/// the test says "stop": only a living target shows whether the server finishes the rest.
 pub(crate) fn unmap_most(stage: &Stage, stride: usize) -> anyhow::Result<()> {
     let region = strided(stage, stride)?;
     stage.ready_then_go()?;
@@ -45,7 +45,8 @@ fn strided(stage: &Stage, stride: usize) -> anyhow::Result<Region> {
     Ok(region)
 }
 
-/// All written pages from `first` on, and for each the page after it, which reads zero if nobody wrote it.
+/// All written pages from `first` on, and for each the page after it, which reads zero if it was never
+/// written.
 fn check(stage: &Stage, region: Region, stride: usize, first: usize) {
     for page in (first..region.pages).filter(|page| page % stride < 2) {
         let written = page.is_multiple_of(stride);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The files through which a target and its test talk.
+//! The files through which a target and its test communicate.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -17,7 +17,7 @@ use crate::memory::Region;
 /// Wrong pages that are reported one by one; the rest is only counted.
 const REPORTED: usize = 8;
 
-/// The stage a scenario plays on.
+/// The stage of a scenario: its files, region and errors.
 #[derive(Debug)]
 pub(crate) struct Stage {
     /// Directory of ready, go and verdict.
@@ -49,7 +49,7 @@ impl Stage {
         Ok(region)
     }
 
-    /// Tells the test to dump, and returns when it says "go": after the restore.
+    /// Writes "ready" for the test, which then dumps, and returns when the test says "go", after the restore.
     pub(crate) fn ready_then_go(&self) -> anyhow::Result<()> {
         File::create(self.dir.join("ready")).context("create the ready file")?;
         self.wait_for_go();
@@ -104,7 +104,7 @@ impl Stage {
         }
     }
 
-    /// Writes the last verdict line and gives the exit status.
+    /// Writes the last verdict line and returns the exit status.
     pub(crate) fn end(&self, result: anyhow::Result<()>) -> ExitCode {
         let status = match result {
             Ok(()) => self.status(),

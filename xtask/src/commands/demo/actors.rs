@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The processes of the demo without GPUs; none of them outlives it.
+//! The processes of the demo without GPUs, which end with it.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
-/// The test suite's target program: fills memory, says "ready" through a file, waits for the file "go", checks every
-/// byte, writes "OK" or what is wrong to the file "verdict".
+/// The test suite's target program: fills memory, says "ready" through a file, waits for the file "go",
+/// checks every byte, writes "OK" or what is wrong to the file "verdict".
 pub(super) struct Target {
-    /// Of the first life only.
+    /// The started process; a restored one is no child.
     child: Option<Child>,
     pid: u32,
     files: PathBuf,
@@ -39,7 +39,8 @@ impl Target {
         self.pid
     }
 
-    /// Collects the dumped process, so that its pid is free, and lets the restored one act at once, one pass long.
+    /// Collects the dumped process, so that its pid is free, and lets the restored one check its memory at
+    /// once, in one pass.
     pub(super) fn dumped(mut self) -> anyhow::Result<Self> {
         if let Some(mut child) = self.child.take() {
             child.wait().context("collect the dumped process")?;
@@ -51,16 +52,16 @@ impl Target {
         Ok(self)
     }
 
-    /// What the restored process, which has ended, wrote of its memory: it must be right.
+    /// The verdict of the restored process, which has ended: its memory must be right.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let verdict = fs::read_to_string(self.verdict()).unwrap_or_default();
         if verdict.trim() != "OK" {
-            bail!("the restored process did not find its memory right: {verdict:?}");
+            bail!("the restored process has wrong memory: {verdict:?}");
         }
         Ok(())
     }
 
-    /// Forgets the verdict, for another restore.
+    /// Removes the verdict, for another restore.
     pub(super) fn again(&self) -> anyhow::Result<()> {
         fs::remove_file(self.verdict()).context("remove the verdict")
     }
@@ -78,7 +79,7 @@ impl Target {
 impl Drop for Target {
     fn drop(&mut self) {
         if let Some(child) = &mut self.child {
-            // Gone already is as good.
+            // It may have ended already.
             let _ = child.kill();
             let _ = child.wait();
         } else if is_running(self.pid) {
@@ -95,14 +96,15 @@ pub(super) struct Restore {
 }
 
 impl Restore {
-    /// Starts a restore, and returns when the process runs again: CRIU runs a script then. `command` has the image and the
-    /// work directory already, and ends with options for CRIU.
+    /// Starts a restore, and returns when the process runs again: CRIU runs a script then. `command` has the
+    /// image and the work directory already, and ends with options for CRIU.
     pub(super) fn start(mut command: Command, work: &Path, limit: Duration) -> anyhow::Result<Self> {
         let (script, resumed, log) = (work.join("on-event"), work.join("resumed"), work.join("restore.log"));
         fs::write(&script, ON_EVENT).with_context(|| format!("write {}", script.display()))?;
         fs::set_permissions(&script, fs::Permissions::from_mode(0o755))
             .context("make a script executable")?;
-        // CRIU works in the work folder, and hands the name to a shell: a relative one needs no quoting.
+        // CRIU's current folder is the work folder, and it passes the name to a shell: a relative name needs
+        // no quoting.
         command.args(["-o", "restore.log", "--action-script", "./on-event"]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let mut restore = Self { criu: command.spawn().context("start the restore")?, log };
@@ -119,7 +121,7 @@ impl Restore {
         Ok(restore)
     }
 
-    /// Waits for the end of the restored process, which must be a good one.
+    /// Waits for the end of the restored process, whose status must be 0.
     pub(super) fn ended(mut self, limit: Duration) -> anyhow::Result<()> {
         let mut end = None;
         wait_until(limit, "the restored process did not end", || {
@@ -133,7 +135,7 @@ impl Restore {
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        // Gone already is as good. The restored process is the target's to end.
+        // It may have ended already. The restored process belongs to the target, which ends it.
         let _ = self.criu.kill();
         let _ = self.criu.wait();
     }
@@ -142,7 +144,7 @@ impl Drop for Restore {
 /// CRIU runs it at every event of a restore.
 const ON_EVENT: &str = "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" != post-resume ] || : > resumed\n";
 
-/// The last complaint of a log of CRIU's.
+/// The last error of a CRIU log.
 fn last_error(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     let error = text.lines().rfind(|line| line.contains("Error (")).unwrap_or("no error in its log");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask demo --cpu`: one process is dumped, and restored twice: by CRIU alone, which reads all memory first, and
-//! by `rewake restore`. Both times the process checks every byte of its memory itself. The timeline of the second
-//! restore is left as a drawing: the README shows one.
+//! `cargo xtask demo --cpu`: one process is dumped, and restored twice: by CRIU alone, which reads all memory
+//! first, and by `rewake restore`. Both times the process checks every byte of its memory itself. The
+//! timeline of the second restore is kept as a drawing, as in the README.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,10 +16,10 @@ use crate::{program, repository, setup};
 
 /// Memory of the process, in MiB.
 const MEMORY_MIB: u64 = 1024;
-/// Time that filling or checking that memory, or bringing it back, may take on a slow machine.
+/// Time that filling, checking or restoring that memory may take on a slow machine.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Tells the story on standard output.
+/// Runs the demo, and prints its steps.
 pub(crate) fn run() -> anyhow::Result<()> {
     let criu = setup::run()?;
     let rewake = repository::build_release("rewake", "rewake")?;
@@ -30,14 +30,14 @@ pub(crate) fn run() -> anyhow::Result<()> {
     fs::remove_dir_all(&stage.home).with_context(|| format!("remove {}", stage.home.display()))
 }
 
-/// Where the demo plays.
+/// The folders of the demo.
 struct Stage {
     home: PathBuf,
     criu: PathBuf,
 }
 
 impl Stage {
-    /// Empty folders, whatever an earlier demo left.
+    /// Empty folders, without files of an earlier demo.
     fn new(home: PathBuf, criu: PathBuf) -> anyhow::Result<Self> {
         if home.exists() {
             fs::remove_dir_all(&home).with_context(|| format!("remove {}", home.display()))?;
@@ -53,7 +53,7 @@ impl Stage {
         self.home.join("img")
     }
 
-    /// Where the process and the demo talk.
+    /// The folder for files between the process and the demo.
     fn files(&self) -> PathBuf {
         self.home.join("files")
     }
@@ -71,7 +71,7 @@ impl Stage {
             target.dumped()
         })?;
         let size = image_bytes(&self.images())? >> 20;
-        say(dumping, &format!("CRIU has dumped it ({size} MiB of pages) and it is gone"));
+        say(dumping, &format!("CRIU has dumped it ({size} MiB of pages) and it has ended"));
 
         let mut command = Command::new(&self.criu);
         command.args(["restore", "-D"]).arg(self.images()).arg("-W").arg(self.work());
@@ -98,7 +98,7 @@ impl Stage {
         fs::write(&path, drawing(&page)?).with_context(|| format!("write {}", path.display()))?;
         println!("{:12}  its timeline: {}", "", path.display());
         let gain = eager.as_secs_f64() / running.as_secs_f64();
-        println!("\nThe process was back {gain:.1} times sooner than with CRIU alone.");
+        println!("\nThe process ran again {gain:.1} times sooner than with CRIU alone.");
         Ok(())
     }
 
@@ -128,7 +128,7 @@ fn image_bytes(images: &Path) -> anyhow::Result<u64> {
             bytes += file.metadata().with_context(|| format!("look at {}", file.path().display()))?.len();
         }
     }
-    ensure!(bytes > 0, "the dump left no pages in {}", images.display());
+    ensure!(bytes > 0, "the dump wrote no pages to {}", images.display());
     Ok(bytes)
 }
 
@@ -142,7 +142,7 @@ mod tests {
         fs::create_dir_all(home.join("img")).unwrap();
         fs::write(home.join("img/pages-1.img"), "old").unwrap();
         let stage = Stage::new(home.clone(), PathBuf::from("criu")).unwrap();
-        assert!(image_bytes(&stage.images()).is_err(), "the old image is gone");
+        assert!(image_bytes(&stage.images()).is_err(), "the old image was removed");
         fs::write(stage.images().join("pages-1.img"), [0; 10]).unwrap();
         fs::write(stage.images().join("pages-2.img"), [0; 5]).unwrap();
         fs::write(stage.images().join("pagemap-1.img"), [0; 7]).unwrap();

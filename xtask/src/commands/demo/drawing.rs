@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Takes the drawing out of a timeline's page.
+//! Extracts the drawing from a timeline's page.
 
 use anyhow::Context as _;
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask demo`, outside of the machine that it plays in. That is a virtual one whatever GPUs this machine has: the
-//! server's kernels are the software GPU's.
+//! `cargo xtask demo`, outside the virtual machine that it runs in. The machine is virtual even with real
+//! GPUs: the server's kernels are the software GPU's.
 
 use anyhow::{Context as _, ensure};
 
 use crate::commands::plugin::{self, Profile};
 use crate::{repository, root, vm};
 
-/// Builds everything, and plays [`super::scene`] in a virtual machine.
+/// Builds everything, and runs [`super::scene`] in a virtual machine.
 pub(crate) fn run() -> anyhow::Result<()> {
     root::become_root()?;
     let app = repository::build_release("gpu-app", "gpu-app")?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The demo with a GPU, inside the machine: `xtask demo --scene PROGRAM PLUGIN REWAKE`. A server with its weights on a GPU is
-//! asked, dumped in the middle of an answer, restored, and must finish it: once with all of its memory, and once more with
-//! its weights loaded behind it.
+//! The demo with a GPU, inside the machine: `xtask demo --scene PROGRAM PLUGIN REWAKE`. A server with weights
+//! on a GPU is dumped in the middle of an answer and restored, and must finish it: once with all memory at
+//! once, and once with a background load of its weights.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -14,20 +14,20 @@ use anyhow::{Context as _, ensure};
 use super::timeline::{self, Moment};
 use crate::program;
 
-/// The server's weights: four layers of 32 MiB, random, where no CPU reaches them.
+/// The server's weights: four layers of 32 MiB, random, where no CPU can access them.
 const SHAPE: [&str; 10] =
     ["--layers", "4", "--layer-kib", "32768", "--cache-mib", "4", "--queues", "2", "--mode", "no-access"];
-/// What it is asked, and what it is in the middle of while it is dumped.
+/// Its first request, and the request that is unfinished at the dump.
 const PROMPT: [&str; 5] = ["3", "1", "4", "1", "5"];
 const LONG_PROMPT: [&str; 3] = ["2", "7", "1"];
 const TOKENS: &str = "3";
 const LONG_TOKENS: &str = "12";
 const JUDGE: &str = "/sys/kernel/debug/softgpu";
-/// Looks for the server's end of loading, and time between them: two minutes.
+/// Polls for the end of the load, and time between them: two minutes.
 const LOOKS: u32 = 1200;
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Tells the story on standard output; an error if anything differs.
+/// Runs the demo, and prints its steps; an error if any answer differs.
 pub(crate) fn play(program: &str, plugin: &str, rewake: &str) -> anyhow::Result<()> {
     let folder = std::env::temp_dir().join("rewake-demo");
     fs::create_dir_all(folder.join("images")).with_context(|| format!("create {}", folder.display()))?;
@@ -80,13 +80,11 @@ impl Scene {
         self.ask(&right, "it answers as before")?;
         self.ends(server.id())?;
         judge()?;
-        println!(
-            "\nEvery token is the one that it must be, and no GPU touched memory that was not there yet."
-        );
+        println!("\nEvery token is right, and no GPU accessed missing memory.");
         Ok(())
     }
 
-    /// The same image again, by one command: the process runs first.
+    /// The same image again, by one command: the process runs before its memory is resident.
     fn behind(&self, long_right: &str) -> anyhow::Result<()> {
         println!("\nrewake restore -D {} -- -d", self.images().display());
         let start = Instant::now();
@@ -115,7 +113,7 @@ impl Scene {
         Ok(())
     }
 
-    /// The server, when it serves.
+    /// Waits until the server serves, and returns it.
     fn start(&self) -> anyhow::Result<Child> {
         let path = self.folder.join("server.log");
         let log = File::create(&path).with_context(|| format!("create {}", path.display()))?;
@@ -146,7 +144,7 @@ impl Scene {
         anyhow::bail!("the server does not get ready")
     }
 
-    /// Tokens that are right, computed without any GPU.
+    /// The right tokens, computed without any GPU.
     fn expected(&self, tokens: &str, prompt: &[&str]) -> anyhow::Result<String> {
         let mut command = Command::new(&self.program);
         command.args(["expect", "--tokens", tokens]).args(SHAPE).args(prompt);
@@ -207,7 +205,7 @@ fn show(moments: &[Moment]) {
     }
 }
 
-/// The software GPU sees what hardware hides.
+/// The software GPU reports what hardware hides.
 fn judge() -> anyhow::Result<()> {
     let path = Path::new(JUDGE).join("violations");
     let found = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What happened when, from CRIU's log: its clock starts with it, and the plugin's lines are among its own.
+//! Times of events from CRIU's log: its clock starts with CRIU, and the plugin's lines are among CRIU's.
 
 use anyhow::{Context as _, bail};
 
@@ -11,19 +11,22 @@ pub(super) struct Moment {
     pub(super) what: String,
 }
 
-/// Of a dump.
+/// The moments of a dump.
 pub(super) fn dump(log: &str) -> anyhow::Result<Vec<Moment>> {
     let (state, about) = line(log, "amdgpu_plugin: process ")?;
     let (contents, moved) = line(log, "contents saved: ")?;
     let about = about.split_once(": ").map_or(about, |(_, about)| about);
     Ok(vec![
-        moment(state, &format!("it stands still, its GPU queues are paused, their state is saved ({about})")),
+        moment(
+            state,
+            &format!("the process is stopped, its GPU queues are evicted, their state is saved ({about})"),
+        ),
         moment(contents, &format!("GPU memory is saved: {}", amount(moved)?)),
-        moment(end(log)?, "CPU memory is saved, the process is gone"),
+        moment(end(log)?, "CPU memory is saved, the process has ended"),
     ])
 }
 
-/// Of a restore.
+/// The moments of a restore.
 pub(super) fn restore(log: &str) -> anyhow::Result<Vec<Moment>> {
     let (state, _) = line(log, "amdgpu_plugin: mapping at ")?;
     let (contents, moved) = line(log, "contents loaded: ")?;
@@ -32,7 +35,7 @@ pub(super) fn restore(log: &str) -> anyhow::Result<Vec<Moment>> {
         .find_map(|part| part.strip_suffix(" s")?.parse().ok())
         .with_context(|| format!("no time in the plugin's line: {moved}"))?;
     Ok(vec![
-        moment(state, "processes, GPU buffers and queues are made anew, empty and paused"),
+        moment(state, "processes, GPU buffers and queues exist again, empty and evicted"),
         moment(contents - taken, "CPU memory is loaded"),
         moment(contents, &format!("GPU memory is loaded: {}", amount(moved)?)),
         moment(end(log)?, "the queues run, CRIU returns"),
@@ -43,7 +46,7 @@ fn moment(seconds: f64, what: &str) -> Moment {
     Moment { seconds, what: what.to_owned() }
 }
 
-/// The first line with `words`: when, and what is behind them.
+/// The first line with `words`: its time, and the text after them.
 fn line<'a>(log: &'a str, words: &str) -> anyhow::Result<(f64, &'a str)> {
     let found = log.lines().find_map(|line| Some((time(line)?, line.split_once(words)?.1)));
     found.with_context(|| format!("CRIU's log has no line with {words:?}"))
@@ -58,7 +61,7 @@ fn time(line: &str) -> Option<f64> {
     line.strip_prefix('(')?.split_once(')')?.0.parse().ok()
 }
 
-/// Of `N bytes, Z of them zero, S submissions for B buffers, ...`.
+/// The sizes in `N bytes, Z of them zero, S submissions for B buffers, ...`.
 fn amount(moved: &str) -> anyhow::Result<String> {
     let mut parts = moved.split(", ");
     let mut number = |before: &str, behind: &str| -> Option<f64> {
@@ -112,7 +115,7 @@ pie: 202: a line without a time
     }
 
     #[test]
-    fn what_is_missing_in_a_log_is_named() {
+    fn a_line_missing_in_a_log_is_named() {
         let refused = |log| dump(log).unwrap_err().to_string();
         assert!(refused("").contains("amdgpu_plugin: process "));
         assert!(refused(DUMP.split("contents").next().unwrap()).contains("contents saved: "));

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT OR Apache-2.0
-# The machine's first process: makes it a place where CRIU works, runs the command, reports its exit status.
+# The machine's first process: prepares the system for CRIU, runs the command, reports its exit status.
 # Beside it: `settings` (what to share, how to load), `command`, softgpu.ko.
 
 say() { echo "rewake: $*" > /dev/kmsg; }
@@ -26,7 +26,7 @@ ln -sf /proc/self/fd/2 /dev/stderr
 hostname vm
 ip link set lo up
 dmesg -n 7
-# What CRIU looks at (without nf_tables it does not start on 6.12), then what shares the host's folders.
+# Modules that CRIU needs (without nf_tables it does not start on 6.12), then those that share the host's folders.
 modprobe -a unix_diag inet_diag tcp_diag udp_diag netlink_diag af_packet_diag raw_diag tun veth nf_tables \
 	virtio_console 9pnet_virtio 9p
 status_port=/dev/$(basename "$(dirname "$(grep -lx status /sys/class/virtio-ports/*/name)")")
@@ -69,7 +69,7 @@ else
 	status=$?
 fi
 
-# Whatever the command left behind ends now; then nothing may hold the GPUs.
+# Ends all processes that the command has left; then none may hold the GPUs.
 for round in 1 2; do
 	for process in /proc/[0-9]*; do
 		process=${process#/proc/}
@@ -78,7 +78,7 @@ for round in 1 2; do
 done 2> /dev/null
 wait
 if [ -e /sys/module/softgpu ]; then
-	# The driver takes processes apart in the background: a minute is much.
+	# The driver cleans up processes in the background; a minute is enough.
 	tries=300
 	until rmmod softgpu 2> /dev/null || [ "$tries" = 0 ]; do
 		tries=$((tries - 1))

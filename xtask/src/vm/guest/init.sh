@@ -1,6 +1,6 @@
 #!/bin/busybox sh
 # SPDX-License-Identifier: MIT OR Apache-2.0
-# The initramfs's only program: finds the disk, and hands over to boot.sh there.
+# The initramfs's only program: finds the disk, and executes boot.sh there.
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t devtmpfs dev /dev
 read -r words < /proc/cmdline

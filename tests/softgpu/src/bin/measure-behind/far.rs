@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A touch at the far end of a large image, beside the same buffer where it is all there is.
+//! A page fault at the far end of a large image, compared with an image of that buffer alone.
 
 use std::thread;
 use std::time::Duration;
@@ -9,34 +9,34 @@ use softgpu_tests::toucher::Large;
 use super::image::{Image, Loads};
 use super::text::{spread, tenths};
 
-/// From when the process runs to its touch: the load of others is in full flow then.
+/// Time from the start of the process to the access: the background load is in full flow then.
 const LATER: Duration = Duration::from_millis(300);
 
-/// Both images, and what was measured of them.
+/// Both images, and their measurements.
 pub(crate) struct Far {
     all: Image,
     alone: Image,
-    /// Alone: how long it took to load.
+    /// How long the image of one buffer took to load.
     loaded: Vec<Duration>,
     waited_alone: Vec<Duration>,
     waited: Vec<Duration>,
 }
 
 impl Far {
-    /// The last buffer of this image.
+    /// Measures the last buffer of this image.
     pub(crate) fn of(all: Image) -> anyhow::Result<Self> {
         let alone = Image::of(Large { count: 1, ..all.memory }, 0)?;
         Ok(Self { all, alone, loaded: Vec::new(), waited_alone: Vec::new(), waited: Vec::new() })
     }
 
-    /// Once each.
+    /// One round of each.
     pub(crate) fn measure(&mut self) -> anyhow::Result<()> {
-        let running = self.all.comes_back(Loads::Gpus)?;
+        let running = self.all.restores(Loads::Gpus)?;
         thread::sleep(LATER);
         running.touches_its_end()?;
         self.waited.push(running.waited()?);
         running.ends()?;
-        let mut running = self.alone.comes_back(Loads::Gpus)?;
+        let mut running = self.alone.restores(Loads::Gpus)?;
         running.touches_its_end()?;
         let (loaded, waited) = running.loaded()?;
         self.loaded.push(loaded);
@@ -44,7 +44,7 @@ impl Far {
         running.ends()
     }
 
-    /// A line of the table. Differences are of one round each.
+    /// A row of the table. Each difference is of one round.
     pub(crate) fn row(&mut self) {
         let Large { count, mib, full } = self.all.memory;
         let bytes = if full { "not zero" } else { "zeros" };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process that was dumped, and its restores.
+//! A dumped process, and its restores.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,19 +15,19 @@ use softgpu_tests::dumped::soon;
 use softgpu_tests::toucher::Large;
 use softgpu_tests::{Held, Judge, Streamer, Toucher};
 
-/// What `--record` leaves in the images directory.
+/// The file that `--record` leaves in the images directory.
 const RECORD: &str = "rewake-working-set.json";
 
-/// What comes behind a process.
+/// What a restore loads in the background.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Loads {
-    /// Memory of its GPU.
+    /// GPU memory.
     Gpus,
-    /// And that of its CPU.
+    /// GPU and CPU memory.
     Both,
 }
 
-/// One that was dumped.
+/// A dumped process.
 pub(crate) struct Image {
     pub(crate) memory: Large,
     toucher: Toucher,
@@ -35,19 +35,19 @@ pub(crate) struct Image {
     _folder: tempfile::TempDir,
 }
 
-/// One that runs again.
+/// A restored process.
 pub(crate) struct Running<'a> {
     image: &'a Image,
     streamer: Streamer,
-    /// What was alive on the GPUs before.
+    /// Objects that were alive on the GPUs before.
     before: Option<BTreeMap<String, u64>>,
     start: Instant,
-    /// Since the start of `criu restore`.
+    /// Time since the start of `criu restore`.
     pub(crate) alive: Duration,
 }
 
 impl Image {
-    /// With so many parts of its own memory besides.
+    /// Dumps a process that has `own` parts of CPU memory besides.
     pub(crate) fn of(memory: Large, own: usize) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let program = std::env::current_exe()?.with_file_name("toucher");
@@ -60,7 +60,7 @@ impl Image {
         Ok(Self { memory, toucher, criu, _folder: folder })
     }
 
-    pub(crate) fn comes_back(&self, loads: Loads) -> anyhow::Result<Running<'_>> {
+    pub(crate) fn restores(&self, loads: Loads) -> anyhow::Result<Running<'_>> {
         let streamer = match loads {
             Loads::Gpus => Streamer::start(self.criu.images())?,
             Loads::Both => Streamer::of_both(self.criu.images())?,
@@ -74,19 +74,20 @@ impl Image {
         Ok(Running { image: self, streamer, before, start, alive: start.elapsed() })
     }
 
-    /// Its own memory is, which it has and looks at when it registers it.
+    /// Checks the process's own memory, which it reads when it registers it.
     pub(crate) fn is_whole(&self) -> anyhow::Result<()> {
-        let running = self.comes_back(Loads::Both)?;
+        let running = self.restores(Loads::Both)?;
         self.toucher.asked("register 0")?;
         running.ends()
     }
 
-    /// Restores it once, and has it touch the ends of these buffers in this order: what was recorded of that.
+    /// Restores it once, and has it access the ends of these buffers in this order. Returns the recorded
+    /// working set.
     pub(crate) fn records(&self, touched: &[usize]) -> anyhow::Result<Vec<u8>> {
         let mut streamer = Streamer::recording(self.criu.images())?;
         let held = Held::streamers();
         self.criu.restore()?;
-        // The first waits until something is loaded, and the rest of them for no more than that.
+        // The first access waits until some memory is loaded, the others only for their buffers.
         let (first, rest) = touched.split_first().context("nothing is touched")?;
         self.toucher.ask(&format!("tail {first}"))?;
         drop(held);
@@ -95,7 +96,7 @@ impl Image {
         ensure!(streamer.end()?.success(), "{}", streamer.said());
         let _ = kill(Pid::from_raw(self.toucher.pid().cast_signed()), Signal::SIGKILL);
         wait_for_the_end_of(self.toucher.pid())?;
-        fs::read(self.criu.images().join(RECORD)).context("what was recorded")
+        fs::read(self.criu.images().join(RECORD)).context("the recorded working set")
     }
 
     /// Later restores load by this record, or by none.
@@ -109,34 +110,34 @@ impl Image {
         Ok(())
     }
 
-    /// What the last streamer left.
+    /// The timeline of the last streamer.
     fn timeline(&self) -> anyhow::Result<Value> {
         let text = fs::read(self.criu.images().join("rewake-timeline.json")).context("the timeline")?;
         serde_json::from_slice(&text).context("the timeline")
     }
 
-    /// `rewake status` of what runs now.
+    /// `rewake status` of the restore that runs now.
     fn status(&self) -> anyhow::Result<Value> {
         let rewake = self.criu.of_rewake("status")?.get_program().to_owned();
         let done = Command::new(rewake).args(["status", "--json", "-W"]).arg(self.criu.images()).output()?;
         ensure!(done.status.success(), "rewake status: {}", String::from_utf8_lossy(&done.stderr));
-        serde_json::from_slice(&done.stdout).context("what rewake status says")
+        serde_json::from_slice(&done.stdout).context("the output of rewake status")
     }
 }
 
 impl Running<'_> {
-    /// The last page of its last buffer; since the start of `criu restore`.
+    /// Accesses the last page of its last buffer; returns the time since the start of `criu restore`.
     pub(crate) fn touches_its_end(&self) -> anyhow::Result<Duration> {
         self.touches_end_of(self.image.memory.count - 1)?;
         Ok(self.start.elapsed())
     }
 
-    /// The last page of a buffer.
+    /// Accesses the last page of a buffer.
     pub(crate) fn touches_end_of(&self, buffer: usize) -> anyhow::Result<()> {
         self.image.toucher.asked(&format!("tail {buffer}"))
     }
 
-    /// Waits until all is loaded; when its GPUs went on, since it ran.
+    /// Waits until all memory is loaded; returns when its queues were resumed, since it ran.
     pub(crate) fn gate_opens(&mut self) -> anyhow::Result<Duration> {
         ensure!(self.streamer.end()?.success(), "{}", self.streamer.said());
         let timeline = self.image.timeline()?;
@@ -144,13 +145,13 @@ impl Running<'_> {
         Ok(Duration::from_micros(at("gate_open_us")?.saturating_sub(at("runs_us")?)))
     }
 
-    /// How long its touch waited, as the streamer counts, which has not ended yet.
+    /// How long its page fault waited, as the running streamer counts.
     pub(crate) fn waited(&self) -> anyhow::Result<Duration> {
         longest_fault(&self.image.status()?)
     }
 
-    /// Waits until all is loaded. How long that took, by the streamer's line about contents, and how long the touch waited: not at all,
-    /// where all was there before it.
+    /// Waits until all memory is loaded. Returns how long the load took, from the streamer's log, and how
+    /// long the page fault waited: zero where the memory was resident before it.
     pub(crate) fn loaded(&mut self) -> anyhow::Result<(Duration, Duration)> {
         let well = self.streamer.end()?.success();
         let said = self.streamer.said();
@@ -161,21 +162,22 @@ impl Running<'_> {
         Ok((loaded, longest_fault(&self.image.timeline()?)?))
     }
 
-    /// Ends it. What is left is not waited for; that the driver has taken it apart, is: it would do so beside the next restore.
+    /// Ends the process without a wait for missing memory. Waits for the driver's cleanup, which would
+    /// disturb the next restore.
     pub(crate) fn ends(mut self) -> anyhow::Result<()> {
         for pid in self.streamer.workers().into_iter().chain([self.image.toucher.pid()]) {
-            // The supervisor ends whoever's memory nobody brings any more, too.
+            // The supervisor ends processes whose memory is not loaded any more, too.
             let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
         }
         self.streamer.end()?;
         wait_for_the_end_of(self.image.toucher.pid())?;
         let is_as_before = || Judge::find().as_ref().map(Judge::alive) == self.before;
-        ensure!(soon(is_as_before), "the driver still has something of it");
+        ensure!(soon(is_as_before), "the driver still has state of it");
         Ok(())
     }
 }
 
-/// Of the one process, by what the streamer says.
+/// The longest page fault of the one process, from the streamer's log.
 fn longest_fault(said: &Value) -> anyhow::Result<Duration> {
     let waited = said["processes"][0]["longest_fault_us"].as_u64();
     Ok(Duration::from_micros(waited.with_context(|| format!("no longest_fault_us: {said}"))?))

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How long it takes until a process runs again, and until its CPU has what it touches at the end of its memory, by how much of that there
-//! is, and in how many buffers. Images have few bytes of GPUs that are not zero, so that 8 GiB fit into memory, but for one. `cargo xtask bench behind`
-//! runs it; tables come on standard output, each cell least, median and most.
+//! Time until a process runs again, and until its CPU has read the end of its memory, by size and number of
+//! buffers. All images but one have few GPU bytes that are not zero, so that 8 GiB fit into memory. `cargo
+//! xtask bench behind` runs it; tables are written to standard output, each cell least, median and most.
 //!
-//! * When queues are resumed and how long touches wait, by the order in which buffers come. `measure-behind orders` ends after that.
-//! * How soon it runs, by the memory of its GPU, which comes behind it; its last page is asked for at once.
-//! * The same by memory of its CPU, which comes behind it, too. In the end all of that is looked at once.
-//! * How long a touch waits, as the streamer counts it: of a buffer that is all there is, and of the last one of many while others are
-//!   loaded. Beside it how long that one buffer takes to load with nothing else, as the streamer says (from the first engine's opening to the last
-//!   byte). What the touch waits for beyond that is work that GPUs were given before, and the stop in which the device takes its place;
-//!   the former is bytes, and shorter where GPUs are faster: so many at the rate at which the buffer alone was loaded.
+//! * When queues are resumed and how long page faults wait, by the order of the background load.
+//!   `measure-behind orders` ends after that.
+//! * How soon the process runs, by the size of its GPU memory, which is loaded in the background; its last
+//!   page is accessed at once.
+//! * The same by the size of its CPU memory, which is loaded in the background, too. At the end the process
+//!   reads all of it.
+//! * How long a page fault waits, as the streamer counts it: in an image of one buffer, and in the last
+//!   buffer of many during the background load. Beside it the load time of that one buffer alone, from the
+//!   streamer's log (from the first engine's opening to the last byte). The rest of the wait is work that
+//!   GPUs had before, and the stop in which the mapping replaces the placeholder. The former is given in
+//!   bytes, at the rate at which the buffer alone was loaded.
 
 mod far;
 mod image;
@@ -27,21 +31,21 @@ use text::{hundredths, spread};
 
 /// 64 MiB, 1 GiB and 8 GiB in as many buffers, and 8 GiB in more.
 const MEMORIES: [Large; 4] = [zeros(16, 4), zeros(16, 64), zeros(16, 512), zeros(128, 64)];
-/// MiB of CPUs beside 1 GiB of the GPU.
+/// MiB of CPU memory beside 1 GiB of GPU memory.
 const OWN: [usize; 2] = [0, 512];
-/// Those at whose end something is touched; one of them has no zeros.
+/// Images whose far end is accessed; one of them has no zeros.
 const FAR: [Large; 4] =
     [Large { full: true, ..zeros(128, 4) }, zeros(2048, 4), zeros(128, 64), zeros(16, 512)];
-/// Even: half of them in the other direction.
+/// Even: half of the rounds run in the other direction.
 const ROUNDS: usize = 16;
-/// Of touches: most of their time is that of 512 MiB.
+/// Rounds of page faults: most of their time is that of 512 MiB.
 const FAR_ROUNDS: usize = 5;
 
 const fn zeros(count: usize, mib: usize) -> Large {
     Large { count, mib, full: false }
 }
 
-/// An image, and when its process ran and had seen its last page.
+/// An image, when its process ran, and when it had read its last page.
 struct Timed {
     image: Image,
     runs: Vec<Duration>,
@@ -53,24 +57,24 @@ impl Timed {
         Ok(Self { image: Image::of(memory, own)?, runs: Vec::new(), touched: Vec::new() })
     }
 
-    /// What is left is not waited for.
-    fn comes_back(&mut self, loads: Loads) -> anyhow::Result<()> {
-        let running = self.image.comes_back(loads)?;
+    /// Does not wait for the rest of the load.
+    fn restores(&mut self, loads: Loads) -> anyhow::Result<()> {
+        let running = self.image.restores(loads)?;
         self.runs.push(running.alive);
         self.touched.push(running.touches_its_end()?);
         running.ends()
     }
 
-    /// How soon it ran as shares of how soon another did in the same round.
+    /// How soon it ran, relative to another image in the same round.
     fn of(&self, other: &[Duration]) -> Vec<f64> {
         self.runs.iter().zip(other).map(|(runs, other)| runs.as_secs_f64() / other.as_secs_f64()).collect()
     }
 }
 
-/// In turns, there and back: none always follows the same other one.
+/// Alternates the direction of rounds, so that no image always follows the same other one.
 fn rounds(all: &mut [Timed], loads: Loads) -> anyhow::Result<()> {
     let once = |timed: &mut Timed| {
-        timed.comes_back(loads).map_err(|error| anyhow!("{:?}: {error:#}", timed.image.memory))
+        timed.restores(loads).map_err(|error| anyhow!("{:?}: {error:#}", timed.image.memory))
     };
     for _ in 0..ROUNDS / 2 {
         all.iter_mut().try_for_each(once)?;
@@ -79,7 +83,7 @@ fn rounds(all: &mut [Timed], loads: Loads) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A line for each.
+/// A row for each.
 fn rows(all: &mut [Timed], name: impl Fn(usize, &Timed) -> String) {
     let first = all.first().map(|timed| timed.runs.clone()).unwrap_or_default();
     for (number, timed) in all.iter_mut().enumerate() {
@@ -92,7 +96,7 @@ fn by_memory_of_gpus() -> anyhow::Result<Vec<Timed>> {
     let mut all = MEMORIES.map(|memory| Timed::new(memory, 0)).into_iter().collect::<Result<Vec<_>, _>>()?;
     rounds(&mut all, Loads::Gpus)?;
     println!(
-        "| memory of the GPU | runs after, ms: least, median, most | of the first in the same round | has seen its last page after |"
+        "| GPU memory | runs after, ms: least, median, most | of the first in the same round | has read its last page after |"
     );
     println!("|---|---|---|---|");
     rows(&mut all, |_, timed| {
@@ -109,7 +113,7 @@ fn by_memory_of_cpus() -> anyhow::Result<()> {
     rounds(&mut all, Loads::Both)?;
     all[1].image.is_whole()?;
     println!(
-        "\n| memory of the CPU, beside 1 GiB of the GPU | runs after, ms | of the first in the same round | has seen the GPU's last page after |"
+        "\n| CPU memory, beside 1 GiB of GPU memory | runs after, ms | of the first in the same round | has read the last page of GPU memory after |"
     );
     println!("|---|---|---|---|");
     rows(&mut all, |number, _| format!("{} MiB", OWN[number]));
@@ -127,7 +131,7 @@ fn at_the_far_end(mut images: Vec<Image>) -> anyhow::Result<()> {
         all.iter_mut().try_for_each(Far::measure)?;
     }
     println!(
-        "\n| the last of | alone it is loaded in, ms | alone its touch waits | its touch waits | more than loaded alone, wanted at most 5 \
+        "\n| the last of | alone it is loaded in, ms | alone its page fault waits | its page fault waits | more than loaded alone, wanted at most 5 \
          | as bytes at that rate, MiB |"
     );
     println!("|---|---|---|---|---|---|");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the order in which a GPU's buffers come is good for: when the GPU goes on, and what a program waits for that touches some of them.
+//! Effect of the order of the background load: when queues are resumed, and how long a program waits for some
+//! buffers.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,16 +11,16 @@ use super::image::{Image, Loads};
 use super::text::spread;
 
 const MEMORY: Large = Large { count: 32, mib: 4, full: true };
-/// The last of them, the very last first.
+/// The last buffers, the very last first.
 const TOUCHED: [usize; 4] = [31, 30, 29, 28];
-/// From when the process runs to its first touch.
+/// Time from the start of the process to its first access.
 const LATER: Duration = Duration::from_millis(500);
 const ROUNDS: usize = 5;
 
-/// An order, and what was measured of it.
+/// An order, and its measurements.
 struct Order {
     name: &'static str,
-    /// What was recorded; none: the order is that without a record.
+    /// The recorded working set; None: the order without a record.
     record: Option<Vec<u8>>,
     gates: Vec<Duration>,
     touches: Vec<Duration>,
@@ -33,10 +34,10 @@ impl Order {
 
     fn measure(&mut self, image: &Image) -> anyhow::Result<()> {
         image.has_record(self.record.as_deref())?;
-        let mut running = image.comes_back(Loads::Gpus)?;
+        let mut running = image.restores(Loads::Gpus)?;
         self.gates.push(running.gate_opens()?);
         running.ends()?;
-        let running = image.comes_back(Loads::Gpus)?;
+        let running = image.restores(Loads::Gpus)?;
         thread::sleep(LATER);
         let start = Instant::now();
         TOUCHED.iter().try_for_each(|buffer| running.touches_end_of(*buffer))?;
@@ -50,8 +51,8 @@ pub(crate) fn table() -> anyhow::Result<()> {
     let image = Image::of(MEMORY, 0)?;
     let every: Vec<usize> = (0..MEMORY.count).rev().collect();
     let mut all = [
-        Order::of(&image, "as ever", &[])?,
-        Order::of(&image, "what is touched, recorded", &TOUCHED)?,
+        Order::of(&image, "no record", &[])?,
+        Order::of(&image, "the working set, recorded", &TOUCHED)?,
         Order::of(&image, "all, recorded, the last first", &every)?,
     ];
     for _ in 0..ROUNDS {
