@@ -44,7 +44,7 @@ struct Arguments {
 enum Command {
     /// Restores one image in turn through `criu lazy-pages` and `rewake lazy-pages` (needs root)
     Lazy(lazy::Options),
-    /// Restores a Python, a Node and a Java server alternately eagerly, through `criu lazy-pages` and through
+    /// Restores Python, Node, Java and redis servers alternately eagerly, through `criu lazy-pages` and through
     /// `rewake lazy-pages`, and requests a first answer from each (needs root)
     Programs(programs::Options),
     /// Restores one image several times at once, by `rewake serve` and each by itself (needs root)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake-bench programs` with the Python program: it must measure each way on one image, and must not report figures
-//! when an answer is wrong. Needs root, CRIU (`criu` on the PATH, or REWAKE_CRIU), rewake (REWAKE_BIN) and python3-numpy.
+//! `rewake-bench programs` with the Python program and with redis: it must measure each way on one image, and must not
+//! report figures when an answer is wrong. Needs root, CRIU (`criu` on the PATH, or REWAKE_CRIU), rewake (REWAKE_BIN),
+//! python3-numpy and redis-tools.
 
 mod common;
 
@@ -28,11 +29,23 @@ fn numpy() -> Result<(), &'static str> {
     works.then_some(()).ok_or("/usr/bin/python3 has no numpy: install python3-numpy")
 }
 
-fn bench(criu: &Path, rewake: &Path, directory: &Path, rounds: &str) -> Output {
+/// The reason why redis cannot run here.
+fn redis() -> Result<(), &'static str> {
+    let exists = Path::new("/usr/bin/redis-check-rdb").exists();
+    exists.then_some(()).ok_or("/usr/bin/redis-check-rdb is missing: install redis-tools")
+}
+
+/// Runs the bench with these options.
+fn bench(criu: &Path, rewake: &Path, directory: &Path, options: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rewake-bench"));
-    command.args(["programs", "--program", "python", "--mib", &MIB.to_string(), "--rounds", rounds]);
+    command.args(["programs", "--mib", &MIB.to_string()]).args(options);
     command.arg("--criu").arg(criu).arg("--rewake").arg(rewake).arg("--dir").arg(directory);
     command.arg("--json").arg(directory.join("out.json")).output().unwrap()
+}
+
+/// The results that the bench wrote.
+fn results(directory: &Path) -> serde_json::Value {
+    serde_json::from_slice(&std::fs::read(directory.join("out.json")).unwrap()).unwrap()
 }
 
 #[test]
@@ -42,32 +55,67 @@ fn three_ways_give_right_answers_in_turn_and_leave_nothing() {
     need!(numpy());
     // Cold rounds need a disk, and the directory for temporary files may be a tmpfs.
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let output = bench(&criu, &rewake, directory.path(), "2");
+    let output = bench(&criu, &rewake, directory.path(), &["--program", "python", "--rounds", "2"]);
     // It succeeds only when every answer was right.
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let json = std::fs::read(directory.path().join("out.json")).unwrap();
-    let result: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    let result = results(directory.path());
     let bytes = result["images"][0]["page_bytes"].as_u64().unwrap();
     assert!(bytes > MIB << 20, "{MIB} MiB are filled, {bytes} bytes dumped");
     let samples = result["samples"].as_array().unwrap();
-    let order: Vec<_> = samples.iter().map(|sample| (sample["cold"] == true, &sample["way"])).collect();
-    let first = [false, true].map(|cold| WAYS.map(|way| (cold, way)));
-    let second = [false, true].map(|cold| ["stock", "rewake", "eager"].map(|way| (cold, way)));
-    assert_eq!(order.len(), 12);
-    for (seen, (cold, way)) in order.into_iter().zip([first, second].concat().concat()) {
-        assert_eq!(seen, (cold, &serde_json::Value::from(way)), "each way is the first one in some rounds");
-    }
+    let order: Vec<_> = samples.iter().map(|sample| [&sample["state"], &sample["way"]]).collect();
+    let in_turn = |ways: [&'static str; 3]| {
+        let warm = ways.map(|way| ["warm", way]).to_vec();
+        [warm, ways.iter().flat_map(|way| [["cold", way], ["again", way]]).collect()].concat()
+    };
+    let expected = [in_turn(WAYS), in_turn(["stock", "rewake", "eager"])].concat();
+    assert_eq!(order, expected, "each way is the first one in some rounds, and \"again\" follows \"cold\"");
     for sample in samples {
         let seconds = |name: &str| sample[name].as_f64().unwrap();
         assert!(seconds("returned_s") > 0.0 && seconds("returned_s") <= seconds("resident_s"), "{sample}");
         assert!(seconds("answered_s") > 0.0 && seconds("whole_answer_s") > 0.0, "{sample}");
+        // The first answer reads all, too.
+        assert_eq!(seconds("first_repeated_s"), seconds("whole_answer_s"), "{sample}");
+        assert!(sample["first_second_requests"].is_null(), "{sample}");
         let cpu = sample["server_cpu_s_per_gb"].as_f64();
         assert_eq!(cpu.is_some_and(|cpu| cpu > 0.0), sample["way"] != "eager", "{sample}");
     }
     let table = String::from_utf8_lossy(&output.stdout);
-    for row in ["| python, warm |", "| python, cold |"] {
-        assert!(table.contains(row), "{table}");
+    let figures = ["first right answer after", "page faults until", "first right answer and its floor"];
+    for figure in figures {
+        let table = table.split("### ").find(|part| part.starts_with(figure)).expect(figure);
+        for row in ["| python, warm |", "| python, cold |", "| python, again |"] {
+            assert!(table.contains(row), "{figure}: {table}");
+        }
     }
+    assert_eq!(images_left(directory.path()), 0);
+}
+
+#[test]
+fn redis_answers_each_request_right_after_every_kind_of_restore() {
+    let criu = need!(criu());
+    let rewake = need!(rewake());
+    need!(redis());
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let options = ["--program", "redis", "--rounds", "1", "--state", "again"];
+    let output = bench(&criu, &rewake, directory.path(), &options);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let result = results(directory.path());
+    let bytes = result["images"][0]["page_bytes"].as_u64().unwrap();
+    assert!(bytes > MIB << 20, "{MIB} MiB are filled, {bytes} bytes dumped");
+    let samples = result["samples"].as_array().unwrap();
+    let order: Vec<_> = samples.iter().map(|sample| [&sample["state"], &sample["way"]]).collect();
+    assert_eq!(order, WAYS.map(|way| ["again", way]), "the restore before each is not measured");
+    for sample in samples {
+        let requests = sample["first_second_requests"].as_u64().unwrap();
+        if sample["answered_s"].as_f64().unwrap() < 1.0 {
+            // One for each value of 4 KiB; the client sends more until the second has passed.
+            assert!(requests > MIB * 256, "{sample}");
+        }
+    }
+    let table = String::from_utf8_lossy(&output.stdout);
+    let requests = table.split("### requests answered in the first second\n").nth(1).expect("its table");
+    assert!(requests.lines().nth(3).is_some_and(|row| row.starts_with("| redis, again |")), "{table}");
+    assert!(!table.contains("redis, warm") && !table.contains("redis, cold"), "{table}");
     assert_eq!(images_left(directory.path()), 0);
 }
 
@@ -91,7 +139,7 @@ sys.exit("no matrix in the image")
 END
         exec $CRIU lazy-pages -o lazy.log --status-fd "$5" -D "$9/spoiled" -W "$9""#;
     let rewake = stand_in(directory.path(), &criu, script);
-    let output = bench(&criu, &rewake, directory.path(), "1");
+    let output = bench(&criu, &rewake, directory.path(), &["--program", "python", "--rounds", "1"]);
     let error = String::from_utf8_lossy(&output.stderr);
     let last = error.lines().last().unwrap_or_default();
     assert!(!output.status.success(), "{error}");
@@ -114,7 +162,7 @@ fn a_program_that_dies_after_its_restore_is_named_without_a_wait_for_the_time_li
     std::fs::create_dir(directory.path().join("bin")).unwrap();
     let killer = stand_in(&directory.path().join("bin"), &criu, script);
     let began = std::time::Instant::now();
-    let output = bench(&killer, &criu, directory.path(), "1");
+    let output = bench(&killer, &criu, directory.path(), &["--program", "python", "--rounds", "1"]);
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && output.stdout.is_empty(), "{error}");
     let last = error.lines().last().unwrap_or_default();

@@ -29,11 +29,11 @@ cargo xtask <command>
   demo                       an inference server on a software GPU, dumped and restored in the middle of an answer
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
-  bench programs [options]   a Python, a Node and a Java server, restored eagerly, through stock `criu lazy-pages` and
+  bench programs [options]   Python, Node, Java and redis servers, restored eagerly, through stock `criu lazy-pages` and
                              through rewake: when each answers; `bench programs --help`
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
   bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
-                             of GPU memory; how long a page fault waits: in virtual machines; 15 minutes
+                             of GPU memory; how long a page fault waits: in virtual machines; 25 minutes
   bench engine [options]     the loader of GPU memory, without a GPU, compared with memcpy and fio; `bench engine --help`
   plugin [--release]         build the CRIU plugins and print their folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options

@@ -13,6 +13,8 @@ const VALUE_WORDS: u32 = 16384;
 const VALUE_STRIDE: u64 = 7919;
 /// 64-bit words of one array of the Java program, which has 4 KiB.
 const ARRAY_LONGS: u32 = 512;
+/// Values of the redis program in one MiB.
+const REDIS_VALUES: u64 = 256;
 /// 64-bit words of one child of the prefork program, which has 6 MiB.
 const CHILD_WORDS: u64 = 786_432;
 /// Most MiB of a program.
@@ -20,11 +22,11 @@ pub(super) const MAX_MIB: u64 = 4096;
 // The stride is a prime and no factor of the number of values, so a question for all values reads each of them once.
 const _: () = assert!(MAX_MIB < VALUE_STRIDE);
 /// 2^64 divided by the golden ratio, an odd number: multiples of it spread over all 64 bits.
-const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
+pub(super) const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
 const SPREAD_32: u32 = 0x9E37_79B1;
 
-/// A request: the program reads `count` of its units (children, in the prefork program) in an order that depends
-/// on `seed`.
+/// What a client asks of a program, in one request: `count` of its units, in an order that depends on `seed`. Of redis it
+/// asks with `count` requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Question {
     /// The checksum starts with it, so that no question has the answer of an earlier one.
@@ -41,24 +43,26 @@ impl fmt::Display for Question {
 }
 
 impl Program {
-    /// Units (matrices, values, arrays, children) that the program holds when it fills `mib` MiB.
+    /// Units (matrices, values, arrays, children, keys) that the program holds when it fills `mib` MiB.
     pub(super) fn units(self, mib: u64) -> u64 {
         match self {
-            Self::Python => mib / 8,
+            Self::Python | Self::PythonQuarter => mib / 8,
             Self::Node => mib * 16,
             Self::Java => mib * 256,
             Self::Prefork => mib / 6,
+            Self::Redis => mib * REDIS_VALUES,
         }
     }
 
-    /// The line that a program of `mib` MiB must answer.
-    pub(super) fn right_answer(self, mib: u64, question: Question) -> String {
+    /// The line that a program of `mib` MiB must answer; none for redis, which answers with values.
+    pub(super) fn right_answer(self, mib: u64, question: Question) -> Option<String> {
         let units = self.units(mib);
         match self {
-            Self::Python => matrix_answer(units, question).to_string(),
-            Self::Node => value_answer(units, question).to_string(),
-            Self::Java => array_answer(units, question).to_string(),
-            Self::Prefork => tree_answer(units, question).to_string(),
+            Self::Python | Self::PythonQuarter => Some(matrix_answer(units, question).to_string()),
+            Self::Node => Some(value_answer(units, question).to_string()),
+            Self::Java => Some(array_answer(units, question).to_string()),
+            Self::Prefork => Some(tree_answer(units, question).to_string()),
+            Self::Redis => None,
         }
     }
 }
@@ -143,7 +147,8 @@ mod tests {
         ];
         for (program, answers) in expected {
             for ((seed, count), answer) in [(1001, 3), (1002, 3), (1001, 2)].into_iter().zip(answers) {
-                assert_eq!(program.right_answer(32, Question { seed, count }), answer, "{program}");
+                let right = program.right_answer(32, Question { seed, count });
+                assert_eq!(right.as_deref(), Some(answer), "{program}");
             }
         }
     }

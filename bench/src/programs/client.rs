@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A client of a program: it connects again and again until it has one answer.
+//! A client of a program: it connects again and again until the program answers.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -28,7 +28,7 @@ pub(super) struct Client<'a> {
 }
 
 impl Client<'_> {
-    /// The first whole answer, and when it arrived.
+    /// The line that answers the question, and when it arrived.
     ///
     /// # Errors
     /// No answer arrived before the deadline, or the client was stopped or interrupted.
@@ -37,33 +37,56 @@ impl Client<'_> {
             if let Some(answer) = self.ask_once(question)? {
                 return Ok((answer, Instant::now()));
             }
-            self.check_patience()?;
-            std::thread::sleep(PAUSE);
+            self.pause()?;
         }
     }
 
-    /// One connection; none if it is refused, or ends before a whole line.
+    /// One connection; none if it ends before a whole line.
     fn ask_once(&self, question: Question) -> anyhow::Result<Option<String>> {
-        let Ok(mut stream) = UnixStream::connect(self.socket) else { return Ok(None) };
-        stream.set_read_timeout(Some(SLICE))?;
+        let mut stream = self.connect()?;
         // In one piece: the programs read a request with one call.
         if stream.write_all(format!("{question}\n").as_bytes()).is_err() {
             return Ok(None);
         }
         let (mut answer, mut buffer) = (Vec::new(), [0; 256]);
-        loop {
-            match stream.read(&mut buffer) {
-                Ok(0) => break,
-                Ok(count) => answer.extend_from_slice(&buffer[..count]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.check_patience()?,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => break,
-            }
+        while let Some(count) = self.read(&mut stream, &mut buffer)? {
+            answer.extend_from_slice(&buffer[..count]);
             if answer.ends_with(b"\n") {
                 return Ok(Some(String::from_utf8_lossy(&answer).trim().to_owned()));
             }
         }
         Ok(None)
+    }
+
+    /// A connection, as soon as one is not refused.
+    pub(super) fn connect(&self) -> anyhow::Result<UnixStream> {
+        loop {
+            if let Ok(stream) = UnixStream::connect(self.socket) {
+                stream.set_read_timeout(Some(SLICE))?;
+                return Ok(stream);
+            }
+            self.pause()?;
+        }
+    }
+
+    /// The number of bytes that arrived, at least one; none when the connection has ended or broken.
+    pub(super) fn read(&self, stream: &mut UnixStream, buffer: &mut [u8]) -> anyhow::Result<Option<usize>> {
+        loop {
+            match stream.read(buffer) {
+                Ok(0) => return Ok(None),
+                Ok(count) => return Ok(Some(count)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.check_patience()?,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return Ok(None),
+            }
+        }
+    }
+
+    /// Waits before the next attempt.
+    pub(super) fn pause(&self) -> anyhow::Result<()> {
+        self.check_patience()?;
+        std::thread::sleep(PAUSE);
+        Ok(())
     }
 
     fn check_patience(&self) -> anyhow::Result<()> {

@@ -9,35 +9,15 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 
 use super::answer::Question;
+use super::check::Check;
 use super::client::Client;
 use super::program::{Program, WARM_UP_SEEDS};
+use super::redis;
 use crate::criu::{Image, quiet};
 use crate::processes::{Process, check_interrupted};
 
 /// The longest path of a unix socket, in bytes: its address has 108, with a zero at the end.
 const SOCKET_PATH: usize = 107;
-
-/// A question and the only right answer.
-#[derive(Debug)]
-pub(super) struct Check {
-    pub(super) question: Question,
-    right: String,
-}
-
-impl Check {
-    /// Computes the right answer.
-    fn new(program: Program, mib: u64, question: Question) -> Self {
-        Self { question, right: program.right_answer(mib, question) }
-    }
-
-    /// # Errors
-    /// `answer` is wrong.
-    pub(super) fn verify(&self, answer: &str) -> anyhow::Result<()> {
-        let Self { question, right } = self;
-        ensure!(answer == right, "wrong answer to \"{question}\": {answer:?}, and {right:?} is right");
-        Ok(())
-    }
-}
 
 /// A dumped program.
 #[derive(Debug)]
@@ -68,7 +48,10 @@ impl Dumped {
         let mut command = program.command(mib, &socket, directory)?;
         quiet(&mut command).stderr(File::create(&errors).with_context(|| errors.display().to_string())?);
         let mut process = Process::spawn(&mut command)?;
-        warm_up(program, mib, &mut process, &socket, limit).with_context(|| {
+        let ready = Instant::now() + limit;
+        let prepared =
+            listens(&mut process, &socket, ready).and_then(|()| warm_up(program, mib, &socket, ready));
+        prepared.with_context(|| {
             let said = std::fs::read_to_string(&errors).unwrap_or_default();
             format!("before the dump, with {mib} MiB (it wrote {:?})", said.trim())
         })?;
@@ -86,15 +69,8 @@ impl Dumped {
     }
 }
 
-/// Waits until the program listens, then checks its answers to requests as large as the first one after a restore.
-fn warm_up(
-    program: Program,
-    mib: u64,
-    process: &mut Process,
-    socket: &Path,
-    limit: Duration,
-) -> anyhow::Result<()> {
-    let deadline = Instant::now() + limit;
+/// Waits until the program has its socket.
+fn listens(process: &mut Process, socket: &Path, deadline: Instant) -> anyhow::Result<()> {
     while !socket.exists() {
         if let Ok(exit) = process.wait(Duration::from_millis(10)) {
             bail!(
@@ -104,17 +80,25 @@ fn warm_up(
         }
         ensure!(
             Instant::now() < deadline,
-            "the program does not listen on {} after {limit:?}",
+            "the program does not listen on {} before the time limit",
             socket.display()
         );
         check_interrupted()?;
     }
+    Ok(())
+}
+
+/// Fills redis, which fills nothing by itself. Then checks answers to requests as large as the first one after a
+/// restore.
+fn warm_up(program: Program, mib: u64, socket: &Path, deadline: Instant) -> anyhow::Result<()> {
     let stop = AtomicBool::new(false);
     let client = Client { socket, deadline, stop: &stop };
+    if program == Program::Redis {
+        redis::fill(&client, program.units(mib))?;
+    }
     for seed in WARM_UP_SEEDS {
         let question = Question { seed, ..program.first_question(mib) };
-        let (answer, _) = client.answer(question)?;
-        Check::new(program, mib, question).verify(&answer)?;
+        Check::new(program, mib, question).ask(&client, deadline)?;
     }
     Ok(())
 }

@@ -2,14 +2,18 @@
 //! Real programs, restored alternately from one image by CRIU alone, through `criu lazy-pages` and through
 //! `rewake lazy-pages`. The figure is the time of the first right answer.
 //!
-//! * [`program`]: the three programs, their runtimes and their requests. [`answer`]: the right answers.
-//! * [`dumped`]: a program from its start to its dump. [`client`]: the client that sends requests.
-//! * [`round`]: one restore. [`table`]: from samples to Markdown tables.
+//! * [`program`]: the programs, their runtimes and their requests. [`answer`]: the right answers.
+//! * [`dumped`]: a program from its start to its dump. [`client`]: the client that sends requests; [`redis`]: that of
+//!   redis. [`check`]: sends requests and checks the answers.
+//! * [`round`]: one restore. [`table`]: from samples to Markdown tables. [`floor`]: the time that no restore can beat.
 
 mod answer;
+mod check;
 mod client;
 mod dumped;
+mod floor;
 mod program;
+mod redis;
 mod round;
 mod table;
 
@@ -24,7 +28,7 @@ use crate::processes::catch_interrupts;
 use crate::report::Setting;
 use dumped::Dumped;
 use program::Program;
-use round::{Sample, Way};
+use round::{ImageState, Sample, Way};
 
 /// Arguments of `rewake-bench programs`.
 #[derive(Debug, clap::Args)]
@@ -38,10 +42,13 @@ pub(crate) struct Options {
     /// Measure only this program; may be given again [default: all of them]
     #[arg(long = "program", value_enum)]
     programs: Vec<Program>,
+    /// Measure only images in this state; may be given again [default: all of them]
+    #[arg(long = "state", value_enum)]
+    states: Vec<ImageState>,
     /// Memory that each program fills, in MiB
     #[arg(long, default_value_t = 640, value_parser = clap::value_parser!(u64).range(16..=answer::MAX_MIB))]
     mib: u64,
-    /// Restores in each way with the image cached, and as many with it dropped from the page cache
+    /// Restores in each way and of each state of the image
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     rounds: u64,
     /// Where images lie during the run: the disk that is measured [default: the directory for temporary files]
@@ -94,6 +101,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let chosen = if options.programs.is_empty() { Program::ALL.to_vec() } else { options.programs.clone() };
     let chosen = chosen.into_iter().map(|program| Ok((program, program.version()?)));
     let chosen: Vec<_> = chosen.collect::<anyhow::Result<_>>()?;
+    let states = if options.states.is_empty() { ImageState::ALL.to_vec() } else { options.states.clone() };
     let versions = vec![version(&tools.criu)?, version(&tools.rewake)?];
     let setting = Setting::of_this_machine(versions, options.mib);
     let mut results = Results { setting, rounds: options.rounds, images: Vec::new(), samples: Vec::new() };
@@ -107,7 +115,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         let dumped = Dumped::new(program, options.mib, &tools.criu, directory.path())
             .with_context(|| program.to_string())?;
         results.images.push(ProgramImage { program, version, page_bytes: dumped.page_bytes()? });
-        measure(program, &dumped, options.rounds, &tools, directory.path(), &mut results.samples)?;
+        let restores = Restores { program, dumped: &dumped, tools: &tools, directory: directory.path() };
+        results.samples.extend(restores.measure(options.rounds, &states)?);
     }
     print!("{}", table::text(&results));
     if let Some(path) = &options.json {
@@ -117,32 +126,58 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Restores a program in every way, round by round, with its image warm and cold. Logs lie in `directory`.
-fn measure(
+/// The restores of one program.
+#[derive(Debug)]
+struct Restores<'a> {
     program: Program,
-    dumped: &Dumped,
-    rounds: u64,
-    tools: &Tools,
-    directory: &Path,
-    samples: &mut Vec<Sample>,
-) -> anyhow::Result<()> {
-    let files = cache::files(&dumped.image.directory)?;
-    let mut ways = Way::ALL;
-    for round in 1..=rounds {
-        for cold in [false, true] {
-            for way in ways {
-                let what = format!("{program}, round {round}, image {}, {way}", table::cache_state(cold));
-                eprintln!("{what}");
-                let work = directory.join(format!("{round}-{}-{way}", table::cache_state(cold)));
-                std::fs::create_dir(&work).with_context(|| work.display().to_string())?;
-                let prepare = if cold { cache::drop_files } else { cache::load_files };
-                prepare(&files)?;
-                let figures = round::run(dumped, tools, way, &work).with_context(|| what)?;
-                samples.push(Sample { program, way, cold, round, figures });
+    dumped: &'a Dumped,
+    tools: &'a Tools,
+    /// For logs.
+    directory: &'a Path,
+}
+
+impl Restores<'_> {
+    /// Restores the program in every way, round by round, with its image in these states.
+    fn measure(&self, rounds: u64, states: &[ImageState]) -> anyhow::Result<Vec<Sample>> {
+        let mut samples = Vec::new();
+        let mut ways = Way::ALL;
+        for round in 1..=rounds {
+            // A restore of a cold image is the one that a second restore follows.
+            for states_of_turn in [&[ImageState::Warm][..], &[ImageState::Cold, ImageState::Again]] {
+                let mut chosen = states_of_turn.to_vec();
+                chosen.retain(|state| states.contains(state));
+                for way in ways {
+                    samples.extend(self.turn(round, way, &chosen)?);
+                }
             }
+            // Each way is the first one in some rounds.
+            ways.rotate_left(1);
         }
-        // Each way is the first one in some rounds.
-        ways.rotate_left(1);
+        Ok(samples)
     }
-    Ok(())
+
+    /// Restores in one way with the image in each of these states.
+    fn turn(&self, round: u64, way: Way, states: &[ImageState]) -> anyhow::Result<Vec<Sample>> {
+        if states == [ImageState::Again] {
+            self.sample(round, way, ImageState::Cold).context("before the restore that is measured")?;
+        }
+        states.iter().map(|state| self.sample(round, way, *state)).collect()
+    }
+
+    /// Brings the image into this state, or leaves it as the restore before left it, and restores once.
+    fn sample(&self, round: u64, way: Way, state: ImageState) -> anyhow::Result<Sample> {
+        let Self { program, dumped, tools, directory } = *self;
+        let what = format!("{program}, round {round}, image {state}, {way}");
+        eprintln!("{what}");
+        let work = directory.join(format!("{round}-{state}-{way}"));
+        std::fs::create_dir(&work).with_context(|| work.display().to_string())?;
+        let files = cache::files(&dumped.image.directory)?;
+        match state {
+            ImageState::Warm => cache::load_files(&files)?,
+            ImageState::Cold => cache::drop_files(&files)?,
+            ImageState::Again => {}
+        }
+        let figures = round::run(dumped, tools, way, &work).context(what)?;
+        Ok(Sample { program, way, state, round, figures })
+    }
 }

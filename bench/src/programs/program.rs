@@ -2,6 +2,8 @@
 //! The programs: their runtimes, their commands and their first requests.
 
 use std::fmt;
+use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -17,54 +19,69 @@ const FIRST_SEED: u32 = 1001;
 const WHOLE_SEED: u32 = 2002;
 /// Values of 64 KiB that the first request reads from the cache of the Node program.
 const FIRST_VALUES: u64 = 256;
+/// Keys that the first request gets from redis.
+const FIRST_KEYS: u64 = 20_000;
+/// redis, by Debian's package redis-tools, which starts no service: it checks a dump when it has this name, and
+/// serves when it has another one.
+const REDIS: &str = "/usr/bin/redis-check-rdb";
+const REDIS_NAME: &str = "redis-server";
 const MATRIX_SERVER: &str = include_str!("../../programs/matrix_server.py");
 const CACHE_SERVER: &str = include_str!("../../programs/cache_server.js");
 const PREFORK_SERVER: &str = include_str!("../../programs/prefork_server.py");
 const HEAP_SERVER: &str = include_str!("../../programs/HeapServer.java");
 
-/// A program of bench/programs, by the name of its language, or of its kind.
+/// redis, or a program of bench/programs, by the name of its language, or of its kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Program {
     /// Multiplies a vector with dense matrices; the first answer reads all of them
     Python,
+    /// The same program; the first answer reads a quarter of the matrices
+    PythonQuarter,
     /// Caches values outside of V8's heap; the first answer reads 256 values of 64 KiB
     Node,
     /// Holds a heap of small arrays; the first answer reads all of them
     Java,
     /// A tree of Python processes of 6 MiB; for the first answer all of them read all of it at once
     Prefork,
+    /// redis with values of 4 KiB; the first answer is that of 20,000 requests, one after another
+    Redis,
 }
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Python => "python",
+            Self::PythonQuarter => "python-quarter",
             Self::Node => "node",
             Self::Java => "java",
             Self::Prefork => "prefork",
+            Self::Redis => "redis",
         })
     }
 }
 
 impl Program {
-    pub(super) const ALL: [Self; 4] = [Self::Python, Self::Node, Self::Java, Self::Prefork];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Python, Self::PythonQuarter, Self::Node, Self::Java, Self::Prefork, Self::Redis];
 
     /// The package python3-numpy is for Debian's own Python only, so another one on the PATH does not count.
-    fn interpreter(self) -> &'static str {
+    fn runtime(self) -> &'static str {
         match self {
-            Self::Python | Self::Prefork => "/usr/bin/python3",
+            Self::Python | Self::PythonQuarter | Self::Prefork => "/usr/bin/python3",
             Self::Node => "node",
             Self::Java => "java",
+            Self::Redis => REDIS,
         }
     }
 
     fn package(self) -> &'static str {
         match self {
-            Self::Python => "python3-numpy",
+            Self::Python | Self::PythonQuarter => "python3-numpy",
             Self::Node => "nodejs",
             Self::Java => "default-jdk-headless",
             Self::Prefork => "python3",
+            Self::Redis => "redis-tools",
         }
     }
 
@@ -74,20 +91,24 @@ impl Program {
     /// The runtime is not installed.
     pub(super) fn version(self) -> anyhow::Result<String> {
         let (name, arguments): (_, &[&str]) = match self {
-            Self::Python => (
-                self.interpreter(),
+            Self::Python | Self::PythonQuarter => (
+                self.runtime(),
                 &[
                     "-c",
                     "import numpy, platform; print('Python', platform.python_version(), 'numpy', numpy.__version__)",
                 ],
             ),
-            Self::Prefork => (self.interpreter(), &["--version"]),
-            Self::Node => (self.interpreter(), &["-p", "'Node ' + process.version"]),
+            Self::Prefork | Self::Redis => (self.runtime(), &["--version"]),
+            Self::Node => (self.runtime(), &["-p", "'Node ' + process.version"]),
             // Without its compiler, Java alone does not suffice.
             Self::Java => ("javac", &["--version"]),
         };
-        let output =
-            Command::new(name).args(arguments).output().ok().filter(|output| output.status.success());
+        let mut command = Command::new(name);
+        command.args(arguments);
+        if self == Self::Redis {
+            command.arg0(REDIS_NAME);
+        }
+        let output = command.output().ok().filter(|output| output.status.success());
         let output = output.with_context(|| {
             format!(
                 "the program \"{self}\" cannot run: {name} is missing or fails: install the Debian package {}, \
@@ -101,7 +122,12 @@ impl Program {
     /// The question right after a restore.
     pub(super) fn first_question(self, mib: u64) -> Question {
         let units = self.units(mib);
-        let count = if self == Self::Node { units.min(FIRST_VALUES) } else { units };
+        let count = match self {
+            Self::Python | Self::Java | Self::Prefork => units,
+            Self::PythonQuarter => units.div_ceil(4),
+            Self::Node => units.min(FIRST_VALUES),
+            Self::Redis => units.min(FIRST_KEYS),
+        };
         Question { seed: FIRST_SEED, count }
     }
 
@@ -114,15 +140,16 @@ impl Program {
     /// of its own: CRIU refuses to dump a process whose session leader is not dumped with it.
     pub(super) fn command(self, mib: u64, socket: &Path, directory: &Path) -> anyhow::Result<Command> {
         let (file, source) = match self {
-            Self::Python => ("matrix_server.py", MATRIX_SERVER),
+            Self::Python | Self::PythonQuarter => ("matrix_server.py", MATRIX_SERVER),
             Self::Node => ("cache_server.js", CACHE_SERVER),
             Self::Java => ("HeapServer.java", HEAP_SERVER),
             Self::Prefork => ("prefork_server.py", PREFORK_SERVER),
+            Self::Redis => return redis_command(socket, directory),
         };
         let path = directory.join(file);
         std::fs::write(&path, source).with_context(|| path.display().to_string())?;
         let mut command = Command::new("setsid");
-        command.arg(self.interpreter());
+        command.arg(self.runtime());
         if self == Self::Java {
             let compiled = Command::new("javac").arg(&path).output().context("start javac")?;
             let errors = String::from_utf8_lossy(&compiled.stderr);
@@ -137,5 +164,38 @@ impl Program {
         }
         command.arg(socket).arg(mib.to_string()).current_dir(directory);
         Ok(command)
+    }
+}
+
+/// redis on `socket` alone. It never writes its data to a file, and never moves them.
+fn redis_command(socket: &Path, directory: &Path) -> anyhow::Result<Command> {
+    let name = directory.join(REDIS_NAME);
+    symlink(REDIS, &name).with_context(|| name.display().to_string())?;
+    let mut command = Command::new("setsid");
+    command.arg(name).args(["--port", "0", "--unixsocket"]).arg(socket);
+    command.args(["--save", "", "--appendonly", "no", "--activedefrag", "no"]).current_dir(directory);
+    Ok(command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_first_question_reads_all_or_the_part_that_the_program_is_named_for() {
+        let shares = Program::ALL.map(|program| {
+            let (first, whole) = (program.first_question(640), program.whole_question(640));
+            assert!(first.count >= 1 && program.first_question(16).count >= 1, "{program}");
+            (program, first.count, whole.count)
+        });
+        let expected = [
+            (Program::Python, 80, 80),
+            (Program::PythonQuarter, 20, 80),
+            (Program::Node, 256, 10_240),
+            (Program::Java, 163_840, 163_840),
+            (Program::Prefork, 106, 106),
+            (Program::Redis, 20_000, 163_840),
+        ];
+        assert_eq!(shares, expected);
     }
 }

@@ -2,7 +2,7 @@
 //! `cargo xtask bench`. `lazy`: the same image through stock CRIU and through rewake. `plugin`: the same
 //! process on GPUs through CRIU's own plugin and through this project's. `behind`: how soon a process runs
 //! with a background load, when it answers, and the rate of the load. `engine`: the loader of GPU memory,
-//! compared with memcpy and the disk. `programs`: when a restored Python, Node or Java server answers.
+//! compared with memcpy and the disk. `programs`: when a restored Python, Node, Java or redis server answers.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,8 @@ use super::plugin::{self, Profile};
 use crate::{program, repository, root, setup, vm};
 
 /// Packages for the programs of `bench programs`. A `node` that is on the PATH already is used as it is.
-const INTERPRETERS: [&str; 2] = ["python3-numpy", "default-jdk-headless"];
+/// redis-tools has redis itself, too; the package redis-server would start it at every boot.
+const RUNTIMES: [&str; 3] = ["python3-numpy", "default-jdk-headless", "redis-tools"];
 const NODE: [&str; 1] = ["nodejs"];
 
 /// Ends as `rewake-bench lazy`, with `more` passed through.
@@ -26,7 +27,7 @@ pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
 /// Ends as `rewake-bench programs`, with `more` passed through.
 pub(crate) fn programs(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
-    setup::install(&INTERPRETERS)?;
+    setup::install(&RUNTIMES)?;
     if !program::on_path("node") {
         setup::install(&NODE)?;
     }

@@ -16,8 +16,8 @@ use crate::{program, repository, tidy, vm};
 /// to spare.
 const OPEN_FILES: u64 = 16_384;
 
-/// Packages for single tests: containers, and the Python program of `bench programs`.
-const PACKAGES: [&str; 2] = ["runc", "python3-numpy"];
+/// Packages for single tests: containers, and two of `bench programs`.
+const PACKAGES: [&str; 3] = ["runc", "python3-numpy", "redis-tools"];
 
 /// Programs that took less time are not in the list of times.
 const SHOWN: Duration = Duration::from_secs(1);
@@ -41,7 +41,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
         Ok(())
     });
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
-    report.step("set-up of runc and numpy", || setup::install(&PACKAGES));
+    report.step("set-up of runc, numpy and redis", || setup::install(&PACKAGES));
     if filter.is_none() {
         style(&mut report);
     }
