@@ -16,6 +16,9 @@ use rewake_tests::{Criu, Scene, Server, Verdict, need};
 /// Time for a target to end after the last kill: far more than it needs.
 const LIMIT: Duration = Duration::from_secs(60);
 
+/// Memory of a target: it takes several times as long to load as CRIU's restore, so that most kills come while some
+/// is missing.
+const MIB: usize = 128;
 /// Restores at most for each kill that is to hit.
 const MOST: usize = 4;
 
@@ -143,7 +146,7 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
 fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) {
     let seed = seed();
     let mut random = Random::new(seed);
-    let mut scene = Scene::dumped(criu, scenario, 64).unwrap();
+    let mut scene = Scene::dumped(criu, scenario, MIB).unwrap();
     let mut span = undisturbed(&mut scene);
     let mut sum = Outcomes::default();
     let mut restores = 0;

@@ -283,12 +283,12 @@ fn deaths_at_any_moment(criu: &Criu) {
     let seed = seed();
     let mut random = Random::new(seed);
     let mut scene = Scene::dumped(criu, "random", MIB).unwrap();
-    // How long a restore takes here and now: two thirds of the moments are after its end.
+    // How long a restore takes here and now: three quarters of the moments are after its end.
     let server = scene.serve().unwrap();
     scene.go().unwrap();
     let start = Instant::now();
     scene.restore().unwrap();
-    let latest = start.elapsed() * 3;
+    let latest = start.elapsed() * 4;
     ends_well(&scene);
     drop(server);
     scene.next_round().unwrap();

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 use rewake_image_io::io_budget::IoBudget;
+use rewake_image_io::{ImageFile, keep_in_page_cache};
 
 use crate::copies::Sink;
 use crate::error::Error;
@@ -24,8 +25,10 @@ pub(crate) fn run(
     if processes.iter().flat_map(|process| process.files).all(|file| file.chunks() == 0) {
         return Ok(None);
     }
+    let files = || processes.iter().flat_map(|process| process.files).map(|file| &*file.file);
     // Files are joined now and not when they are opened: plugin and streamer have them open at the same time.
-    processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
+    files().for_each(ImageFile::join);
+    keep_in_page_cache(files());
     let start = Instant::now();
     let (paths, moved) = on_quiet_thread(|| {
         let mut pipeline = Pipeline::new(processes, sink, budget)?;

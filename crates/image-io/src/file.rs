@@ -7,20 +7,20 @@
 //! error: a write, another length or modification time, a hole, an extended attribute.
 
 use std::fs::{File, OpenOptions};
-use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, fcntl};
+use nix::fcntl::{FcntlArg, PosixFadviseAdvice, fcntl, posix_fadvise};
 use nix::unistd::{Whence, lseek};
 
 use crate::cache_regions::CacheRegions;
 use crate::error::{StoreError, TransferError};
+use crate::free_memory;
 use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
 use crate::shared_readers;
@@ -31,8 +31,10 @@ use crate::units::BLOCK;
 pub enum ReadMode {
     /// Through the page cache, which has all of the bytes.
     Cached,
-    /// Through the page cache.
+    /// Through the page cache, which reads ahead.
     Buffered,
+    /// Through the page cache, which reads no other bytes: other reads must not wait for them.
+    Exact,
     /// `O_DIRECT`: no copy and no page cache. A transfer falls back to a buffered call where the file or the
     /// offset does not allow it.
     Direct,
@@ -44,6 +46,8 @@ pub enum ReadMode {
 pub struct ImageFile {
     name: PathBuf,
     buffered: File,
+    /// A descriptor whose reads do not make the kernel read ahead.
+    exact: Option<File>,
     direct: Option<File>,
     /// The state at open.
     state: FileState,
@@ -55,6 +59,8 @@ pub struct ImageFile {
     direct_refused: AtomicBool,
     /// Whether other readers can find this one.
     joined: AtomicBool,
+    /// See [`keep_in_page_cache`].
+    kept: AtomicBool,
     is_remote: bool,
     regions: CacheRegions,
     /// The data range that was found last. The file system scans a whole range to find its end.
@@ -94,20 +100,23 @@ impl ImageFile {
     }
 
     fn with(file: File, name: PathBuf, state: FileState, seen: FileState) -> Arc<Self> {
-        // Opens by /proc: the same inode, even when the path now names another file or none.
-        let direct = OpenOptions::new()
-            .read(true)
-            .write(is_writable(&file))
-            .custom_flags(libc::O_DIRECT)
-            .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
-            .ok();
-        let [cachestat_works, nowait_works, direct_refused, joined] =
-            [true, true, false, false].map(AtomicBool::new);
+        let open = |flags| {
+            // Opens by /proc: the same inode, even when the path now names another file or none.
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            let mut options = OpenOptions::new();
+            options.read(true).write(is_writable(&file)).custom_flags(flags).open(path).ok()
+        };
+        let direct = open(libc::O_DIRECT);
+        let exact =
+            open(0).filter(|exact| posix_fadvise(exact, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).is_ok());
+        let [cachestat_works, nowait_works] = [(); 2].map(|()| AtomicBool::new(true));
+        let [direct_refused, joined, kept] = [(); 3].map(|()| AtomicBool::new(false));
         Arc::new(Self {
             regions: CacheRegions::new(state.key.len),
             is_remote: shared_readers::is_remote(&file),
             name,
             buffered: file,
+            exact,
             direct,
             state,
             seen: Mutex::new(seen),
@@ -115,6 +124,7 @@ impl ImageFile {
             nowait_works,
             direct_refused,
             joined,
+            kept,
             data: Mutex::default(),
         })
     }
@@ -216,40 +226,45 @@ impl ImageFile {
     }
 
     /// Reads bytes that the page cache has, and never waits for the disk. Returns the number of bytes up to the first
-    /// page that it does not have: 0 also in a region that is mostly on the disk.
+    /// page that it does not have: 0 also in a region that is mostly on the disk. With `ahead`, and where the file is
+    /// kept in the page cache, the kernel then begins to read the others, and those after them.
     ///
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.
-    pub fn read_cached(&self, offset: u64, into: &mut [u8]) -> Result<usize, TransferError> {
-        if self.is_cold(offset) {
+    pub fn read_cached(&self, offset: u64, into: &mut [u8], ahead: bool) -> Result<usize, TransferError> {
+        if self.is_cold(offset) || !ahead && self.is_kept() && !self.is_cached(offset, into.len()) {
             return Ok(0);
         }
         let read = if self.nowait_works.load(Ordering::Relaxed) {
-            page_cache::read_cached(&self.buffered, offset, into)
+            page_cache::read_cached(if ahead { &self.buffered } else { self.exact() }, offset, into)
         } else {
-            Err(io::ErrorKind::Unsupported.into())
+            Err(Errno::EOPNOTSUPP.into())
         };
         let read = match read {
             Ok(read) => read,
-            // This file system cannot read without waiting. The answer stays the same for this file.
-            Err(_) => {
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                // This file system cannot read without waiting. The answer stays the same for this file.
                 self.nowait_works.store(false, Ordering::Relaxed);
                 if !self.is_cached(offset, into.len()) {
                     return Ok(0);
                 }
                 self.buffered.read_at(into, offset).unwrap_or(0)
             }
+            // The read from the disk that follows reports it, or tries again.
+            Err(_) => return Ok(0),
         };
         self.check_unchanged()?;
         Ok(read)
     }
 
-    /// Chooses how to read these bytes, by measurement. A range with dirty pages is read through the page
-    /// cache: a direct read would wait for the disk. While other processes read the file, all reads go
-    /// through it, so that the disk reads the bytes once.
-    pub fn mode(&self, offset: u64, len: usize) -> ReadMode {
+    /// Chooses how to read these bytes. A range with dirty pages is read through the page cache: a direct read
+    /// would wait for the disk. All reads go through it where the file is kept there, and while other processes
+    /// read the file, so that the disk reads the bytes once. With `ahead` the kernel may read more there.
+    pub fn mode(&self, offset: u64, len: usize, ahead: bool) -> ReadMode {
+        let buffered = if ahead { ReadMode::Buffered } else { ReadMode::Exact };
         let from_disk = || {
-            if self.direct().is_none() || self.is_shared() { ReadMode::Buffered } else { ReadMode::Direct }
+            let is_buffered = self.is_kept() || self.direct().is_none() || self.is_shared();
+            if is_buffered { buffered } else { ReadMode::Direct }
         };
         if len <= BLOCK && self.is_cold(offset) {
             return from_disk();
@@ -257,8 +272,12 @@ impl ImageFile {
         match self.cachestat(offset, len as u64) {
             Some((stat, pages)) if stat.cached >= pages => ReadMode::Cached,
             Some((stat, _)) if stat.dirty + stat.writeback == 0 => from_disk(),
-            _ => ReadMode::Buffered,
+            _ => buffered,
         }
+    }
+
+    fn is_kept(&self) -> bool {
+        self.kept.load(Ordering::Relaxed)
     }
 
     fn is_shared(&self) -> bool {
@@ -267,7 +286,8 @@ impl ImageFile {
 
     /// Whether less than seven eighths of the region of `offset` were in the page cache at the first query.
     fn is_cold(&self, offset: u64) -> bool {
-        self.direct.is_some()
+        !self.is_kept()
+            && self.direct.is_some()
             && self.regions.is_cold(offset, |start, len| match self.cachestat(start, len) {
                 Some((stat, pages)) => stat.cached >= pages - pages / 8 || stat.dirty + stat.writeback > 0,
                 None => true,
@@ -276,7 +296,7 @@ impl ImageFile {
 
     /// Valid bytes of a block: [`BLOCK`], less at the end. A block beyond the end counts as whole, so that
     /// reading it is an error and not an empty block.
-    pub(crate) fn block_len(&self, block: u64) -> usize {
+    pub fn block_len(&self, block: u64) -> usize {
         let rest = self.state.key.len.saturating_sub(block.saturating_mul(BLOCK as u64));
         match usize::try_from(rest) {
             Ok(tail @ 1..BLOCK) => tail,
@@ -286,6 +306,11 @@ impl ImageFile {
 
     pub(crate) fn buffered(&self) -> &File {
         &self.buffered
+    }
+
+    /// The descriptor for reads of these bytes alone.
+    pub(crate) fn exact(&self) -> &File {
+        self.exact.as_ref().unwrap_or(&self.buffered)
     }
 
     /// The descriptor for direct calls, until the file system refuses one.
@@ -318,6 +343,20 @@ impl ImageFile {
         }
         None
     }
+}
+
+/// Decides whether the bytes of an image stay in the page cache when they are read from the disk, for the next
+/// restore. They do if that fills no more than half of the memory that is left: the restored program needs the
+/// other half, as its memory is as large as its image. Otherwise they are read past the page cache.
+pub fn keep_in_page_cache<'a>(files: impl Iterator<Item = &'a ImageFile> + Clone) {
+    // A sparse file takes less than its length.
+    let bytes = files.clone().map(|file| {
+        let blocks = file.buffered.metadata().map_or(u64::MAX, |now| now.blocks());
+        file.len().min(blocks.saturating_mul(512))
+    });
+    let bytes = bytes.fold(0, u64::saturating_add);
+    let kept = free_memory::available().is_some_and(|available| bytes <= available / 2);
+    files.for_each(|file| file.kept.store(kept, Ordering::Relaxed));
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -22,6 +22,7 @@ mod cache_regions;
 mod engine;
 mod error;
 mod file;
+mod free_memory;
 mod identity;
 pub mod io_budget;
 mod memory;
@@ -37,7 +38,7 @@ pub use engine::{
     MAX_SHORT_CALLS, Request, SimPlan, read_now,
 };
 pub use error::{StoreError, TransferError};
-pub use file::{ImageFile, ReadMode};
+pub use file::{ImageFile, ReadMode, keep_in_page_cache};
 pub use identity::{FileKey, FileState};
 pub use memory::Memory;
 pub use slots::DEMAND_BUFFERS;

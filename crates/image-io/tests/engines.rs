@@ -47,7 +47,7 @@ impl Case {
         } else {
             make_cold(&temp);
         }
-        let found = file.mode(0, BLOCK);
+        let found = file.mode(0, BLOCK, true);
         let evicted = mode == ReadMode::Cached && found == ReadMode::Direct;
         assert!(found == mode || evicted, "{found:?} at {}: use another file system", temp.path().display());
         Self { temp, file, bytes, _other }

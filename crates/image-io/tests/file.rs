@@ -45,8 +45,8 @@ fn residency_is_measured_block_by_block() {
     drop(random);
     assert!(!file.is_cached(BLOCK as u64, BLOCK));
     assert!(!file.is_cached(BLOCK as u64, 2 * BLOCK), "half of it is missing");
-    assert_eq!(file.mode(2 * BLOCK as u64, BLOCK), ReadMode::Cached);
-    assert_eq!(file.mode(BLOCK as u64, BLOCK), ReadMode::Direct);
+    assert_eq!(file.mode(2 * BLOCK as u64, BLOCK, true), ReadMode::Cached);
+    assert_eq!(file.mode(BLOCK as u64, BLOCK, true), ReadMode::Direct);
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn a_block_with_dirty_pages_is_read_through_the_cache() {
     // The kernel may write it to the disk meanwhile.
     let buffered = (0..TRIES).any(|_| {
         temp.as_file().write_all_at(&[1; PAGE], 0).unwrap();
-        file.mode(0, BLOCK) == ReadMode::Buffered
+        file.mode(0, BLOCK, true) == ReadMode::Buffered
     });
     assert!(buffered);
 }
@@ -192,7 +192,7 @@ fn only_the_unchanged_file_can_be_inherited() {
     assert_eq!(inherited.key(), file.key());
     read_one(&inherited).unwrap();
     make_cold(&temp);
-    assert_eq!(file.mode(0, BLOCK), ReadMode::Buffered, "the successor counts as a reader");
+    assert_eq!(file.mode(0, BLOCK, true), ReadMode::Buffered, "the successor counts as a reader");
     until_change_time_differs(temp.as_file(), || temp.as_file().write_all_at(&[1], 0).unwrap());
     let refused = inherit(temp.as_file()).unwrap_err().to_string();
     assert!(refused.contains("modification time") && refused.contains("restore again"), "{refused}");

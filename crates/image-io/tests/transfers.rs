@@ -10,7 +10,9 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
 use common::{Pages, content, finish, make_cold, open, pages};
-use rewake_image_io::{BLOCK, Class, Direction, Engine, ImageFile, PAGE, ReadMode, Request};
+use rewake_image_io::{
+    BLOCK, Class, Direction, Engine, ImageFile, PAGE, ReadMode, Request, keep_in_page_cache,
+};
 use tempfile::NamedTempFile;
 
 const BYTES: usize = 64 * PAGE;
@@ -107,13 +109,41 @@ fn small_cached_reads_end_at_once_others_stay_out_of_the_cache() {
 }
 
 #[test]
+fn bytes_of_a_kept_file_stay_and_demand_reads_add_no_others() {
+    let block = |number: usize| (number * BLOCK) as u64;
+    let memory = Pages::new(BYTES);
+    for (name, mut engine) in engines() {
+        let (temp, file, bytes) = pages(64 * BLOCK);
+        keep_in_page_cache(std::iter::once(&*file));
+        let mut stays_alone = || {
+            make_cold(&temp);
+            // In order, so that the kernel would read ahead.
+            for number in [18, 19, 20] {
+                let request = read(&file, &memory, block(number), BLOCK, BLOCK);
+                transfer(&mut engine, Request { class: Class::Demand, ..request }).unwrap();
+            }
+            assert!(memory.get(0, BLOCK) == bytes[20 * BLOCK..21 * BLOCK], "{name}");
+            file.is_cached(block(20), BLOCK) && !file.is_cached(block(21), BLOCK)
+        };
+        // The kernel may evict pages at any time.
+        assert!((0..TRIES).any(|_| stays_alone()), "{name}");
+        let mut stays = || {
+            make_cold(&temp);
+            transfer(&mut engine, read(&file, &memory, 0, BLOCK, BLOCK)).unwrap();
+            file.is_cached(0, BLOCK)
+        };
+        assert!((0..TRIES).any(|_| stays()), "{name}");
+    }
+}
+
+#[test]
 fn large_cached_reads_are_copied_by_other_threads() {
     let memory = Pages::new(BYTES);
     for (name, mut engine) in engines() {
         let (temp, file, bytes) = pages(BYTES);
         let cached = (0..TRIES).any(|_| {
             std::fs::read(temp.path()).unwrap();
-            file.mode(0, BYTES) == ReadMode::Cached
+            file.mode(0, BYTES, true) == ReadMode::Cached
         });
         assert!(cached);
         engine.submit(read(&file, &memory, 0, BYTES, BYTES)).unwrap();
@@ -152,7 +182,7 @@ fn what_two_read_at_once_is_read_from_the_disk_once() {
     get(&one, 0);
     assert!(!cached(&one, 0), "alone it reads past the page cache");
     let two = open(temp.path());
-    assert_eq!([&one, &two].map(|file| file.mode(0, PIECE)), [ReadMode::Buffered; 2]);
+    assert_eq!([&one, &two].map(|file| file.mode(0, PIECE, true)), [ReadMode::Buffered; 2]);
     // The kernel may evict pages at any time: most of them suffice.
     let shared = (1..PIECES).filter(|piece| {
         get(&one, *piece);

@@ -290,6 +290,25 @@ impl ResidencyMap {
         }
     }
 
+    /// Returns the aligned ranges of `size` bytes, joined where they are adjacent, of which the program still has
+    /// every page of the image at its address in the image.
+    #[must_use]
+    pub fn whole_ranges(&self, size: u64) -> Vec<Range<u64>> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for (placed, pages) in self.plan.pages_in(0, u64::MAX) {
+            for pages in self.moved_or_dropped.clear_ranges(pages) {
+                let start = placed.target_of(pages.start);
+                let end = start + (pages.end - pages.start) * PAGE_SIZE;
+                match ranges.last_mut() {
+                    Some(last) if last.end == start => last.end = end,
+                    _ => ranges.push(start..end),
+                }
+            }
+        }
+        let aligned = |range: Range<u64>| range.start.next_multiple_of(size)..range.end / size * size;
+        ranges.into_iter().map(aligned).filter(|range| range.start < range.end).collect()
+    }
+
     /// Claims a block with missing pages: first those of [`ResidencyMap::promote`], then those of
     /// [`ResidencyMap::set_priority`], then the lowest. Returns none when no such block is free.
     #[must_use]
@@ -334,9 +353,10 @@ impl ResidencyMap {
         self.schedule.begin_at(block);
     }
 
-    /// Makes the background load continue at `page`, where a thread sweeps.
-    pub fn follow(&self, page: PageIx) {
-        self.schedule.follow(self.plan.block_of(page.0.min(self.plan.pages().saturating_sub(1))));
+    /// Makes the background load continue ahead of `page`, where a thread sweeps: with `windows`, after the pages
+    /// that the sweep fills itself.
+    pub fn follow(&self, page: PageIx, windows: bool) {
+        self.schedule.follow(self.plan.block_of(page.0.min(self.plan.pages().saturating_sub(1))), windows);
     }
 
     /// Claims `block` for a demand load. Returns false when it is claimed, or has no missing page.

@@ -12,6 +12,8 @@ pub const PROMOTED_BLOCKS: usize = 64;
 
 /// How far claims in order may be ahead of a sweep: 16 MiB.
 const AHEAD: usize = 256;
+/// How far they are ahead of a sweep that fills its own windows: 2 MiB. Otherwise both would fill the same pages.
+const LEAD: usize = 32;
 
 /// The outcome of work on a claimed block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -169,12 +171,13 @@ impl Schedule {
         self.cursor.store(block.0, Ordering::Release);
     }
 
-    /// Continues claims in order at `block`, where a thread sweeps, unless they are shortly ahead of it. The
-    /// blocks before it follow after the last one.
-    pub(crate) fn follow(&self, block: BlockIx) {
+    /// Continues claims in order shortly ahead of `block`, where a thread sweeps, unless they have that
+    /// position. With `windows` the sweep fills the next blocks itself. The blocks before follow after the last one.
+    pub(crate) fn follow(&self, block: BlockIx, windows: bool) {
+        let start = if windows { block.0.saturating_add(LEAD) } else { block.0 };
         let at = self.cursor.load(Ordering::Acquire);
-        if !(block.0..block.0.saturating_add(AHEAD)).contains(&at) {
-            self.cursor.store(block.0, Ordering::Release);
+        if start < self.blocks && !(start..block.0.saturating_add(AHEAD)).contains(&at) {
+            self.cursor.store(start, Ordering::Release);
         }
     }
 

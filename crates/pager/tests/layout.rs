@@ -31,6 +31,24 @@ fn all_runs(map: &ResidencyMap, block: usize) -> Vec<Run> {
 }
 
 #[test]
+fn whole_ranges_have_every_page_where_the_image_has_it() {
+    let whole = |map: &ResidencyMap| -> Vec<(u64, u64)> {
+        let pages = |range: std::ops::Range<u64>| (range.start / PAGE_SIZE, range.end / PAGE_SIZE);
+        map.whole_ranges(512 * PAGE_SIZE).into_iter().map(pages).collect()
+    };
+    // The first two are adjacent, in another order in the file.
+    let mut map = map(&[extent(1000, 5000, 1000), extent(500, 0, 500), extent(4096, 9000, 511)]);
+    assert_eq!(whole(&map), [(512, 1536)]);
+    map.apply(&remap(1100, 100_000, 1)).unwrap();
+    assert_eq!(whole(&map), [(512, 1024)]);
+    map.apply(&remap(100_000, 1100, 1)).unwrap();
+    assert_eq!(whole(&map), [(512, 1536)], "it has moved back");
+    let last = Change::Remove { start: 1023 * PAGE_SIZE, end: 1024 * PAGE_SIZE };
+    map.apply(&last).unwrap();
+    assert_eq!(whole(&map), [(1024, 1536)]);
+}
+
+#[test]
 fn a_plan_of_nothing_is_complete() {
     let map = map(&[]);
     assert_eq!(map.locate(0x1000), Locate::Unbacked);
@@ -353,13 +371,28 @@ fn claims_follow_a_sweep_unless_they_are_shortly_ahead_of_it() {
     let map = map(&[extent(0, 0, 4096 * BLOCK_PAGES)]);
     let claim = || map.claim().unwrap().0;
     assert_eq!([claim(), claim()], [0, 1]);
-    map.follow(PageIx(1000 * BLOCK_PAGES + 3));
+    map.follow(PageIx(1000 * BLOCK_PAGES + 3), false);
     assert_eq!([claim(), claim(), claim()], [1000, 1001, 1002]);
-    map.follow(PageIx(900 * BLOCK_PAGES));
+    map.follow(PageIx(900 * BLOCK_PAGES), false);
     assert_eq!(claim(), 1003, "they are ahead already");
-    map.follow(PageIx(700 * BLOCK_PAGES));
+    map.follow(PageIx(700 * BLOCK_PAGES), false);
     assert_eq!(claim(), 700);
-    map.follow(PageIx(4095 * BLOCK_PAGES));
+    map.follow(PageIx(4095 * BLOCK_PAGES), false);
     assert_eq!([claim(), claim(), claim()], [4095, 2, 3], "the blocks before it follow");
+    map.check().unwrap();
+}
+
+#[test]
+fn claims_are_ahead_of_a_sweep_that_fills_windows() {
+    let map = map(&[extent(0, 0, 4096 * BLOCK_PAGES)]);
+    let claim = || map.claim().unwrap().0;
+    map.follow(PageIx(0), true);
+    assert_eq!([claim(), claim()], [32, 33], "2 MiB");
+    map.follow(PageIx(2 * BLOCK_PAGES), true);
+    assert_eq!(claim(), 34, "they are ahead already");
+    map.follow(PageIx(4 * BLOCK_PAGES), true);
+    assert_eq!(claim(), 36);
+    map.follow(PageIx(4080 * BLOCK_PAGES), true);
+    assert_eq!(claim(), 37, "the plan ends before that");
     map.check().unwrap();
 }

@@ -2,6 +2,7 @@
 //! Wraps the few system calls that nix does not, each in one function without policy.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -202,6 +203,22 @@ pub fn short_time_slice() -> io::Result<()> {
     };
     // SAFETY: pid 0 is this thread; `attr` is live and says its own size.
     check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) }).map(drop)
+}
+
+/// Makes huge pages of a range of another process's memory (`MADV_COLLAPSE`, Linux 6.1).
+///
+/// # Errors
+/// The kernel's errno: not all of the range has huge pages.
+pub fn collapse(process: BorrowedFd<'_>, range: &Range<u64>) -> nix::Result<()> {
+    // An address of the other process, which this one does not access.
+    let length = usize::try_from(range.end - range.start).map_err(|_| nix::Error::EINVAL)?;
+    let part = libc::iovec { iov_base: range.start as *mut libc::c_void, iov_len: length };
+    let advice = libc::MADV_COLLAPSE;
+    // SAFETY: one live iovec. The advice changes no bytes of the process.
+    let done = unsafe {
+        libc::syscall(libc::SYS_process_madvise, process.as_raw_fd(), &raw const part, 1, advice, 0)
+    };
+    nix::Error::result(done).map(drop)
 }
 
 /// Runs `work` in a thread of its own, which gets no signals: the threads that decide on the process's end

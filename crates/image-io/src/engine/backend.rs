@@ -19,6 +19,10 @@ use crate::units::PAGE;
 /// 0.2 ms = 1.4 MB), also where each has a block only.
 pub const DEPTH: usize = 144;
 
+/// Reads through the page cache of at least so many bytes are given to other threads, which copy in parallel: one
+/// copies more slowly than a GPU takes the bytes. Fewer bytes are copied sooner than a thread wakes up.
+pub(super) const PARALLEL_BYTES: usize = 128 << 10;
+
 /// Carries transfers out, at most [`DEPTH`] at a time.
 pub(super) trait Backend<M: Memory> {
     /// Starts a transfer, at the next `flush` or `reap` at the latest.
@@ -44,8 +48,8 @@ pub(super) trait Backend<M: Memory> {
 pub(super) struct Flight<M> {
     request: Request<M>,
     transfer: FileTransfer,
-    /// The page cache has the bytes.
-    pub(super) is_cached: bool,
+    /// Whether another thread of the kernel copies the bytes from the page cache.
+    pub(super) by_worker: bool,
     permit: Option<Permit>,
 }
 
@@ -67,9 +71,11 @@ impl<M: Memory> Flight<M> {
         let Request { direction, offset, at, bytes, needed, ref memory, .. } = request;
         let inside = at.checked_add(bytes).is_some_and(|end| end <= memory.bytes());
         assert!(inside && needed <= bytes, "{bytes} bytes at {at}, {needed} needed");
-        let direct = mode == ReadMode::Direct && at.is_multiple_of(PAGE);
-        let transfer = FileTransfer::new(direction, offset, bytes, needed, direct);
-        Self { request, transfer, is_cached: mode == ReadMode::Cached, permit }
+        let place_allows = at.is_multiple_of(PAGE);
+        let mode = if mode == ReadMode::Direct && !place_allows { ReadMode::Buffered } else { mode };
+        let transfer = FileTransfer::new(direction, offset, bytes, needed, mode);
+        let by_worker = mode != ReadMode::Direct && bytes >= PARALLEL_BYTES;
+        Self { request, transfer, by_worker, permit }
     }
 
     /// Makes no direct calls from here on.

@@ -26,15 +26,11 @@ use crate::file::{ImageFile, ReadMode};
 use crate::io_budget::{IoBudget, Lane, PIECE, Permit};
 use crate::memory::Memory;
 use crate::slots::DEMAND_BUFFERS;
-use backend::{Backend, Flight};
+use backend::{Backend, Flight, PARALLEL_BYTES};
 use transfer::{FileTransfer, TransferStep};
 
 /// Transfers in flight that only demand reads may have: background reads never cause the refusal of one.
 pub const DEMAND_RESERVE: usize = DEMAND_BUFFERS as usize;
-
-/// Cached reads of at least so many bytes are given to other threads, which copy in parallel: one copies more
-/// slowly than a GPU takes the bytes. Fewer bytes are copied sooner than a thread wakes up.
-const PARALLEL_BYTES: usize = 128 << 10;
 
 /// Transfers between files and `M`. It belongs to the thread that made it.
 pub struct Engine<M: Memory> {
@@ -126,8 +122,11 @@ impl<M: Memory> Engine<M> {
         if !has_room {
             return Err(request);
         }
+        // A thread waits for this read, or did for one just now: readahead would be in its way.
+        let is_busy = || self.budget.as_ref().is_some_and(|(budget, _)| budget.is_busy());
+        let ahead = request.class == Class::Background && !is_busy();
         let mode = match request.direction {
-            Direction::Read => request.file.mode(request.offset, request.bytes),
+            Direction::Read => request.file.mode(request.offset, request.bytes, ahead),
             Direction::Write => ReadMode::Direct,
         };
         let from_disk = request.direction == Direction::Read && mode != ReadMode::Cached;
@@ -135,7 +134,7 @@ impl<M: Memory> Engine<M> {
         let bytes = request.bytes;
         let mut flight = Flight::new(request, mode, permit);
         self.in_flight += 1;
-        if flight.is_cached && bytes < PARALLEL_BYTES {
+        if mode == ReadMode::Cached && bytes < PARALLEL_BYTES {
             // If bytes were evicted meanwhile, the rest is read from the disk.
             if let Ok(got @ 1..) = flight.call_cached()
                 && let TransferStep::Finished(result) = flight.step(Ok(got))
@@ -144,7 +143,6 @@ impl<M: Memory> Engine<M> {
                 self.backend.event().into_iter().for_each(rewake_process::Notifier::wake);
                 return Ok(bytes);
             }
-            flight.is_cached = false;
         }
         self.backend.start(flight);
         Ok(bytes)
@@ -219,7 +217,7 @@ impl<M: Memory> std::fmt::Debug for Engine<M> {
 /// The errors of an engine's read. The buffer is filled when `Ok`, else its contents must not be used.
 pub fn read_now(file: &ImageFile, offset: u64, dst: &mut [u8]) -> Result<(), TransferError> {
     use std::os::unix::fs::FileExt as _;
-    let mut transfer = FileTransfer::new(Direction::Read, offset, dst.len(), dst.len(), false);
+    let mut transfer = FileTransfer::new(Direction::Read, offset, dst.len(), dst.len(), ReadMode::Buffered);
     loop {
         let next = transfer.next(file);
         let got: io::Result<usize> = next.file.read_at(&mut dst[next.at..next.at + next.len], next.offset);

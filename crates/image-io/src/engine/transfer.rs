@@ -6,7 +6,7 @@ use std::io;
 
 use super::request::Direction;
 use crate::error::TransferError;
-use crate::file::ImageFile;
+use crate::file::{ImageFile, ReadMode};
 use crate::units::PAGE;
 
 /// Short calls that are continued within one transfer. Any real file system moves at least a page at a time,
@@ -30,6 +30,8 @@ pub(crate) struct FileTransfer {
     /// Bytes that must be transferred.
     needed: usize,
     pub(super) direct: bool,
+    /// A read through the page cache does not make the kernel read ahead.
+    exact: bool,
     done: usize,
     shorts: u32,
     eio: u32,
@@ -53,19 +55,27 @@ pub(crate) enum TransferStep {
 }
 
 impl FileTransfer {
-    /// A transfer of `bytes`, of which a read must get `needed`. It is direct where `direct`, the file, the
+    /// A transfer of `bytes`, of which a read must get `needed`. It is direct where `mode`, the file, the
     /// offset and the length allow it, else buffered.
-    pub(crate) fn new(direction: Direction, offset: u64, bytes: usize, needed: usize, direct: bool) -> Self {
+    pub(crate) fn new(
+        direction: Direction,
+        offset: u64,
+        bytes: usize,
+        needed: usize,
+        mode: ReadMode,
+    ) -> Self {
         let aligned = offset.is_multiple_of(PAGE as u64) && bytes.is_multiple_of(PAGE);
-        let direct = direct && aligned;
-        Self { direction, offset, bytes, needed, direct, done: 0, shorts: 0, eio: 0, interruptions: 0 }
+        let (direct, exact) = (mode == ReadMode::Direct && aligned, mode == ReadMode::Exact);
+        let (done, shorts, eio, interruptions) = (0, 0, 0, 0);
+        Self { direction, offset, bytes, needed, direct, exact, done, shorts, eio, interruptions }
     }
 
     pub(crate) fn next<'a>(&self, file: &'a ImageFile) -> Next<'a> {
         // io_uring takes offset -1 for the file's cursor and would transfer other bytes. Here it lies beyond
         // every file, as for pread.
         let offset = self.offset.saturating_add(self.done as u64).min(i64::MAX as u64);
-        let file = file.direct().filter(|_| self.direct).unwrap_or_else(|| file.buffered());
+        let buffered = if self.exact { file.exact() } else { file.buffered() };
+        let file = file.direct().filter(|_| self.direct).unwrap_or(buffered);
         Next { file, offset, at: self.done, len: self.bytes - self.done }
     }
 
@@ -148,6 +158,7 @@ mod tests {
     use super::*;
 
     const LEN: usize = 2 * PAGE;
+    const DIRECT: ReadMode = ReadMode::Direct;
 
     fn file() -> Arc<ImageFile> {
         let temp = tempfile::tempfile().unwrap();
@@ -156,7 +167,7 @@ mod tests {
     }
 
     fn read(direct: bool) -> FileTransfer {
-        FileTransfer::new(Direction::Read, 0, LEN, LEN, direct)
+        FileTransfer::new(Direction::Read, 0, LEN, LEN, if direct { DIRECT } else { ReadMode::Buffered })
     }
 
     fn errno(code: i32) -> io::Result<usize> {
@@ -187,7 +198,7 @@ mod tests {
 
     #[test]
     fn an_unaligned_transfer_is_never_direct() {
-        let direct = |offset, bytes| FileTransfer::new(Direction::Read, offset, bytes, bytes, true).direct;
+        let direct = |offset, bytes| FileTransfer::new(Direction::Read, offset, bytes, bytes, DIRECT).direct;
         assert!(direct(PAGE as u64, LEN) && !direct(512, LEN) && !direct(0, LEN - 1));
     }
 
@@ -203,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_read_may_end_with_the_file_but_never_before_what_is_needed() {
-        let (file, transfer) = (file(), || FileTransfer::new(Direction::Read, 0, LEN, 5000, true));
+        let (file, transfer) = (file(), || FileTransfer::new(Direction::Read, 0, LEN, 5000, DIRECT));
         assert!(matches!(transfer().step(&file, Ok(5000)), TransferStep::Finished(Ok(()))));
         let mut early = transfer();
         assert!(matches!(early.step(&file, Ok(4999)), TransferStep::Again));
@@ -235,7 +246,7 @@ mod tests {
 
     #[test]
     fn a_write_that_writes_nothing_is_an_error_that_says_so() {
-        let mut write = FileTransfer::new(Direction::Write, 8, 9, 9, false);
+        let mut write = FileTransfer::new(Direction::Write, 8, 9, 9, ReadMode::Buffered);
         let TransferStep::Finished(Err(error)) = write.step(&file(), Ok(0)) else { panic!("it is not over") };
         assert!(error.to_string().starts_with("writing 9 bytes at offset 8 of pages-1.img"), "{error}");
     }

@@ -111,8 +111,7 @@ impl<M: Memory> Uring<M> {
                 opcode::ReadFixed::new(fd, start, len, piece).offset(offset).build()
             }
         };
-        // Kernel threads copy what the page cache has, in parallel.
-        let flags = if flight.is_cached { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
+        let flags = if flight.by_worker { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
         // SAFETY: `Flight::new` has checked that the bytes lie in the memory. The slot in `flights` owns the
         // memory and the file until the call is over (see Drop).
         unsafe { push(&mut self.ring, &entry.flags(flags).user_data(slot as u64)) };

@@ -11,6 +11,7 @@
 //! * `reactor::demand`: loads the pages that page faults wait for.
 //! * `reactor::background`: loads all other pages, block by block.
 //! * `enomem_retry`: limits how long refused fills (ENOMEM) are tried again.
+//! * `huge_pages`: collapses small pages of resident memory.
 //! * `abort`: ends the address spaces of a failed session.
 //! * [`address_spaces`]: opens, takes over and ends a session's address spaces.
 //!
@@ -20,6 +21,7 @@ mod abort;
 pub mod address_spaces;
 mod enomem_retry;
 mod events;
+mod huge_pages;
 mod pool;
 mod reactor;
 mod shared;

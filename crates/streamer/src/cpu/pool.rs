@@ -10,6 +10,7 @@ use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
 
+use super::huge_pages::HugePages;
 use super::reactor::run;
 use super::shared::{Handle, MAX_REACTORS, ReactorRequest, Shared};
 use crate::ledger::Ledger;
@@ -50,7 +51,7 @@ impl ReactorPool {
             spaces: Mutex::default(),
             version: AtomicUsize::new(0),
             budget: Arc::new(budget),
-            served: AtomicUsize::new(0),
+            huge_pages: HugePages::start(),
             handles,
         });
         let start = |index: usize| {
@@ -80,6 +81,11 @@ impl ReactorPool {
     #[must_use]
     pub fn pace(&self) -> Arc<IoBudget> {
         Arc::clone(&self.shared.budget)
+    }
+
+    /// Waits until memory that may have huge pages has them, for seconds at most.
+    pub fn finish_huge_pages(&self) {
+        self.shared.huge_pages.finish();
     }
 
     /// Wakes all reactors, because the session was released or has failed.

@@ -9,6 +9,7 @@ use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
 
+use super::huge_pages::HugePages;
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger};
 
@@ -47,8 +48,7 @@ pub(super) struct Shared {
     pub(super) spaces: Mutex<Vec<Arc<AddressSpace>>>,
     pub(super) version: AtomicUsize,
     pub(super) budget: Arc<IoBudget>,
-    /// Page faults that all reactors have served: see `Reactor::yield_to_faulting_threads`.
-    pub(super) served: AtomicUsize,
+    pub(super) huge_pages: HugePages,
     pub(super) handles: Vec<Handle>,
 }
 

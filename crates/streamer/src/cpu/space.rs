@@ -2,8 +2,9 @@
 //! Fills the memory of one restored address space.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use rewake_image_io::ImageFile;
@@ -13,11 +14,12 @@ use tracing::{info, warn};
 
 use super::enomem_retry::{ENOMEM_LIMIT, EnomemRetry, Refused};
 use super::stats::{TaskStats, add};
-use crate::ledger::SpaceSlot;
+use crate::ledger::{NO_FD, SpaceSlot};
 use crate::session::Session;
 
-/// For this long after a page fault the next one is expected.
-const FAULTING_MICROS: u64 = 500;
+/// How long a reactor that wants to read events tries before it sleeps: another one's fill ends sooner, and to sleep
+/// and to be woken takes as long.
+const LOCK_PATIENCE: Duration = Duration::from_micros(30);
 
 /// One restored address space.
 ///
@@ -47,8 +49,6 @@ pub struct AddressSpace {
     first: AtomicBool,
     begun: AtomicBool,
     since: Instant,
-    /// When the last page fault was served, in microseconds from `since`. 0: never.
-    last_fault: AtomicU64,
     /// Used by its home reactor only.
     sweeps: Mutex<Sweeps>,
     shortage: EnomemRetry,
@@ -93,7 +93,6 @@ impl AddressSpace {
             held: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             since: Instant::now(),
-            last_fault: AtomicU64::new(0),
             sweeps: Mutex::default(),
             shortage: EnomemRetry::default(),
         }
@@ -107,7 +106,22 @@ impl AddressSpace {
 
     /// Locks the layout exclusively, to read events.
     pub fn layout_mut(&self) -> RwLockWriteGuard<'_, ResidencyMap> {
+        let began = Instant::now();
+        while began.elapsed() < LOCK_PATIENCE {
+            match self.layout.try_write() {
+                Ok(layout) => return layout,
+                Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
+            }
+        }
         self.layout.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The pidfd of its process. None: it is a forked child whose process was not found yet.
+    pub fn process(&self) -> Option<BorrowedFd<'_>> {
+        let pidfd = self.slot.pidfd.load(Ordering::Acquire);
+        // SAFETY: the slot owns this descriptor until it is retired, which its home reactor does last.
+        (pidfd != NO_FD).then(|| unsafe { BorrowedFd::borrow_raw(pidfd) })
     }
 
     /// Returns whether the process or its memory has ended.
@@ -182,13 +196,6 @@ impl AddressSpace {
     pub fn note_fault(&self, latency: Duration) {
         self.session.stats.fault(latency);
         self.counts.fault(latency);
-        self.last_fault.store(self.micros().max(1), Ordering::Relaxed);
-    }
-
-    /// Returns whether its threads fault in quick succession.
-    pub fn is_faulting(&self) -> bool {
-        let last = self.last_fault.load(Ordering::Relaxed);
-        last != 0 && self.micros().saturating_sub(last) < FAULTING_MICROS
     }
 
     fn micros(&self) -> u64 {
@@ -226,7 +233,6 @@ impl AddressSpace {
             let source = &bytes[run.block_offset..run.block_offset + pages_len(run.pages)];
             match self.fill_run(&layout, run, source) {
                 Filled::All => {}
-                Filled::Later(page) => return (Filled::Later(page), Some(page)),
                 end => return (end, None),
             }
         }

@@ -220,10 +220,11 @@ impl Worker {
     pub async fn close(&self, open: OpenSession) {
         let note = open.note.clone();
         open.close().await;
-        // Last: as long as a process has the store, a plugin must be able to identify it.
+        // As long as a process has the store, a plugin must be able to identify it.
         if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
             warn!(%error, "removing the session's note");
         }
+        self.pool.finish_huge_pages();
     }
 
     async fn follow(&self, open: &mut OpenSession) -> anyhow::Result<()> {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Loads pages that no thread waits for: block by block, one bounded step at a time.
+//! Loads pages that no thread waits for, block by block.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rewake_image_io::io_budget::PIECE;
 use rewake_image_io::{
-    Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request, read_now,
+    Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request,
 };
-use rewake_pager::{BlockIx, Finish, PageIx};
+use rewake_pager::{BLOCK_PAGES, BlockIx, Finish, PageIx};
 
 use super::Reactor;
 use crate::cpu::space::{AddressSpace, Filled};
@@ -16,43 +17,18 @@ use crate::cpu::space::{AddressSpace, Filled};
 const BATCH: usize = PIECE / BLOCK;
 /// Blocks that one reactor claims ahead, loaded or not. The I/O budget limits how many reads are in flight.
 const READ_AHEAD: usize = 3 * BATCH;
-/// How much a reactor loads before it serves page faults again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum StepSize {
-    /// No thread of the address space faults: about 12 µs. Larger steps fill no faster.
-    Full,
-    /// Threads of the address space fault in quick succession: half of [`StepSize::Full`].
-    Half,
-    /// They do, and this reactor leaves its processor to them: it fills a page or two, then yields. It does
-    /// not sleep: an idle processor takes longer to wake than a page takes to copy.
-    Brief,
-}
 
-impl StepSize {
-    fn pages(self) -> u64 {
-        match self {
-            Self::Full => 8,
-            Self::Half => 4,
-            Self::Brief => 1,
-        }
-    }
-
-    /// Bytes to read from the page cache, which is several times faster than to copy them to the target.
-    fn bytes(self) -> usize {
-        match self {
-            Self::Full => 64 * 1024,
-            Self::Half => 16 * 1024,
-            Self::Brief => 8 * 1024,
-        }
-    }
-}
+/// How long a step should take at most. While it lasts no event of the address space is read, and no page fault
+/// of this reactor's. Longer steps fill
+/// no faster.
+const STEP: Duration = Duration::from_micros(25);
 
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StepOutcome {
     /// There is nothing to do now.
     Idle,
-    /// Pages were read or filled, or a block is finished.
+    /// Pages were filled, or a block is finished.
     Worked,
     /// A program is changing its layout: no page could be filled.
     Refused,
@@ -72,23 +48,43 @@ pub(super) struct BlockRead {
     guard: LoadGuard,
 }
 
-/// A block whose bytes are in a buffer or in the page cache.
+/// A claimed block whose bytes are in memory.
 #[derive(Debug)]
 pub(super) struct Work {
     claim: Claim,
+    /// The first page that is not filled.
     next: PageIx,
     bytes: BlockBytes,
 }
 
 #[derive(Debug)]
 enum BlockBytes {
-    Loaded(BlockRef),
-    /// In the page cache. The reactor has read `filled` bytes of it into the buffer so far.
-    Warm {
-        guard: LoadGuard,
-        buffer: BufferSlice,
-        filled: usize,
-    },
+    /// In the block cache.
+    Cache(BlockRef),
+    /// In the reactor's block buffer.
+    Own,
+}
+
+/// How many pages one call fills.
+#[derive(Debug)]
+pub(super) struct Pace(u64);
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self(BLOCK_PAGES)
+    }
+}
+
+impl Pace {
+    /// Chooses the pages of the next call by the time that the last one took. Where the kernel has to search for
+    /// memory, a page takes a hundred times as long as elsewhere.
+    fn note(&mut self, took: Duration) {
+        if took > STEP {
+            self.0 = (self.0 / 2).max(1);
+        } else if took < STEP / 2 {
+            self.0 = (self.0 * 2).min(BLOCK_PAGES);
+        }
+    }
 }
 
 /// Returns whether the address space has blocks to claim, or, with `first_only`, prefetch blocks.
@@ -97,34 +93,58 @@ fn has_work(space: &Arc<AddressSpace>, first_only: bool) -> bool {
 }
 
 impl Reactor {
-    /// Does one step of background work.
+    /// Does one step of background work: starts reads ahead, and fills some pages of one block.
     pub(super) fn background(&mut self) -> StepOutcome {
         self.held_back = false;
-        self.read_ahead();
-        let Some(work) = self.ready.pop_front() else { return StepOutcome::Idle };
-        if !work.claim.space.wants_background() {
-            return StepOutcome::Worked; // the process has ended: the block is dropped with its buffer
-        }
-        let step = self.step(&work.claim.space);
-        let outcome = match work.bytes {
-            BlockBytes::Warm { guard, buffer, filled } => {
-                self.read_warm(work.claim, work.next, guard, buffer, filled, step);
-                StepOutcome::Worked
-            }
-            BlockBytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
-        };
-        if step == StepSize::Brief {
-            std::thread::yield_now();
-        }
-        outcome
-    }
-
-    /// Claims blocks until enough are ready or in flight.
-    fn read_ahead(&mut self) {
         for claim in std::mem::take(&mut self.waiting) {
             self.acquire(claim);
         }
-        while self.wants_more() {
+        self.claim_ahead();
+        self.engine.flush();
+        let Some(work) = self.current.take().or_else(|| self.ready.pop_front()) else {
+            return StepOutcome::Idle;
+        };
+        if !work.claim.space.wants_background() {
+            return StepOutcome::Worked; // the process has ended: the block is dropped with its buffer
+        }
+        self.fill_piece(work)
+    }
+
+    fn fill_piece(&mut self, work: Work) -> StepOutcome {
+        let Work { claim, next, bytes } = work;
+        let block = match &bytes {
+            BlockBytes::Cache(block) => &block[..],
+            BlockBytes::Own => &self.block[..],
+        };
+        let began = Instant::now();
+        let (filled, next) = claim.space.fill_piece(claim.block, next, self.pace.0, block, &mut self.runs);
+        self.pace.note(began.elapsed());
+        match (filled, next) {
+            (Filled::All, Some(next)) => self.current = Some(Work { claim, next, bytes }),
+            (Filled::All, None) => {
+                if let BlockBytes::Cache(block) = bytes {
+                    // No other address space needs it soon, and the same buffer, which is in the CPU's cache, is used
+                    // again.
+                    block.discard();
+                }
+                claim.space.layout().release(claim.block, Finish::Done);
+                self.shared.check_finished(&claim.space);
+            }
+            (Filled::Later(_), _) => {
+                // Other address spaces must not wait: a fork may wait for them to be finished. The block stays in
+                // the block cache.
+                claim.space.layout().release(claim.block, Finish::Retry);
+                return StepOutcome::Refused;
+            }
+            (Filled::Gone, _) => self.gone(&claim.space),
+            (Filled::Failed(errno), _) => self.refused(&claim.space, errno),
+        }
+        StepOutcome::Worked
+    }
+
+    /// Claims blocks until the page cache has one, or enough are ready or in flight.
+    fn claim_ahead(&mut self) {
+        while self.current.is_none() && self.wants_more() {
             // Only reads from the disk use the budget.
             let first_only = self.shared.budget.holds_background();
             let needs_disk = self.cold && self.spaces.iter().any(|space| has_work(space, first_only));
@@ -133,12 +153,9 @@ impl Reactor {
                 break;
             }
         }
-        self.engine.flush();
     }
 
-    /// Returns whether to claim more blocks. Only reads from the disk are started ahead: a block of the page
-    /// cache is read just before its fill, so that its bytes are in the processor's cache when they are
-    /// copied.
+    /// Returns whether to claim more blocks. Only reads from the disk are started ahead.
     fn wants_more(&self) -> bool {
         let pending = self.loads.len() + self.waiting.len();
         if self.cold {
@@ -148,14 +165,17 @@ impl Reactor {
         }
     }
 
-    /// Claims a batch of blocks of the next address space: adjacent ones make one request to the disk.
-    /// Returns false without a block to claim or a buffer for it.
+    /// Claims a block of the next address space, or a batch where the disk is read: adjacent blocks make one
+    /// request to the disk. Returns false without a block to claim or a buffer for it.
     fn claim_batch(&mut self) -> bool {
         let Some(space) = self.next_space() else { return false };
         for n in 0..if self.cold { BATCH } else { 1 } {
             let Some(block) = space.layout().claim() else { return n > 0 };
-            if !self.acquire(Claim { space: Arc::clone(&space), block }) {
+            if !self.load(Claim { space: Arc::clone(&space), block }) {
                 return false;
+            }
+            if self.current.is_some() {
+                break;
             }
         }
         true
@@ -179,27 +199,23 @@ impl Reactor {
     }
 
     /// Loads the block that a page fault waits for, before all others. Returns false when it cannot be loaded
-    /// now: another reactor has claimed it, or no buffer is free.
-    pub(super) fn demand_load(&mut self, space: &Arc<AddressSpace>, block: BlockIx) -> bool {
+    /// now: another reactor has claimed it, no buffer is free, or the budget has no room for this class.
+    pub(super) fn demand_load(&mut self, space: &Arc<AddressSpace>, block: BlockIx, class: Class) -> bool {
         if !space.wants_background() {
             return false;
         }
-        let (file, index, first) = {
-            let layout = space.layout();
-            if !layout.claim_block(block) {
-                return false;
-            }
-            let block = layout.plan().block(block);
-            (Arc::clone(&space.files[block.file as usize]), block.index, block.first)
-        };
+        if !space.layout().claim_block(block) {
+            return false;
+        }
         let claim = Claim { space: Arc::clone(space), block };
+        let (file, index, next) = claim.place();
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_front(Work { claim, next: first, bytes: BlockBytes::Loaded(block) });
+                self.ready.push_front(Work { claim, next, bytes: BlockBytes::Cache(block) });
             }
             Acquire::Load(mut guard) => {
                 let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
-                return self.read_block(claim, &file, guard, buffer, Class::Demand);
+                return self.read_block(claim, &file, guard, buffer, class);
             }
             Acquire::Pending => self.waiting.push(claim),
             Acquire::Full => {
@@ -210,18 +226,40 @@ impl Reactor {
         true
     }
 
-    /// Finds the claimed block in the cache, or starts to read it. Returns false when no buffer is free.
+    /// Reads a claimed block if the page cache has it. Otherwise finds it in the block cache, or reads it from the
+    /// disk. Returns false when no buffer is free.
+    fn load(&mut self, claim: Claim) -> bool {
+        let (file, index, next) = claim.place();
+        let offset = index * BLOCK as u64;
+        let block = &mut self.block[..file.block_len(index)];
+        let is_hole = file.data(offset, offset + block.len() as u64).is_ok_and(|data| data.is_none());
+        if is_hole {
+            block.fill(0);
+        }
+        let ahead = !self.shared.budget.is_busy();
+        // A read error is reported by the read that follows.
+        let read =
+            |block: &mut [u8]| file.read_cached(offset, block, ahead).is_ok_and(|read| read == block.len());
+        self.cold = !is_hole && !read(block);
+        if self.cold {
+            return self.acquire(claim);
+        }
+        self.current = Some(Work { claim, next, bytes: BlockBytes::Own });
+        true
+    }
+
+    /// Finds a claimed block in the block cache, or starts to read it from the disk. Returns false when no buffer is
+    /// free.
     fn acquire(&mut self, claim: Claim) -> bool {
-        let (file, index, first) = {
-            let layout = claim.space.layout();
-            let block = layout.plan().block(claim.block);
-            (Arc::clone(&claim.space.files[block.file as usize]), block.index, block.first)
-        };
+        let (file, index, next) = claim.place();
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_back(Work { claim, next: first, bytes: BlockBytes::Loaded(block) });
+                self.ready.push_back(Work { claim, next, bytes: BlockBytes::Cache(block) });
             }
-            Acquire::Load(guard) => self.load(claim, &file, first, guard),
+            Acquire::Load(mut guard) => {
+                let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
+                return self.read_block(claim, &file, guard, buffer, Class::Background);
+            }
             Acquire::Pending => self.waiting.push(claim),
             Acquire::Full => {
                 claim.space.layout().release(claim.block, Finish::Retry);
@@ -229,18 +267,6 @@ impl Reactor {
             }
         }
         true
-    }
-
-    fn load(&mut self, claim: Claim, file: &Arc<ImageFile>, first: PageIx, mut guard: LoadGuard) {
-        let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
-        let offset = guard.offset();
-        self.cold = !file.is_cached(offset, buffer.len());
-        if !self.cold {
-            let bytes = BlockBytes::Warm { guard, buffer, filled: 0 };
-            self.ready.push_back(Work { claim, next: first, bytes });
-            return;
-        }
-        self.read_block(claim, file, guard, buffer, Class::Background);
     }
 
     /// Starts to read a block from the disk. Returns false when the engine or the budget has no room: the
@@ -284,63 +310,34 @@ impl Reactor {
     }
 
     fn enqueue(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice, on_demand: bool) {
-        let first = claim.space.layout().plan().block(claim.block).first;
-        let work = Work { claim, next: first, bytes: BlockBytes::Loaded(guard.publish(buffer)) };
+        let (_, _, next) = claim.place();
+        let work = Work { claim, next, bytes: BlockBytes::Cache(guard.publish(buffer)) };
         // The program is likely to access the neighbours of this page next.
         if on_demand { self.ready.push_front(work) } else { self.ready.push_back(work) }
     }
+}
 
-    fn read_warm(
-        &mut self,
-        claim: Claim,
-        next: PageIx,
-        guard: LoadGuard,
-        mut buffer: BufferSlice,
-        filled: usize,
-        step: StepSize,
-    ) {
-        let end = buffer.len().min(filled + step.bytes());
-        let file = {
-            let layout = claim.space.layout();
-            Arc::clone(&claim.space.files[layout.plan().block(claim.block).file as usize])
+impl Claim {
+    /// The file of the block, its number in the file, and its first page.
+    fn place(&self) -> (Arc<ImageFile>, u64, PageIx) {
+        let layout = self.space.layout();
+        let block = layout.plan().block(self.block);
+        (Arc::clone(&self.space.files[block.file as usize]), block.index, block.first)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_that_take_long_fill_fewer_pages() {
+        let mut pace = Pace::default();
+        let mut after = |micros| {
+            pace.note(Duration::from_micros(micros));
+            pace.0
         };
-        if let Err(error) = read_now(&file, guard.offset() + filled as u64, &mut buffer[filled..end]) {
-            guard.fail();
-            claim.space.session.fail(&error.to_string());
-            self.shared.attention_all();
-            return;
-        }
-        if end == buffer.len() {
-            self.enqueue(claim, guard, buffer, false);
-        } else {
-            let bytes = BlockBytes::Warm { guard, buffer, filled: end };
-            self.ready.push_front(Work { claim, next, bytes });
-        }
-    }
-
-    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef, step: StepSize) -> StepOutcome {
-        let (filled, next) = claim.space.fill_piece(claim.block, from, step.pages(), &block, &mut self.runs);
-        match (filled, next) {
-            (Filled::All, Some(next)) => {
-                self.ready.push_front(Work { claim, next, bytes: BlockBytes::Loaded(block) });
-            }
-            (Filled::All, None) => self.finish(&claim, block),
-            (Filled::Later(_), _) => {
-                // Other address spaces must not wait: a fork may wait for them to be finished. The block stays in
-                // the cache.
-                claim.space.layout().release(claim.block, Finish::Retry);
-                return StepOutcome::Refused;
-            }
-            (Filled::Gone, _) => self.gone(&claim.space),
-            (Filled::Failed(errno), _) => self.refused(&claim.space, errno),
-        }
-        StepOutcome::Worked
-    }
-
-    fn finish(&mut self, claim: &Claim, block: BlockRef) {
-        // No other address space needs it soon, and the same warm buffer is used again.
-        block.discard();
-        claim.space.layout().release(claim.block, Finish::Done);
-        self.shared.check_finished(&claim.space);
+        assert_eq!([40, 40, 15, 40, 40, 5000].map(&mut after), [8, 4, 4, 2, 1, 1]);
+        assert_eq!([10, 12, 13, 5, 5, 5].map(&mut after), [2, 4, 4, 8, 16, 16]);
     }
 }

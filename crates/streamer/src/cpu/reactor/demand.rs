@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, PAGE, Request};
@@ -81,14 +80,18 @@ impl Reactor {
                 self.served(demand, filled);
             }
             PageSource::Block(block) => {
-                let filled = fill_block(&space, &layout, demand.address, place, &block);
+                let filled = fill_around(&space, &layout, demand.address, place, &block);
                 drop(layout);
                 self.served(demand, filled);
             }
             PageSource::InFlight => self.blocked.push(demand),
             PageSource::OnDisk => {
                 drop(layout);
-                if self.demand_load(&space, place.block) {
+                // The background load is at a sweep, and reads the next blocks for it: it must not be held back as for
+                // other demand reads.
+                let sweeps = window.end - window.start > PAGE_SIZE;
+                let in_order = sweeps && self.demand_load(&space, place.block, Class::Background);
+                if in_order || self.demand_load(&space, place.block, Class::Demand) {
                     self.blocked.push(demand);
                 } else {
                     self.read_page(demand, file, place);
@@ -113,20 +116,24 @@ impl Reactor {
         let file = space.files.get(run.file as usize)?;
         let bytes = &mut self.window[..pages_len(run.pages)];
         // A read error is reported by the read that follows.
-        let read = file.read_cached(run.file_offset, bytes).ok()?;
+        let read = file.read_cached(run.file_offset, bytes, true).ok()?;
         run.pages = read as u64 / PAGE_SIZE;
         if address >= run.target + run.pages * PAGE_SIZE {
             // The disk is read ahead of the sweep, in long pieces.
-            layout.follow(run.page);
+            layout.follow(run.page, false);
             return None;
         }
+        layout.follow(run.page, true);
         Some(space.fill_window(layout, &run, address, &self.window))
     }
 
     /// Copies the page's bytes into `self.page` if they are in the page cache; else looks for their block.
     fn bytes_at_hand(&mut self, file: &Arc<ImageFile>, place: Place) -> PageSource {
         // A read error is reported by the read that follows.
-        if file.read_cached(place.file_offset, &mut self.page[..]).is_ok_and(|read| read == self.page.len()) {
+        if file
+            .read_cached(place.file_offset, &mut self.page[..], false)
+            .is_ok_and(|read| read == self.page.len())
+        {
             return PageSource::Loaded;
         }
         match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
@@ -202,7 +209,6 @@ impl Reactor {
     fn served(&mut self, demand: Demand, filled: Filled) {
         match filled {
             Filled::All => {
-                self.shared.served.fetch_add(1, Ordering::Relaxed);
                 demand.space.note_fault(demand.since.elapsed());
                 self.shared.check_finished(&demand.space);
             }
@@ -224,7 +230,7 @@ impl Reactor {
 
 /// Fills the missing pages of a block around the one that a thread waits for: it has waited for the disk
 /// already, and is likely to access the neighbours next.
-fn fill_block(
+fn fill_around(
     space: &AddressSpace,
     layout: &ResidencyMap,
     address: u64,

@@ -7,18 +7,18 @@ mod demand;
 
 use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use background::{BlockRead, Claim, StepOutcome, StepSize, Work};
+use background::{BlockRead, Claim, Pace, StepOutcome, Work};
 use demand::{DEMAND_TOKEN, Demand, WINDOW};
 use memmap2::{Advice, MmapMut};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::io_budget::Lane;
-use rewake_image_io::{BufferSlice, Completion, Engine, PAGE};
+use rewake_image_io::{BLOCK, BufferSlice, Completion, Engine, PAGE};
 use rewake_pager::Run;
 use rewake_process::Notifier;
 use slab::Slab;
@@ -27,7 +27,7 @@ use tracing::{debug, error, info, warn};
 use super::events::{EventBatch, UffdReader};
 use super::shared::{ReactorRequest, Shared};
 use super::space::AddressSpace;
-use crate::ledger::{NO_FD, wants_room};
+use crate::ledger::wants_room;
 use crate::session::Session;
 use crate::sys;
 
@@ -70,13 +70,17 @@ pub(super) struct Reactor {
     loads: Slab<BlockRead>,
     waiting: Vec<Claim>,
     ready: std::collections::VecDeque<Work>,
+    /// The block that is being filled.
+    current: Option<Work>,
+    pace: Pace,
     runs: Vec<Run>,
     page: Box<[u8; PAGE]>,
     /// The bytes of a sweep's window.
     window: MmapMut,
+    /// The bytes of a background block that the page cache has.
+    block: MmapMut,
     /// Turns in a row in which every fill was refused because a program is changing its layout.
     spins: u32,
-    served: usize,
     idle: bool,
     /// Whether background reads wait because demand loads use the disk.
     held_back: bool,
@@ -117,9 +121,13 @@ impl Reactor {
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("making an epoll")?;
         let waker = shared.handles.get(index).context("no handle for this reactor")?.waker.clone();
-        let window = MmapMut::map_anon(WINDOW).context("mapping memory for sweeps")?;
-        // A core dump of this process must not have memory of other processes.
-        window.advise(Advice::DontDump).context("excluding memory from core dumps")?;
+        let [window, block] = [WINDOW, BLOCK].map(|bytes| -> anyhow::Result<MmapMut> {
+            let buffer = MmapMut::map_anon(bytes).context("mapping a buffer")?;
+            // A core dump of this process must not have memory of other processes.
+            buffer.advise(Advice::DontDump).context("excluding memory from core dumps")?;
+            Ok(buffer)
+        });
+        let (window, block) = (window?, block?);
         let reactor = Self {
             index,
             shared,
@@ -136,11 +144,13 @@ impl Reactor {
             loads: Slab::new(),
             waiting: Vec::new(),
             ready: std::collections::VecDeque::new(),
+            current: None,
+            pace: Pace::default(),
             runs: Vec::new(),
             page: Box::new([0; PAGE]),
             window,
+            block,
             spins: 0,
-            served: 0,
             idle: false,
             held_back: false,
             engine_ready: false,
@@ -150,9 +160,9 @@ impl Reactor {
             crowded: false,
             done: Vec::new(),
         };
-        reactor.watch(reactor.waker.as_raw_fd(), WAKER)?;
+        reactor.watch(reactor.waker.as_fd(), WAKER)?;
         if let Some(event) = reactor.engine.event() {
-            reactor.watch(event.as_raw_fd(), ENGINE)?;
+            reactor.watch(event, ENGINE)?;
         }
         Ok(reactor)
     }
@@ -161,7 +171,6 @@ impl Reactor {
         self.wait();
         self.reap();
         let deferred = self.retry_deferred();
-        self.yield_to_faulting_threads();
         self.refresh();
         let outcome = self.background();
         let stalled = outcome != StepOutcome::Worked && (deferred || outcome == StepOutcome::Refused);
@@ -170,29 +179,6 @@ impl Reactor {
             std::thread::yield_now();
         }
         self.idle = outcome == StepOutcome::Idle && !stalled;
-    }
-
-    /// Yields the processor after a page fault was served. Its thread needs a processor, and background loads
-    /// may hold all of them. Otherwise it would wait for the end of a time slice, which is many times the
-    /// fault's latency.
-    fn yield_to_faulting_threads(&mut self) {
-        let served = self.shared.served.load(Ordering::Relaxed);
-        if served != self.served {
-            self.served = served;
-            std::thread::yield_now();
-        }
-    }
-
-    /// Returns how long the next step may be. The reactor after the home leaves its processor to faulting
-    /// threads. If every processor filled memory, a thread would wait longer for a processor than for its
-    /// page.
-    fn step(&self, space: &AddressSpace) -> StepSize {
-        let count = self.shared.handles.len();
-        match space.is_faulting() {
-            false => StepSize::Full,
-            true if count > 1 && (space.home + 1) % count == self.index => StepSize::Brief,
-            true => StepSize::Half,
-        }
     }
 
     /// Handles the descriptors that are ready. Sleeps only when the last turn found nothing to do.
@@ -287,10 +273,9 @@ impl Reactor {
         let (space, crowded) = (Arc::clone(&home.space), home.crowded);
         let key = self.homes.insert(home);
         let token = FIRST_HOME + 2 * key as u64;
-        let pidfd = space.slot.pidfd.load(Ordering::Acquire);
         let watched = self
-            .watch(space.uffd.as_raw_fd(), token)
-            .and_then(|()| if pidfd == NO_FD { Ok(()) } else { self.watch(pidfd, token + 1) });
+            .watch(space.uffd.as_fd(), token)
+            .and_then(|()| space.process().map_or(Ok(()), |process| self.watch(process, token + 1)));
         if let Err(error) = watched {
             space.session.fail(&format!("watching a userfaultfd: {error}"));
         } else if crowded {
@@ -351,12 +336,10 @@ impl Reactor {
     /// Handles the end of a process. Another process may share its memory (vfork): then the reactor still
     /// serves it, and a fill finds the end of the memory.
     fn process_ended(&mut self, space: &Arc<AddressSpace>) {
-        let pidfd = space.slot.pidfd.load(Ordering::Acquire);
-        if pidfd == NO_FD || !sys::has_ended(pidfd) {
+        let Some(process) = space.process().filter(|process| sys::has_ended(process.as_raw_fd())) else {
             return;
-        }
-        // SAFETY: the slot owns this descriptor until it is retired.
-        self.unwatch(unsafe { BorrowedFd::borrow_raw(pidfd) });
+        };
+        self.unwatch(process);
         if rewake_uffd::address_space_ended(space.uffd.as_fd()) {
             self.gone(space);
         }
@@ -452,25 +435,22 @@ impl Reactor {
     /// notes the end in the session.
     fn retire(&mut self, key: usize) {
         let space = Arc::clone(&self.homes.remove(key).space);
+        if !space.is_gone() && !space.session.has_failed() {
+            self.shared.huge_pages.collapse(&space);
+        }
         // No reactor reads its events from here on. A fill that the kernel refuses until one is read would be
         // tried for ever, and would keep the descriptor open.
         space.set_gone();
         space.ended();
         let promotions_lost = space.layout().promotions_lost();
         debug!(promotions_lost, "an address space needs nothing more");
-        let pidfd = space.slot.pidfd.load(Ordering::Acquire);
         self.unwatch(space.uffd.as_fd());
-        if pidfd != NO_FD {
-            // SAFETY: the slot owns this descriptor until it is retired, below.
-            self.unwatch(unsafe { BorrowedFd::borrow_raw(pidfd) });
-        }
+        space.process().into_iter().for_each(|process| self.unwatch(process));
         self.shared.remove(&space);
         space.slot.retire();
     }
 
-    fn watch(&self, fd: RawFd, token: u64) -> io::Result<()> {
-        // SAFETY: callers pass descriptors that they own and that outlive this call.
-        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    fn watch(&self, fd: BorrowedFd<'_>, token: u64) -> io::Result<()> {
         Ok(self.epoll.add(fd, EpollEvent::new(EpollFlags::EPOLLIN, token))?)
     }
 

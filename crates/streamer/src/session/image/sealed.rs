@@ -30,7 +30,7 @@ use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
-use rewake_image_io::{FileKey, FileState, ImageFile};
+use rewake_image_io::{FileKey, FileState, ImageFile, keep_in_page_cache};
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
 use super::draft::{Draft, DraftTask};
@@ -235,6 +235,7 @@ impl Input<'_> {
             );
             image.files.push(file);
         }
+        keep_in_page_cache(image.files.iter().map(|file| &**file));
         let tasks = self.u32()?;
         ensure!(tasks as usize <= MAX_TASKS, "{tasks} tasks, more than MAX_TASKS = {MAX_TASKS}");
         for _ in 0..tasks {

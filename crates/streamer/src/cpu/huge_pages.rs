@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Makes huge pages of restored memory. UFFDIO_COPY fills small pages only, also where the kernel gives huge ones
+//! to all programs, restored ones included. A thread collapses them when all memory of a process is resident.
+
+use std::fs;
+use std::ops::Range;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tracing::{debug, warn};
+
+use super::space::AddressSpace;
+use crate::sys;
+
+/// Bytes of a huge page.
+const HUGE: u64 = 2 << 20;
+/// Bytes that one call collapses.
+const PIECE: u64 = 16 * HUGE;
+/// How long the end of a streamer waits for its last processes. A huge page takes 0.2 ms for the copy, and up to
+/// ten for the search for free memory, where that is fragmented. Memory that is left keeps small pages, until the
+/// kernel's own thread collapses them.
+const LIMIT: Duration = Duration::from_secs(2);
+/// Whether and where the kernel makes huge pages.
+const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+
+/// The queue of processes whose memory is resident.
+#[derive(Debug)]
+pub(super) struct HugePages {
+    queue: Mutex<Option<Queue>>,
+}
+
+/// The two ends of the thread: it ends after the last request when the first one is dropped, and drops the other.
+#[derive(Debug)]
+struct Queue {
+    requests: Sender<Request>,
+    ended: Receiver<()>,
+}
+
+/// A process, and the ranges of its memory that huge pages can cover.
+#[derive(Debug)]
+struct Request {
+    process: OwnedFd,
+    ranges: Vec<Range<u64>>,
+}
+
+impl HugePages {
+    /// Starts the thread where the kernel makes huge pages for all programs. Where only madvise(2) asks for them,
+    /// CRIU restores no huge pages either: its restorer asks when the memory is filled.
+    pub(super) fn start() -> Self {
+        let always = fs::read_to_string(SETTING).is_ok_and(|setting| setting.contains("[always]"));
+        Self { queue: Mutex::new(if always { Queue::start() } else { None }) }
+    }
+
+    /// Collapses the memory of an address space, soon. All of its pages are resident.
+    pub(super) fn collapse(&self, space: &AddressSpace) {
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(queue) = &*queue else { return };
+        let ranges = space.layout().whole_ranges(HUGE);
+        let process = space.process().and_then(|pidfd| pidfd.try_clone_to_owned().ok());
+        if let Some(process) = process.filter(|_| !ranges.is_empty()) {
+            // The thread ends early only where the kernel refuses to collapse memory.
+            let _ = queue.requests.send(Request { process, ranges });
+        }
+    }
+
+    /// Waits until the queue is empty, no longer than [`LIMIT`].
+    pub(super) fn finish(&self) {
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(Queue { requests, ended }) = queue else { return };
+        drop(requests);
+        if ended.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+            warn!("not all memory has huge pages after {} s", LIMIT.as_secs());
+        }
+    }
+}
+
+impl Queue {
+    fn start() -> Option<Self> {
+        let (requests, queue) = channel::<Request>();
+        let (end, ended) = channel();
+        let work = move || {
+            let mut all = queue.iter();
+            if let Some(errno) = all.find_map(|request| collapse(&request).err()) {
+                debug!(%errno, "the kernel does not collapse memory of other processes");
+            }
+            drop(end);
+        };
+        let thread = sys::thread_without_signals("huge-pages", work);
+        thread.inspect_err(|error| warn!(%error, "memory keeps small pages")).ok()?;
+        Some(Self { requests, ended })
+    }
+}
+
+/// Collapses what may have huge pages.
+///
+/// # Errors
+/// The kernel does not collapse memory of other processes: before Linux 6.1, or without `CAP_SYS_NICE`.
+fn collapse(request: &Request) -> nix::Result<()> {
+    let Ok(pid) = sys::pidfd_pid(request.process.as_raw_fd()) else { return Ok(()) };
+    let Ok(smaps) = fs::read_to_string(format!("/proc/{pid}/smaps")) else { return Ok(()) };
+    let (began, mut bytes) = (Instant::now(), 0);
+    for range in pieces(&request.ranges, &eligible(&smaps)) {
+        match sys::collapse(request.process.as_fd(), &range) {
+            Ok(()) => bytes += range.end - range.start,
+            Err(errno @ (nix::Error::ENOSYS | nix::Error::EPERM)) => return Err(errno),
+            // The process has ended.
+            Err(nix::Error::ESRCH) => return Ok(()),
+            // A part of it is unmapped, in use by a device, or the host lacks memory: it keeps small pages.
+            Err(_) => {}
+        }
+    }
+    debug!(pid, bytes, elapsed = ?began.elapsed(), "huge pages");
+    Ok(())
+}
+
+/// Returns the parts of `ranges` that are inside `mappings`, in whole huge pages, [`PIECE`] bytes at most each. Both
+/// are in the order of addresses.
+fn pieces(ranges: &[Range<u64>], mappings: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut pieces = Vec::new();
+    for mapping in mappings {
+        let first = ranges.partition_point(|range| range.end <= mapping.start);
+        for range in ranges[first..].iter().take_while(|range| range.start < mapping.end) {
+            let start = range.start.max(mapping.start).next_multiple_of(HUGE);
+            let end = range.end.min(mapping.end) / HUGE * HUGE;
+            let starts = (start..end).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX));
+            pieces.extend(starts.map(|start| start..end.min(start + PIECE)));
+        }
+    }
+    pieces
+}
+
+/// Returns the mappings that may have huge pages and have small ones, of proc_pid_smaps(5). Pages that a forked
+/// child shares are left: each process would get a copy.
+fn eligible(smaps: &str) -> Vec<Range<u64>> {
+    let hex = |text| u64::from_str_radix(text, 16).ok();
+    let mut mappings = Vec::new();
+    let (mut mapping, mut resident, mut huge, mut shared) = (0..0, 0, 0, 0);
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let (Some(key), value) = (words.next(), words.next()) else { continue };
+        let number = value.and_then(|value| value.parse::<u64>().ok()).unwrap_or(0);
+        match key {
+            "Rss:" => resident = number,
+            "Shared_Clean:" => shared = number,
+            "Shared_Dirty:" => shared += number,
+            "AnonHugePages:" => huge = number,
+            "THPeligible:" if number == 1 && huge < resident && shared == 0 => mappings.push(mapping.clone()),
+            _ => {
+                if let Some((start, end)) = key.split_once('-')
+                    && let (Some(start), Some(end)) = (hex(start), hex(end))
+                {
+                    mapping = start..end;
+                }
+            }
+        }
+    }
+    mappings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_that_may_have_huge_pages_are_found() {
+        let of = |range: &str, rss: u32, shared: u32, huge: u32, eligible: u32| {
+            format!(
+                "{range} rw-p 00000000 00:00 0 [heap]\nSize: 9 kB\nRss: {rss} kB\nShared_Clean: 0 kB\n\
+                 Shared_Dirty: {shared} kB\nAnonHugePages: {huge} kB\nTHPeligible:    {eligible}\nVmFlags: rd wr\n"
+            )
+        };
+        let mapping = |range, rss, huge, eligible| of(range, rss, 0, huge, eligible);
+        let smaps = [
+            mapping("1000-2000", 4, 0, 1),
+            mapping("3000-4000", 4, 0, 0),
+            mapping("7f0000400000-7f0000800000", 4096, 4096, 1),
+            of("6000-7000", 4, 4, 0, 1),
+            mapping("7f0000800000-7f0000a00000", 2048, 0, 1),
+        ];
+        assert_eq!(eligible(&smaps.concat()), [0x1000..0x2000, 0x7f00_0080_0000..0x7f00_00a0_0000]);
+    }
+
+    #[test]
+    fn only_whole_huge_pages_inside_a_mapping_are_collapsed() {
+        let huge = |range: Range<u64>| range.start * HUGE..range.end * HUGE;
+        let small = 3 * HUGE + 4096..7 * HUGE - 4096;
+        assert_eq!(pieces(&[huge(1..9)], &[small]), [huge(4..6)]);
+        let long = pieces(&[huge(0..20), huge(30..31)], &[huge(1..50)]);
+        assert_eq!(long, [huge(1..17), huge(17..20), huge(30..31)]);
+        assert!(pieces(&[huge(1..3)], &[huge(3..5)]).is_empty());
+    }
+}
