@@ -113,10 +113,11 @@ fn clients_at_once_and_one_after_another_are_served() {
         let mut server = PageServer::ours(&served, &["--lazy-pages", "--keep-listening"]).unwrap();
         for _ in 0..2 {
             std::thread::scope(|scope| {
+                let (server, served, pid) = (&server, &served, scene.pid());
                 for kind in [Old, New] {
-                    scope.spawn(|| (0..3).for_each(|_| read_all(&server, kind, &served, scene.pid())));
+                    scope.spawn(move || (0..3).for_each(|_| read_all(server, kind, served, pid)));
                 }
-                restored(&scene, &server);
+                restored(&scene, server);
             });
             scene.next_round().unwrap();
         }

@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use rewake_tests::images::{self, LAZY, PARENT, PRESENT, Pagemap};
+use rewake_tests::images::{self, PARENT, Pagemap};
 use rewake_tests::page_server::Peer::{New, Old};
 use rewake_tests::page_server::{PageClient, PageServer, Peer, command, memory_files, shared, task};
 use rewake_tests::{Criu, Scene, need};
@@ -19,13 +19,18 @@ struct Chain {
 }
 
 impl Chain {
-    fn new() -> Self {
+    /// The full image is one that a CRIU of this kind reads.
+    fn new(kind: Peer) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let chain = Self { folder };
         [chain.full(), chain.next()].iter().for_each(|path| fs::create_dir(path).unwrap());
-        let entries = vec![images::Entry { vaddr: 0x10000, pages: 4, flags: LAZY | PRESENT }];
-        Pagemap { pages_id: 1, entries }.write(&chain.full().join("pagemap-7.img")).unwrap();
-        fs::write(chain.full().join("pages-1.img"), [9; 4 * 4096]).unwrap();
+        let mut server = PageServer::ours(&chain.full(), &[]).unwrap();
+        let mut client = server.connect(kind).unwrap();
+        assert!(!client.open(task(7)).unwrap());
+        client.send(command::LAZY, 4, 0x10000, task(7), &[9; 4 * 4096]).unwrap();
+        assert_eq!(client.close().unwrap(), 0);
+        drop(client);
+        assert_eq!(server.ended().unwrap().code(), Some(0));
         chain
     }
 
@@ -55,7 +60,7 @@ fn incremental(client: &mut PageClient) {
 
 /// Sends the incremental dump to a server; the images that it and its parent have then.
 fn sent(criu: Option<&Criu>, kind: Peer, options: &[&str]) -> (Chain, Vec<(String, Vec<u8>)>) {
-    let chain = Chain::new();
+    let chain = Chain::new(kind);
     let mut server = match criu {
         Some(criu) => PageServer::stock(criu, &chain.next(), options).unwrap(),
         None => PageServer::ours(&chain.next(), options).unwrap(),
@@ -83,24 +88,24 @@ fn an_incremental_dump_is_received_as_by_stock() {
 fn deduplication_frees_what_the_new_image_has() {
     need!(Criu::main());
     let (chain, _) = sent(None, New, &["--prev-images-dir", "../full", "--auto-dedup"]);
-    let pages = fs::read(chain.full().join("pages-1.img")).unwrap();
+    let pages = fs::read(chain.full().join("pages-65537.img")).unwrap();
     assert_eq!(pages.len(), 4 * 4096);
     let first: Vec<u8> = pages.chunks(4096).map(|page| page[0]).collect();
     assert_eq!(first, [9, 9, 0, 9]);
-    assert_eq!(fs::metadata(chain.full().join("pages-1.img")).unwrap().blocks(), 3 * 8);
+    assert_eq!(fs::metadata(chain.full().join("pages-65537.img")).unwrap().blocks(), 3 * 8);
 }
 
 #[test]
 fn a_cut_client_takes_nothing_from_the_parent() {
     need!(Criu::main());
-    let chain = Chain::new();
+    let chain = Chain::new(New);
     let mut server = PageServer::ours(&chain.next(), &["--prev-images-dir", "../full", "--auto-dedup"]).unwrap();
     let mut client = server.connect(New).unwrap();
     client.open(task(7)).unwrap();
     client.send(command::LAZY, 4, 0x10000, task(7), &[1; 4 * 4096]).unwrap();
     drop(client);
     assert_eq!(server.ended().unwrap().code(), Some(1));
-    assert_eq!(fs::read(chain.full().join("pages-1.img")).unwrap(), [9; 4 * 4096]);
+    assert_eq!(fs::read(chain.full().join("pages-65537.img")).unwrap(), [9; 4 * 4096]);
     assert_eq!(fs::read_dir(chain.next()).unwrap().count(), 0);
 }
 
@@ -108,7 +113,7 @@ fn a_cut_client_takes_nothing_from_the_parent() {
 fn a_hole_that_the_parent_lacks_is_refused() {
     need!(Criu::main());
     for (vaddr, pages, missing) in [(0x10000, 5, "0x14000"), (0xf000, 2, "0xf000"), (0x20000, 1, "0x20000")] {
-        let chain = Chain::new();
+        let chain = Chain::new(New);
         let mut server = PageServer::ours(&chain.next(), &["--prev-images-dir", "../full"]).unwrap();
         let mut client = server.connect(New).unwrap();
         assert!(client.open(task(7)).unwrap());
@@ -125,11 +130,12 @@ fn a_hole_that_the_parent_lacks_is_refused() {
 #[test]
 fn a_parent_that_does_not_exist_is_refused_at_the_start() {
     need!(Criu::main());
-    let chain = Chain::new();
+    let chain = Chain::new(New);
     let refused = PageServer::try_ours(&chain.next(), &["--prev-images-dir", "../none"]).unwrap().unwrap_err();
     assert_eq!(refused.code, Some(1));
     assert!(refused.text.contains("--prev-images-dir ../none"), "{}", refused.text);
-    std::os::unix::fs::symlink(".", chain.next().join("parent")).unwrap();
+    fs::create_dir(chain.next().join("other")).unwrap();
+    std::os::unix::fs::symlink("other", chain.next().join("parent")).unwrap();
     let refused = PageServer::try_ours(&chain.next(), &["--prev-images-dir", "../full"]).unwrap().unwrap_err();
     assert!(refused.text.contains("links to"), "{}", refused.text);
 }
