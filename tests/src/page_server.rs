@@ -5,9 +5,10 @@
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
 
 use anyhow::{Context, bail};
 use nix::fcntl::OFlag;
@@ -90,11 +91,7 @@ impl PageServer {
     /// The options that name it to `criu dump` and `criu lazy-pages`.
     #[must_use]
     pub fn client_options(&self) -> Vec<String> {
-        ["--page-server", "--address", "127.0.0.1", "--port"]
-            .into_iter()
-            .map(str::to_owned)
-            .chain([self.port.to_string()])
-            .collect()
+        client_options(self.port)
     }
 
     /// Connects to it.
@@ -165,6 +162,69 @@ fn free_port() -> anyhow::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a free port")?.local_addr()?.port())
 }
 
+/// A relay between a client and a page server, which keeps what the client sent.
+#[derive(Debug)]
+pub struct Recorder {
+    port: u16,
+    relay: JoinHandle<anyhow::Result<Vec<u8>>>,
+}
+
+impl Recorder {
+    /// Starts a relay to a server, for one client.
+    ///
+    /// # Errors
+    /// The machine has no port.
+    pub fn before(server: &PageServer) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let (port, to) = (listener.local_addr()?.port(), server.port);
+        let relay = std::thread::spawn(move || {
+            let (client, _) = listener.accept()?;
+            let server = TcpStream::connect((Ipv4Addr::LOCALHOST, to))?;
+            let (mut answers, mut back) = (server.try_clone()?, client.try_clone()?);
+            let answering = std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
+            let sent = record(client, server)?;
+            let _ = answering.join();
+            Ok(sent)
+        });
+        Ok(Self { port, relay })
+    }
+
+    /// The options that name the relay to `criu dump`.
+    #[must_use]
+    pub fn client_options(&self) -> Vec<String> {
+        client_options(self.port)
+    }
+
+    /// What the client sent, once it has ended.
+    ///
+    /// # Errors
+    /// A connection was lost.
+    pub fn sent(self) -> anyhow::Result<Vec<u8>> {
+        self.relay.join().unwrap_or_else(|_| bail!("the relay has ended"))
+    }
+}
+
+fn record(mut client: TcpStream, mut server: TcpStream) -> anyhow::Result<Vec<u8>> {
+    let mut sent = Vec::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match client.read(&mut buffer)? {
+            0 => break,
+            len => {
+                server.write_all(&buffer[..len])?;
+                sent.extend_from_slice(&buffer[..len]);
+            }
+        }
+    }
+    server.shutdown(Shutdown::Write)?;
+    Ok(sent)
+}
+
+fn client_options(port: u16) -> Vec<String> {
+    let options = ["--page-server", "--address", "127.0.0.1", "--port", &port.to_string()];
+    options.into_iter().map(str::to_owned).collect()
+}
+
 /// `criu lazy-pages` that gets pages from a page server. Dropping it kills it.
 #[derive(Debug)]
 pub struct StockLazyPages {
@@ -183,7 +243,8 @@ impl StockLazyPages {
         command.args(server.client_options());
         let (reader, writer) = pipe2(OFlag::O_CLOEXEC).context("status pipe")?;
         let mut command = with_status_fd(&command, writer);
-        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().context("start criu lazy-pages")?;
+        let child =
+            command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().context("start criu lazy-pages")?;
         drop(command);
         let lazy = Self { child, work: work.to_owned() };
         if ready(reader)? { Ok(lazy) } else { bail!("criu lazy-pages does not listen\n{}", lazy.text()) }
@@ -275,7 +336,14 @@ impl PageClient {
     ///
     /// # Errors
     /// The server has closed the connection.
-    pub fn send(&mut self, command: u32, pages: u64, vaddr: u64, id: u64, bytes: &[u8]) -> anyhow::Result<()> {
+    pub fn send(
+        &mut self,
+        command: u32,
+        pages: u64,
+        vaddr: u64,
+        id: u64,
+        bytes: &[u8],
+    ) -> anyhow::Result<()> {
         let message = [&header(self.kind, command, pages, vaddr, id)[..], bytes].concat();
         self.stream.write_all(&message).context("send a message")
     }
@@ -318,6 +386,16 @@ impl PageClient {
         let mut bytes = vec![0; usize::try_from(count)? * PAGE];
         self.stream.read_exact(&mut bytes).context("pages")?;
         Ok((vaddr, bytes))
+    }
+
+    /// Sends bytes that another client sent, and waits until the server closes the connection.
+    ///
+    /// # Errors
+    /// The server has closed it before.
+    pub fn replay(mut self, sent: &[u8]) -> anyhow::Result<()> {
+        self.stream.write_all(sent).context("replay")?;
+        self.stream.shutdown(Shutdown::Write)?;
+        self.stream.read_to_end(&mut Vec::new()).map(drop).context("answers")
     }
 
     /// Receives bytes.

@@ -8,54 +8,52 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::Signal;
-use rewake_tests::page_server::{PageServer, command, memory_files, task};
+use nix::sys::wait::WaitStatus;
+use nix::unistd::Pid;
 use rewake_tests::page_server::Peer::{New, Old};
-use rewake_tests::process::{kill_all, run, until};
+use rewake_tests::page_server::{PageServer, Recorder, command, memory_files, task};
+use rewake_tests::process::{run, until, wait_child, wait_pid};
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 const MIB: usize = 24;
 
-/// Dumps a target through a server.
-fn dump(scene: &Scene, images: &Path, server: &PageServer, more: &[&str]) -> anyhow::Result<()> {
-    let options = server.client_options();
-    let options: Vec<&OsStr> = options.iter().map(OsStr::new).chain(more.iter().map(OsStr::new)).collect();
-    if more.contains(&"--leave-stopped") {
-        return scene.criu().dump_with(scene.pid(), images, &options);
-    }
+/// Dumps a target through a server, or a relay to one.
+fn dump(scene: &Scene, images: &Path, options: &[String]) -> anyhow::Result<()> {
+    let options: Vec<&OsStr> = options.iter().map(OsStr::new).collect();
     scene.dump_with(images, &options)
 }
 
-/// Both servers get the same stopped program, one after the other.
+/// Ours receives a dump, and stock receives the same messages.
 fn writes_what_stock_writes(scenario: &str) {
-    for criu in Criu::both() {
+    for (criu, kind) in Criu::both().into_iter().zip([New, Old]) {
         let criu = need!(criu);
         let scene = Scene::started(&criu, scenario, MIB).unwrap();
-        let folders = ["first", "stock", "ours"].map(|name| scene.files().join(name));
-        folders.iter().for_each(|folder| fs::create_dir(folder).unwrap());
-        // CRIU's first visit changes a page of code: the later ones find it changed.
-        for (folder, is_ours) in folders.iter().zip([false, false, true]) {
-            let mut server = if is_ours {
-                PageServer::ours(folder, &[]).unwrap()
-            } else {
-                PageServer::stock(&criu, folder, &[]).unwrap()
-            };
-            dump(&scene, folder, &server, &["--leave-stopped"]).unwrap();
-            assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
-        }
-        let [_, stock, ours] = folders.map(|folder| memory_files(&folder).unwrap());
+        let [ours, stock] = ["ours", "stock"].map(|name| scene.files().join(name));
+        [&ours, &stock].iter().for_each(|folder| fs::create_dir(folder).unwrap());
+        let mut server = PageServer::ours(&ours, &[]).unwrap();
+        let recorder = Recorder::before(&server).unwrap();
+        dump(&scene, &scene.images(), &recorder.client_options()).unwrap();
+        assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+        let mut server = PageServer::stock(&criu, &stock, &[]).unwrap();
+        server.connect(kind).unwrap().replay(&recorder.sent().unwrap()).unwrap();
+        assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+        let [ours, stock] = [ours, stock].map(|folder| memory_files(&folder).unwrap());
         let names = |files: &[(String, Vec<u8>)]| -> Vec<_> {
             files.iter().map(|(name, bytes)| (name.clone(), bytes.len())).collect()
         };
         assert_eq!(names(&ours), names(&stock));
         assert!(stock.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() > MIB << 20);
         for ((name, ours), (_, stock)) in ours.iter().zip(&stock) {
-            assert!(ours == stock, "{name} differs at byte {:?}", ours.iter().zip(stock).position(|(a, b)| a != b));
+            assert!(
+                ours == stock,
+                "{name} differs at byte {:?}",
+                ours.iter().zip(stock).position(|(a, b)| a != b)
+            );
         }
-        kill_all(&[scene.pid()]);
     }
 }
 
@@ -65,12 +63,12 @@ fn one_process_is_received_byte_for_byte_as_by_stock() {
 }
 
 #[test]
-fn a_tree_with_shared_memory_is_received_as_by_stock() {
+fn a_tree_is_received_byte_for_byte_as_by_stock() {
     writes_what_stock_writes("tree");
 }
 
 #[test]
-fn holes_and_zeros_are_received_as_by_stock() {
+fn shared_memory_is_received_byte_for_byte_as_by_stock() {
     writes_what_stock_writes("mixed");
 }
 
@@ -80,7 +78,7 @@ fn a_received_dump_is_restored() {
         let criu = need!(criu);
         let scene = Scene::started(&criu, "random", MIB).unwrap();
         let mut server = PageServer::ours(&scene.images(), &[]).unwrap();
-        dump(&scene, &scene.images(), &server, &[]).unwrap();
+        dump(&scene, &scene.images(), &server.client_options()).unwrap();
         assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
         assert!(!scene.images().join("pages-1.img").exists(), "the pages went to the server");
         scene.stop().unwrap();
@@ -93,10 +91,14 @@ fn a_received_dump_is_restored_by_criu_alone() {
     let criu = need!(Criu::main());
     let scene = Scene::started(&criu, "plain", MIB).unwrap();
     let server = PageServer::ours(&scene.images(), &[]).unwrap();
-    dump(&scene, &scene.images(), &server, &[]).unwrap();
+    dump(&scene, &scene.images(), &server.client_options()).unwrap();
     scene.go().unwrap();
     let mut restore = criu.command("restore");
-    restore.arg("-d").arg("-D").arg(scene.images()).arg("-W").arg(scene.work()).args(["-v4", "-o", "restore.log"]);
+    restore.arg("-d").arg("-D").arg(scene.images()).arg("-W").arg(scene.work()).args([
+        "-v4",
+        "-o",
+        "restore.log",
+    ]);
     let status = run(restore.stdout(Stdio::null()).stderr(Stdio::null()), ACT).unwrap();
     assert!(status.success());
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
@@ -110,7 +112,7 @@ fn two_dumps_at_once_get_a_folder_each() {
     let mut server = PageServer::ours(inbox.path(), &["--keep-listening"]).unwrap();
     std::thread::scope(|scope| {
         for scene in &scenes {
-            scope.spawn(|| dump(scene, &scene.images(), &server, &[]).unwrap());
+            scope.spawn(|| dump(scene, &scene.images(), &server.client_options()).unwrap());
         }
     });
     for scene in &scenes {
@@ -147,24 +149,42 @@ fn the_socket_of_another_process_is_used() {
         let criu = need!(criu);
         let scene = Scene::started(&criu, "random", MIB).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
+        let kept = ours.try_clone().unwrap();
         let images = scene.images();
         let mut server = Command::new("/bin/sh");
-        server.args(["-c", "exec \"$@\" 8<&0 0</dev/null", "sh"]).arg(rewake_tests::server::rewake().unwrap());
+        server
+            .args(["-c", "exec \"$@\" 8<&0 0</dev/null", "sh"])
+            .arg(rewake_tests::server::rewake().unwrap());
         server.args(["page-server", "--ps-socket", "8", "-D"]).arg(&images).stdin(OwnedFd::from(ours));
         let mut server = server.spawn().unwrap();
         let mut dump = Command::new("/bin/sh");
         dump.args(["-c", "exec \"$@\" 8<&0 0</dev/null", "sh"]).arg(&criu).args(["dump", "-t"]);
         dump.arg(scene.pid().to_string()).arg("-D").arg(&images).args(["-v4", "-o", "dump.log"]);
-        dump.args(["--page-server", "--ps-socket", "8"]).stdin(OwnedFd::from(theirs.try_clone().unwrap()));
+        dump.args(["--page-server", "--ps-socket", "8"]).stdin(OwnedFd::from(theirs));
         assert!(run(&mut dump, ACT).unwrap().success());
-        let ended = rewake_tests::process::wait_child(&mut server, ACT).expect("it ends with its client");
+        let ended = wait_child(&mut server, ACT).expect("it ends with its client");
         assert_eq!(ended.code(), Some(0));
-        rewake_tests::process::wait_pid(scene.pid(), ACT).unwrap();
-        // Its end stays as it was: the next round of a migration reads from it, and waits.
-        theirs.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        wait_pid(scene.pid(), ACT).unwrap();
+        let flags = OFlag::from_bits_retain(fcntl(&kept, FcntlArg::F_GETFL).unwrap());
+        assert!(!flags.contains(OFlag::O_NONBLOCK), "the next round of a migration waits for its bytes");
         scene.stop().unwrap();
         scene.play().unwrap();
     }
+}
+
+#[test]
+fn a_detached_server_writes_its_pidfile_and_receives() {
+    let criu = need!(Criu::main());
+    let scene = Scene::started(&criu, "random", MIB).unwrap();
+    let mut server = PageServer::ours(&scene.images(), &["-d", "--pidfile", "pid"]).unwrap();
+    assert_eq!(server.ended().unwrap().code(), Some(0), "the starter has ended");
+    let pid = fs::read_to_string(server.work().join("pid")).unwrap().parse().unwrap();
+    dump(&scene, &scene.images(), &server.client_options()).unwrap();
+    // It has become a child of this process.
+    let ended = wait_pid(Pid::from_raw(pid), ACT).unwrap();
+    assert_eq!(ended, Some(WaitStatus::Exited(Pid::from_raw(pid), 0)));
+    scene.stop().unwrap();
+    scene.play().unwrap();
 }
 
 #[test]
@@ -181,7 +201,11 @@ fn a_cut_client_leaves_nothing_visible() {
         assert_eq!(fs::read_dir(images.path()).unwrap().count(), 0);
         let text = server.text();
         let line = "closed its connection in the middle of a message";
-        assert_eq!(text.lines().filter(|text| text.starts_with("rewake: ") && text.contains(line)).count(), 1, "{text}");
+        assert_eq!(
+            text.lines().filter(|text| text.starts_with("rewake: ") && text.contains(line)).count(),
+            1,
+            "{text}"
+        );
     }
 }
 
@@ -205,7 +229,7 @@ fn a_failed_dump_leaves_the_earlier_image_whole() {
     let scene = Scene::started(&criu, "random", MIB).unwrap();
     let images = scene.images();
     let server = PageServer::ours(&images, &[]).unwrap();
-    dump(&scene, &images, &server, &[]).unwrap();
+    dump(&scene, &images, &server.client_options()).unwrap();
     let before = memory_files(&images).unwrap();
     let mut server = PageServer::ours(&images, &[]).unwrap();
     let mut client = server.connect(New).unwrap();

@@ -46,7 +46,13 @@ fn unknown_commands_flags_and_memories_are_refused() {
 #[test]
 fn pages_of_another_memory_than_the_open_one_are_refused() {
     refused(command::LAZY, 1, 0x10000, task(8), "pages of task 8, which the client has not opened");
-    refused(command::LAZY, 1, 0x10000, shared(7), "pages of shared memory 7, which the client has not opened");
+    refused(
+        command::LAZY,
+        1,
+        0x10000,
+        shared(7),
+        "pages of shared memory 7, which the client has not opened",
+    );
     refused(command::OPEN, 0, 0, task(7), "opens task 7 twice");
 }
 
@@ -113,7 +119,9 @@ fn a_compressed_page_that_is_damaged_is_refused() {
     need!(Criu::main());
     let short = lz4_flex::block::compress(&[5; 4095]);
     let long = lz4_flex::block::compress(&[5; 4097]);
-    for (bytes, reason) in [(&[0xff; 9][..], "0x10000 of task 7"), (&short, "expected 4096 bytes"), (&long, "0x10000")] {
+    for (bytes, reason) in
+        [(&[0xff; 9][..], "0x10000 of task 7"), (&short, "expected 4096 bytes"), (&long, "0x10000")]
+    {
         let images = tempfile::tempdir().unwrap();
         let mut server = PageServer::ours(images.path(), &[]).unwrap();
         let mut client = server.connect(New).unwrap();
@@ -122,7 +130,11 @@ fn a_compressed_page_that_is_damaged_is_refused() {
         client.send(command::COMPRESSED, 1, 0x10000, task(7), &page).unwrap();
         assert!(client.is_closed());
         assert_eq!(server.ended().unwrap().code(), Some(1));
-        assert!(server.text().contains("the compressed page") && server.text().contains(reason), "{}", server.text());
+        assert!(
+            server.text().contains("the compressed page") && server.text().contains(reason),
+            "{}",
+            server.text()
+        );
     }
 }
 
@@ -133,7 +145,8 @@ fn many_clients_at_once_are_received() {
     let inbox = tempfile::tempdir().unwrap();
     let server = PageServer::ours(inbox.path(), &["--keep-listening"]).unwrap();
     let kind = |number: u8| if number % 2 == 0 { Old } else { New };
-    let mut clients: Vec<_> = (1..=CLIENTS).map(|number| (number, server.connect(kind(number)).unwrap())).collect();
+    let mut clients: Vec<_> =
+        (1..=CLIENTS).map(|number| (number, server.connect(kind(number)).unwrap())).collect();
     for (number, client) in &mut clients {
         client.open(task(u64::from(*number))).unwrap();
     }

@@ -9,6 +9,7 @@ use nix::sys::signal::Signal;
 use rewake_tests::images::{self, LAZY, PARENT, Pagemap, split};
 use rewake_tests::page_server::Peer::{New, Old};
 use rewake_tests::page_server::{PageServer, Peer, StockLazyPages, command, task};
+use rewake_tests::pattern::BASE;
 use rewake_tests::process::until;
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
@@ -92,7 +93,8 @@ fn read_all(server: &PageServer, kind: Peer, images: &Path, pid: nix::unistd::Pi
         let mut done = 0;
         while done < entry.pages {
             let vaddr = entry.vaddr + done * 4096;
-            let (got, bytes) = client.get(u64::try_from(pid.as_raw()).unwrap(), vaddr, entry.pages - done).unwrap();
+            let (got, bytes) =
+                client.get(u64::try_from(pid.as_raw()).unwrap(), vaddr, entry.pages - done).unwrap();
             assert_eq!(got, vaddr);
             let start = usize::try_from((at + done) * 4096).unwrap();
             assert!(bytes == pages[start..start + bytes.len()], "{vaddr:#x}");
@@ -127,6 +129,23 @@ fn clients_at_once_and_one_after_another_are_served() {
 }
 
 #[test]
+fn a_long_request_gets_its_first_pages() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
+    let map = Pagemap::read(&images::pagemap_path(&scene.images(), scene.pid())).unwrap();
+    let start =
+        map.entries.iter().find(|entry| entry.vaddr == BASE as u64).expect("the target's region").vaddr;
+    let pid = u64::try_from(scene.pid().as_raw()).unwrap();
+    let server = PageServer::ours(&scene.images(), &["--lazy-pages"]).unwrap();
+    let mut client = server.connect(New).unwrap();
+    client.get(pid, start, 1).unwrap();
+    for (pages, expected) in [(1 << 40, 1024), (1025, 1024), (1024, 1024), (1000, 1000)] {
+        let (vaddr, bytes) = client.get(pid, start, pages).unwrap();
+        assert_eq!((vaddr, bytes.len()), (start, expected * 4096));
+    }
+}
+
+#[test]
 fn a_client_that_just_ends_is_no_success() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 4).unwrap();
@@ -143,7 +162,8 @@ fn refused(server: &PageServer, kind: Peer, request: [u64; 4], reason: &str) {
     let mut client = server.connect(kind).unwrap();
     client.send(u32::try_from(command).unwrap(), pages, vaddr, id, &[]).unwrap();
     assert!(client.is_closed(), "{reason}");
-    let said = || server.text().lines().any(|line| line.contains("client 127.0.0.1:") && line.contains(reason));
+    let said =
+        || server.text().lines().any(|line| line.contains("client 127.0.0.1:") && line.contains(reason));
     assert!(until(ACT, || said().then_some(())).is_some(), "{reason}: {}", server.text());
 }
 

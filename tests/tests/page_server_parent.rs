@@ -76,7 +76,9 @@ fn sent(criu: Option<&Criu>, kind: Peer, options: &[&str]) -> (Chain, Vec<(Strin
 fn an_incremental_dump_is_received_as_by_stock() {
     for (criu, kind) in Criu::both().into_iter().zip([New, Old]) {
         let criu = need!(criu);
-        for options in [&["--prev-images-dir", "../full"][..], &["--prev-images-dir", "../full", "--auto-dedup"]] {
+        for options in
+            [&["--prev-images-dir", "../full"][..], &["--prev-images-dir", "../full", "--auto-dedup"]]
+        {
             let (_, stock) = sent(Some(&criu), kind, options);
             let (_, ours) = sent(None, kind, options);
             assert!(ours == stock, "{kind:?} {options:?}");
@@ -99,7 +101,8 @@ fn deduplication_frees_what_the_new_image_has() {
 fn a_cut_client_takes_nothing_from_the_parent() {
     need!(Criu::main());
     let chain = Chain::new(New);
-    let mut server = PageServer::ours(&chain.next(), &["--prev-images-dir", "../full", "--auto-dedup"]).unwrap();
+    let mut server =
+        PageServer::ours(&chain.next(), &["--prev-images-dir", "../full", "--auto-dedup"]).unwrap();
     let mut client = server.connect(New).unwrap();
     client.open(task(7)).unwrap();
     client.send(command::LAZY, 4, 0x10000, task(7), &[1; 4 * 4096]).unwrap();
@@ -121,7 +124,8 @@ fn a_hole_that_the_parent_lacks_is_refused() {
         assert!(client.is_closed());
         assert_eq!(server.ended().unwrap().code(), Some(1));
         let text = server.text();
-        let line = text.lines().find(|line| line.contains("are said to be in the parent image")).expect(&text);
+        let line =
+            text.lines().find(|line| line.contains("are said to be in the parent image")).expect(&text);
         assert!(line.contains(&format!("lacks {missing}:")) && line.contains("pagemap-7.img"), "{line}");
         assert_eq!(fs::read_dir(chain.next()).unwrap().count(), 0);
     }
@@ -131,12 +135,14 @@ fn a_hole_that_the_parent_lacks_is_refused() {
 fn a_parent_that_does_not_exist_is_refused_at_the_start() {
     need!(Criu::main());
     let chain = Chain::new(New);
-    let refused = PageServer::try_ours(&chain.next(), &["--prev-images-dir", "../none"]).unwrap().unwrap_err();
+    let refused =
+        PageServer::try_ours(&chain.next(), &["--prev-images-dir", "../none"]).unwrap().unwrap_err();
     assert_eq!(refused.code, Some(1));
     assert!(refused.text.contains("--prev-images-dir ../none"), "{}", refused.text);
     fs::create_dir(chain.next().join("other")).unwrap();
     std::os::unix::fs::symlink("other", chain.next().join("parent")).unwrap();
-    let refused = PageServer::try_ours(&chain.next(), &["--prev-images-dir", "../full"]).unwrap().unwrap_err();
+    let refused =
+        PageServer::try_ours(&chain.next(), &["--prev-images-dir", "../full"]).unwrap().unwrap_err();
     assert!(refused.text.contains("links to"), "{}", refused.text);
 }
 
@@ -170,7 +176,8 @@ fn a_chain_of_a_dump_and_its_successor_is_restored() {
         let map = Pagemap::read(&images::pagemap_path(&images, scene.pid())).unwrap();
         fs::remove_file(images::pages_path(&images, &map)).unwrap();
         fs::remove_file(images::pagemap_path(&images, scene.pid())).unwrap();
-        let mut server = PageServer::ours(&images, &["--prev-images-dir", "../files/full", "--auto-dedup"]).unwrap();
+        let mut server =
+            PageServer::ours(&images, &["--prev-images-dir", "../files/full", "--auto-dedup"]).unwrap();
         send_half(&mut server.connect(kind).unwrap(), &full, scene.pid());
         assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
         let map = Pagemap::read(&images::pagemap_path(&images, scene.pid())).unwrap();

@@ -111,7 +111,9 @@ impl PageConnection {
         };
         match timeout(END_LIMIT, end).await {
             Ok(ended) => ended,
-            Err(_) => bail!("the client kept its connection for {} s after its last message", END_LIMIT.as_secs()),
+            Err(_) => {
+                bail!("the client kept its connection for {} s after its last message", END_LIMIT.as_secs())
+            }
         }
     }
 }

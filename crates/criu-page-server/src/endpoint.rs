@@ -70,12 +70,14 @@ impl Endpoint {
                      any host: add --insecure if the network is trusted, or tunnel to a loopback address",
                     address.ip()
                 );
-                let listener = TcpListener::bind(address).with_context(|| format!("listening on {address}"))?;
+                let listener =
+                    TcpListener::bind(address).with_context(|| format!("listening on {address}"))?;
                 Ok(Entrance::Tcp(listener))
             }
             Self::Unix(path) => Ok(Entrance::Unix(address::bind(&path)?, path)),
             Self::Connected(socket) => {
-                let kind = getsockopt(&socket, sockopt::SockType).context("--ps-socket: expected a socket")?;
+                let kind =
+                    getsockopt(&socket, sockopt::SockType).context("--ps-socket: expected a socket")?;
                 ensure!(kind == SockType::Stream, "--ps-socket: expected a stream socket, found {kind:?}");
                 Ok(Entrance::Connected(socket))
             }
@@ -151,7 +153,11 @@ impl Door {
             }
             Self::Unix(listener, path) => {
                 let (stream, _) = listener.accept().await.context("accepting a client")?;
-                Ok(Arrival { stream: Box::new(stream), peer: format!("of {}", path.display()), blocking: None })
+                Ok(Arrival {
+                    stream: Box::new(stream),
+                    peer: format!("of {}", path.display()),
+                    blocking: None,
+                })
             }
             Self::Connected(socket) => {
                 let socket = socket.take().context("the client of --ps-socket has been served")?;

@@ -89,7 +89,8 @@ fn messages_have_criu_s_bytes_in_both_layouts() {
 
 #[test]
 fn padding_that_criu_did_not_clear_changes_nothing() {
-    let (layout, message) = received("07000000 00005555  0100000000000000  00100000007f0000  043b000000000000");
+    let (layout, message) =
+        received("07000000 00005555  0100000000000000  00100000007f0000  043b000000000000");
     assert_eq!(layout, HeaderLayout::Wide);
     assert_eq!(message, Ok(PageMessage::Get { pid: 0x3b04, run: run(0x7f00_0000_1000, 1) }));
 }

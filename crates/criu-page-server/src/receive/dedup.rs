@@ -43,7 +43,8 @@ fn punch(own: &Pagemap, id: PagemapId, parent: &ImageDir) -> anyhow::Result<u64>
             }
             Ok(ranges.iter().map(|(_, len)| len).sum())
         };
-        bytes += punched().with_context(|| format!("{}: making holes", parent.path().join(&name).display()))?;
+        bytes +=
+            punched().with_context(|| format!("{}: making holes", parent.path().join(&name).display()))?;
     }
     match parent.parent()? {
         Some(next) => Ok(bytes + punch(own, id, &next)?),
@@ -53,9 +54,8 @@ fn punch(own: &Pagemap, id: PagemapId, parent: &ImageDir) -> anyhow::Result<u64>
 
 /// Returns the offsets and lengths of the pages in `older`'s file that `newer` has in its own.
 fn superseded(newer: &Pagemap, older: &Pagemap) -> impl Iterator<Item = (u64, u64)> {
-    let is_present = |entry: &&PagemapEntry| {
-        entry.flags.has(PageFlags::PRESENT) && !entry.flags.has(PageFlags::PARENT)
-    };
+    let is_present =
+        |entry: &&PagemapEntry| entry.flags.has(PageFlags::PRESENT) && !entry.flags.has(PageFlags::PARENT);
     newer.entries.iter().filter(is_present).flat_map(move |entry| {
         let first = older.entries.partition_point(|old| old.end() <= entry.vaddr);
         let overlapping = older.entries[first..].iter().take_while(|old| old.vaddr < entry.end());
@@ -65,4 +65,3 @@ fn superseded(newer: &Pagemap, older: &Pagemap) -> impl Iterator<Item = (u64, u6
         })
     })
 }
-

@@ -141,7 +141,8 @@ impl IncomingImage {
 
     /// Gives the folder the name of the first task's pid, or of the first memory if no task was dumped.
     fn move_folder(&self, images: &Path) -> anyhow::Result<PathBuf> {
-        let task = self.memories().find_map(|id| if let PagemapId::Task(pid) = id { Some(pid) } else { None });
+        let task =
+            self.memories().find_map(|id| if let PagemapId::Task(pid) = id { Some(pid) } else { None });
         let name = task.map_or_else(|| "no-task".to_owned(), |pid| pid.to_string());
         for number in 1..=MAX_SAME_NAME {
             let to = images.join(if number == 1 { name.clone() } else { format!("{name}.{number}") });

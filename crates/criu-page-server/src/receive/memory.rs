@@ -7,7 +7,9 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
-use rewake_criu_images::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, PagemapEntry, PagemapId, pages_name, write};
+use rewake_criu_images::{
+    Generation, MAX_PAGEMAP_ENTRIES, PageFlags, PagemapEntry, PagemapId, pages_name, write,
+};
 use rewake_page_protocol::PageRun;
 
 /// `pagemap-ID.img` and `pages-N.img`, while they are written.
@@ -28,7 +30,12 @@ pub(super) struct MemoryFiles {
 
 impl MemoryFiles {
     /// Makes the files in `folder`, which has none of these names.
-    pub(super) fn create(folder: &Path, id: PagemapId, pages_id: u32, generation: Generation) -> anyhow::Result<Self> {
+    pub(super) fn create(
+        folder: &Path,
+        id: PagemapId,
+        pages_id: u32,
+        generation: Generation,
+    ) -> anyhow::Result<Self> {
         let (pagemap, _) = create(folder, &id.file_name())?;
         let (pages, path) = create(folder, &pages_name(pages_id))?;
         let mut pagemap = BufWriter::new(pagemap);
@@ -52,7 +59,8 @@ impl MemoryFiles {
         );
         let entry = PagemapEntry { vaddr: run.vaddr(), pages: run.pages(), flags, file_offset: self.len };
         let record = write::pagemap_record(&entry, self.generation);
-        let record = record.with_context(|| format!("{} pages of {id}: too many for its CRIU", run.pages()))?;
+        let record =
+            record.with_context(|| format!("{} pages of {id}: too many for its CRIU", run.pages()))?;
         self.pagemap.write_all(&record).with_context(|| writing(&self.path))?;
         self.end = run.end();
         self.entries += 1;

@@ -169,7 +169,8 @@ impl Reception {
         encoding: PagesEncoding,
     ) -> anyhow::Result<()> {
         let open = self.open.as_mut().filter(|open| open.id == id);
-        let open = open.with_context(|| format!("pages of {id}, which the client has not opened before them"))?;
+        let open =
+            open.with_context(|| format!("pages of {id}, which the client has not opened before them"))?;
         if flags.has(PageFlags::PARENT) {
             let parent = open.parent.as_ref();
             let parent = parent.with_context(|| {
@@ -255,11 +256,10 @@ impl Reception {
         let shown = folder.display();
         info!("client {}: {} memories, {pages} pages: {shown}", connection.peer(), memories.len());
         if let Some(parent) = self.parent.filter(|_| receiver.options.auto_dedup) {
-            let superseded = in_thread(move || dedup::punch_all(&folder, &memories, &parent)).await;
-            match superseded {
-                Ok(bytes) => info!("client {}: {bytes} bytes removed from the parents", connection.peer()),
-                Err(error) => warn!("--auto-dedup: the image is complete, its parents keep old pages: {error:#}"),
-            }
+            // The image is complete: a parent that cannot be changed is no failure of the dump.
+            let punched = in_thread(move || dedup::punch_all(&folder, &memories, &parent)).await;
+            let bytes = punched.inspect_err(|error| warn!("--auto-dedup: parents keep old pages: {error:#}"));
+            info!("client {}: {} bytes removed from parents", connection.peer(), bytes.unwrap_or(0));
         }
         if forced {
             return Ok(());

@@ -41,7 +41,8 @@ impl ParentImage {
     /// Reads the pagemap of a memory; none where the image has no pages of it.
     pub(super) fn pages(&self, id: PagemapId) -> anyhow::Result<Option<ParentPages>> {
         let found = self.0.pagemap_of(id)?;
-        Ok(found.map(|map| ParentPages { file: self.0.path().join(id.file_name()).display().to_string(), map }))
+        Ok(found
+            .map(|map| ParentPages { file: self.0.path().join(id.file_name()).display().to_string(), map }))
     }
 
     /// The directory.
