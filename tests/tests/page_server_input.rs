@@ -144,7 +144,7 @@ fn many_clients_at_once_are_received() {
     const CLIENTS: u8 = 24;
     let inbox = tempfile::tempdir().unwrap();
     let server = PageServer::ours(inbox.path(), &["--keep-listening"]).unwrap();
-    let kind = |number: u8| if number % 2 == 0 { Old } else { New };
+    let kind = |number: u8| if number.is_multiple_of(2) { Old } else { New };
     let mut clients: Vec<_> =
         (1..=CLIENTS).map(|number| (number, server.connect(kind(number)).unwrap())).collect();
     for (number, client) in &mut clients {

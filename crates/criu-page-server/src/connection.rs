@@ -9,7 +9,7 @@ use rewake_page_protocol::{HeaderLayout, MessageHeader, NARROW_LEN, PageMessage,
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
 
-use crate::endpoint::{Arrival, Blocking, ByteStream};
+use crate::endpoint::{Blocking, ByteStream, ConnectedClient};
 
 /// Bytes of a client that are read ahead: most runs of pages of a sparse program are short.
 const READ_AHEAD: usize = 64 << 10;
@@ -27,8 +27,8 @@ pub(crate) struct PageConnection {
 }
 
 impl PageConnection {
-    pub(crate) fn new(arrival: Arrival) -> Self {
-        let Arrival { stream, peer, blocking } = arrival;
+    pub(crate) fn new(arrival: ConnectedClient) -> Self {
+        let ConnectedClient { stream, peer, blocking } = arrival;
         let stream = BufReader::with_capacity(READ_AHEAD, stream);
         Self { stream, peer, layout: None, _blocking: blocking }
     }

@@ -113,7 +113,7 @@ pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Unpin> ByteStream for T {}
 
 /// A connected client.
-pub(crate) struct Arrival {
+pub(crate) struct ConnectedClient {
     pub(crate) stream: Box<dyn ByteStream>,
     /// Its name, for logs.
     pub(crate) peer: String,
@@ -144,16 +144,16 @@ impl Door {
     }
 
     /// Waits for the next client. A client that is connected already arrives once.
-    pub(crate) async fn next(&mut self) -> anyhow::Result<Arrival> {
+    pub(crate) async fn next(&mut self) -> anyhow::Result<ConnectedClient> {
         match self {
             Self::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await.context("accepting a client")?;
                 watch_peer(&stream).with_context(|| format!("client {peer}"))?;
-                Ok(Arrival { stream: Box::new(stream), peer: peer.to_string(), blocking: None })
+                Ok(ConnectedClient { stream: Box::new(stream), peer: peer.to_string(), blocking: None })
             }
             Self::Unix(listener, path) => {
                 let (stream, _) = listener.accept().await.context("accepting a client")?;
-                Ok(Arrival {
+                Ok(ConnectedClient {
                     stream: Box::new(stream),
                     peer: format!("of {}", path.display()),
                     blocking: None,
@@ -162,7 +162,11 @@ impl Door {
             Self::Connected(socket) => {
                 let socket = socket.take().context("the client of --ps-socket has been served")?;
                 let blocking = Some(Blocking(socket.try_clone().context("--ps-socket")?));
-                Ok(Arrival { stream: connected(socket)?, peer: "of --ps-socket".to_owned(), blocking })
+                Ok(ConnectedClient {
+                    stream: connected(socket)?,
+                    peer: "of --ps-socket".to_owned(),
+                    blocking,
+                })
             }
         }
     }

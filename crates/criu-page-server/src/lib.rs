@@ -3,7 +3,7 @@
 //!
 //! * [`endpoint`]: where clients connect, and which addresses are refused.
 //! * [`server`]: accepts one client or many. Start here.
-//! * `connection`: messages of one client, whatever carries its bytes.
+//! * `connection`: messages of one client, whatever carries its bytes. `disk`: calls that wait for the disk.
 //! * [`receive`]: `criu dump --page-server` and `criu pre-dump --page-server` send memory; it becomes files of an image.
 //! * [`serve`]: `criu lazy-pages --page-server` requests pages of an image.
 //!
@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod connection;
+mod disk;
 pub mod endpoint;
 pub mod receive;
 pub mod serve;

@@ -17,7 +17,7 @@ use rewake_streamer::session::image::{Image, TaskPlan};
 use tracing::{info, warn};
 
 use crate::connection::PageConnection;
-use crate::server::in_thread;
+use crate::disk::in_thread;
 
 /// Pages of one answer at most. CRIU requests 1024 at most; a client that requests more gets the first ones.
 const MAX_ANSWER: u64 = 1024;
@@ -67,7 +67,7 @@ impl ServedImage {
 /// or a file cannot be read.
 pub(crate) async fn serve(image: &ServedImage, connection: &mut PageConnection) -> anyhow::Result<()> {
     let (mut pages, mut answers) = (0u64, 0u64);
-    let mut answer = Answer { buffer: vec![0; WIDE_LEN + PIECE] };
+    let mut answer = AnswerBuffer { buffer: vec![0; WIDE_LEN + PIECE] };
     loop {
         match connection.next().await? {
             Some(PageMessage::Get { pid, run }) => {
@@ -95,11 +95,11 @@ pub(crate) async fn serve(image: &ServedImage, connection: &mut PageConnection) 
 }
 
 /// Memory for answers: room for a header, then pages.
-struct Answer {
+struct AnswerBuffer {
     buffer: Vec<u8>,
 }
 
-impl Answer {
+impl AnswerBuffer {
     /// Answers a request. Returns the number of pages that it sent.
     async fn send(
         &mut self,

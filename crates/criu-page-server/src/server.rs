@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::task::{LocalSet, spawn_blocking, spawn_local};
+use tokio::task::{LocalSet, spawn_local};
 use tokio::time::sleep;
 use tracing::{error, info, warn};
 
 use crate::connection::PageConnection;
-use crate::endpoint::{Arrival, Door, Entrance};
+use crate::endpoint::{ConnectedClient, Door, Entrance};
 use crate::receive::{self, Receiver};
 use crate::serve::{self, ServedImage};
 
@@ -103,7 +103,7 @@ async fn many(role: &Rc<Role>, mut door: Door, stop: &mut StopSignals) -> anyhow
 }
 
 /// Serves one client to its end.
-async fn client(role: &Role, arrival: Arrival) -> anyhow::Result<()> {
+async fn client(role: &Role, arrival: ConnectedClient) -> anyhow::Result<()> {
     let mut connection = PageConnection::new(arrival);
     info!("client {}: connected", connection.peer());
     let served = match role {
@@ -115,13 +115,6 @@ async fn client(role: &Role, arrival: Arrival) -> anyhow::Result<()> {
         error!("{error:#}");
     }
     served
-}
-
-/// Makes a call that waits for the disk, in a thread of its own.
-pub(crate) async fn in_thread<T: Send + 'static>(
-    call: impl FnOnce() -> anyhow::Result<T> + Send + 'static,
-) -> anyhow::Result<T> {
-    spawn_blocking(call).await.context("a thread that waits for the disk has ended")?
 }
 
 /// The signals that end a server.

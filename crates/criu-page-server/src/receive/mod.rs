@@ -22,7 +22,7 @@ use rewake_page_protocol::{has_parent, opened};
 use tracing::{info, warn};
 
 use crate::connection::PageConnection;
-use crate::server::in_thread;
+use crate::disk::in_thread;
 use incoming::{Destination, IncomingImage};
 use memory::MemoryFiles;
 use parent::{ParentImage, ParentPages};
