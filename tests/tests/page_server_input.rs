@@ -93,6 +93,9 @@ fn a_client_that_only_closes_is_answered() {
         assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
         assert!(!server.text().contains("sent more"), "{}", server.text());
         assert_eq!(memory_files(images.path()).unwrap(), []);
+        let server = PageServer::ours(images.path(), &["--keep-listening"]).unwrap();
+        assert_eq!(server.connect(kind).unwrap().close().unwrap(), 0);
+        assert!(until(ACT, || fs::read_dir(images.path()).unwrap().next().is_none().then_some(())).is_some());
     }
 }
 

@@ -103,8 +103,12 @@ impl IncomingImage {
         self.memories.iter().map(|(id, _)| *id)
     }
 
-    /// Makes the image visible. All its files are on the disk. Returns its folder.
+    /// Makes the image visible. All its files are on the disk. Returns its folder. An image without memory, of a dump
+    /// that failed early, leaves nothing.
     pub(super) fn publish(self) -> anyhow::Result<PathBuf> {
+        if self.memories.is_empty() {
+            return Ok(self.destination.images().to_owned());
+        }
         self.lock.sync_all().with_context(|| format!("syncing {}", self.folder.path().display()))?;
         match &self.destination {
             Destination::Among { images, previous } => {
