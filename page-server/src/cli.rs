@@ -20,6 +20,9 @@ pub struct Cli {
 pub enum Command {
     /// Serves one restore, in the place of `criu lazy-pages` and with its options
     LazyPages(LazyPagesArgs),
+    /// Receives the memory of dumps, or serves an image to lazy restores, in the place of `criu page-server` and with
+    /// its options
+    PageServer(PageServerArgs),
     /// Runs the node agent, which starts a streamer for each restore
     Serve(ServeArgs),
     /// Runs `criu dump`, with the plugin for GPUs
@@ -45,9 +48,9 @@ pub enum Command {
     Doctor(DoctorArgs),
 }
 
-/// Options of `criu lazy-pages`, with CRIU's names and meanings.
+/// Options that CRIU's servers share, with CRIU's names and meanings.
 #[derive(Debug, Args)]
-pub struct LazyPagesArgs {
+pub struct CriuServerArgs {
     /// Directory of the images
     #[arg(short = 'D', long, default_value = ".", value_name = "DIR")]
     pub images_dir: PathBuf,
@@ -69,12 +72,19 @@ pub struct LazyPagesArgs {
     /// Write one zero byte to this descriptor once the socket is ready, and close it
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
-    /// End when no restore has connected after this many seconds [default: wait]
-    #[arg(long, value_name = "SECONDS")]
-    pub connect_timeout: Option<u64>,
     /// Accepted for compatibility: there is no configuration file
     #[arg(long, hide = true)]
     pub no_default_config: bool,
+}
+
+/// Options of `rewake lazy-pages`.
+#[derive(Debug, Args)]
+pub struct LazyPagesArgs {
+    #[command(flatten)]
+    pub(crate) server: CriuServerArgs,
+    /// End when no restore has connected after this many seconds [default: wait]
+    #[arg(long, value_name = "SECONDS")]
+    pub connect_timeout: Option<u64>,
     #[command(flatten)]
     pub(crate) remote: Remote,
 }
@@ -116,6 +126,39 @@ impl Remote {
         ];
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
+}
+
+/// Options of `rewake page-server`.
+#[derive(Debug, Args)]
+pub struct PageServerArgs {
+    #[command(flatten)]
+    pub(crate) server: CriuServerArgs,
+    /// Serve the images directory to `criu lazy-pages --page-server` [default: receive the memory of a dump into it]
+    #[arg(long)]
+    pub lazy_pages: bool,
+    /// Address to listen on; with a slash in it, the path of a unix socket [default: 127.0.0.1]
+    #[arg(long, value_name = "ADDR")]
+    pub address: Option<String>,
+    /// Port to listen on [default: one that the kernel chooses; stderr shows it]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
+    pub port: Option<u16>,
+    /// Use this connected socket: serve the client at its other end
+    #[arg(long, value_name = "FD", conflicts_with_all = ["address", "port", "keep_listening"])]
+    pub ps_socket: Option<i32>,
+    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can connect
+    #[arg(long)]
+    pub insecure: bool,
+    /// Keep listening after the first client, until SIGTERM. CRIU's server ends after one client; the scripts that call
+    /// it wait for that. Several clients are served at once. Each dump gets a folder of its own in the images directory:
+    /// the pid of its first task, or PID.2, PID.3 for later ones
+    #[arg(long)]
+    pub keep_listening: bool,
+    /// The image that the dump is incremental to, relative to the images directory
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["lazy_pages", "keep_listening"])]
+    pub prev_images_dir: Option<PathBuf>,
+    /// Remove pages from the parent images that the dump has, too
+    #[arg(long, conflicts_with_all = ["lazy_pages", "keep_listening"])]
+    pub auto_dedup: bool,
 }
 
 /// Options of `rewake streamer`.

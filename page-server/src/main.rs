@@ -12,6 +12,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse_from(criu_args::normalise(std::env::args_os()));
     let result = match &cli.command {
         Command::LazyPages(options) => commands::lazy_pages::run(options),
+        Command::PageServer(options) => commands::page_server::run(options),
         Command::Serve(options) => commands::serve::run(options),
         Command::Dump(options) => commands::dump::run(options),
         Command::Restore(options) => commands::restore::run(options),

@@ -85,8 +85,17 @@ impl Criu {
     /// # Errors
     /// CRIU failed; with the end of its log.
     pub fn dump(&self, pid: Pid, images: &Path) -> anyhow::Result<()> {
+        self.dump_with(pid, images, &[])
+    }
+
+    /// [`Criu::dump`] with further options.
+    ///
+    /// # Errors
+    /// CRIU failed; with the end of its log.
+    pub fn dump_with(&self, pid: Pid, images: &Path, options: &[&OsStr]) -> anyhow::Result<()> {
         let mut command = self.command("dump");
         command.arg("-t").arg(pid.to_string()).arg("-D").arg(images).args(["-v4", "-o", "dump.log"]);
+        command.args(options);
         self.finish(command, images, "dump")
     }
 

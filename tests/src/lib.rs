@@ -10,6 +10,7 @@
 //! * [`fuse`]: a file system that hangs.
 //! * [`held`]: restores that wait for the test at a known step.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
+//! * [`page_server`]: `rewake page-server` and CRIU's own, and a client that sends what it likes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
@@ -27,6 +28,7 @@ pub mod fuse;
 pub mod held;
 pub mod images;
 pub mod limit;
+pub mod page_server;
 pub mod pattern;
 pub mod plugins;
 pub mod scene;

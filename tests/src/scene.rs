@@ -47,6 +47,16 @@ impl Scene {
     /// # Errors
     /// The target or CRIU failed.
     pub fn dumped(criu: &Criu, scenario: &str, mib: usize) -> anyhow::Result<Self> {
+        let scene = Self::started(criu, scenario, mib)?;
+        scene.dump_with(&scene.images(), &[])?;
+        Ok(scene)
+    }
+
+    /// Starts the target, and waits until it is ready to be dumped.
+    ///
+    /// # Errors
+    /// The target failed.
+    pub fn started(criu: &Criu, scenario: &str, mib: usize) -> anyhow::Result<Self> {
         adopt_orphans()?;
         let dir = tempfile::Builder::new().prefix("rewake-e2e-").tempdir().context("make a directory")?;
         let seed = SEED.fetch_add(100, Ordering::Relaxed);
@@ -65,12 +75,20 @@ impl Scene {
         })
         .context("the target did not get ready in time")?;
         ensure!(ended.is_none(), "the target ended before the dump: {ended:?}\n{}", scene.written());
-        scene.criu.dump(scene.pid, &scene.images())?;
-        target.wait().context("collect the dumped target")?;
+        Ok(scene)
+    }
+
+    /// Dumps the target into `images`, with further options for CRIU; the target ends.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn dump_with(&self, images: &Path, options: &[&OsStr]) -> anyhow::Result<()> {
+        self.criu.dump_with(self.pid, images, options)?;
+        wait_pid(self.pid, ACT).context("collect the dumped target")?;
         // Its children were killed too, and are children of this process now; their pids must be free for the
         // restore.
-        scene.kill_restored();
-        Ok(scene)
+        self.kill_restored();
+        Ok(())
     }
 
     /// The target's command line.
@@ -99,6 +117,12 @@ impl Scene {
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.work().join("lazy-pages.socket")
+    }
+
+    /// The CRIU that dumps and restores it.
+    #[must_use]
+    pub fn criu(&self) -> &Criu {
+        &self.criu
     }
 
     /// The images directory.

@@ -165,7 +165,7 @@ impl Setup {
 
 /// The same command with `--status-fd`. A shell puts the pipe at a number of its choice and then becomes the
 /// command. So only this child inherits the pipe, and no code of ours runs between fork and exec.
-fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
+pub(crate) fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", "exec \"$@\" 7>&0 0</dev/null", "sh"]);
     shell.arg(command.get_program()).args(command.get_args()).args(["--status-fd", "7"]);
@@ -185,7 +185,7 @@ pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
 }
 
 /// True when the byte that means "listening" was received; false when the pipe was closed without it.
-fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
+pub(crate) fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
     let limit = PollTimeout::try_from(MINUTE).context("time limit")?;
     let came =
         poll(&mut [PollFd::new(reader.as_fd(), PollFlags::POLLIN)], limit).context("wait for status")?;

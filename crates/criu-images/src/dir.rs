@@ -17,12 +17,11 @@ use nix::sys::stat::Mode;
 use crate::digest::{Digest, HashingReader, ParsedFiles};
 use crate::error::{ImageError, Result};
 use crate::files;
-use crate::frame::{FileKind, Records};
+use crate::frame::{self, FileKind, Records};
 use crate::inventory::{self, Inventory};
 use crate::mm::{self, Mm};
-use crate::pagemap::{self, Pagemap};
+use crate::pagemap::{self, Pagemap, PagemapId};
 use crate::tasks::{self, Task, TaskState};
-use crate::{frame, plan};
 
 /// The longest chain of parents that is followed. Each level has a descriptor, and a series of more
 /// incremental dumps should start again with a full one.
@@ -198,7 +197,15 @@ impl ImageDir {
     /// # Errors
     /// The file is damaged.
     pub fn pagemap(&self, pid: u32) -> Result<Option<Pagemap>> {
-        self.records(&plan::pagemap_name(pid), &frame::PAGEMAP)?.map(pagemap::parse).transpose()
+        self.pagemap_of(PagemapId::Task(pid))
+    }
+
+    /// Reads the pagemap of a task or of a shared memory object; `None` where this directory has no pages of it.
+    ///
+    /// # Errors
+    /// The file is damaged.
+    pub fn pagemap_of(&self, id: PagemapId) -> Result<Option<Pagemap>> {
+        self.records(&id.file_name(), &frame::PAGEMAP)?.map(pagemap::parse).transpose()
     }
 
     /// Opens a regular file for reading, and returns its length in bytes; `None` where it does not exist.

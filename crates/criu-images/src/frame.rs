@@ -196,10 +196,17 @@ pub(crate) fn file_of(kind: &FileKind, records: impl IntoIterator<Item = Vec<u8>
         bytes.extend_from_slice(&COMMON_MAGIC.to_le_bytes());
     }
     bytes.extend_from_slice(&kind.magic.to_le_bytes());
-    for record in records {
-        let len = u32::try_from(record.len()).expect("a record is shorter than 4 GiB");
-        bytes.extend_from_slice(&len.to_le_bytes());
-        bytes.extend_from_slice(&record);
+    for content in records {
+        bytes.extend(record(&content));
     }
     bytes
+}
+
+/// Makes one record: its length and its bytes.
+///
+/// # Panics
+/// It has 4 GiB or more.
+pub(crate) fn record(content: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(content.len()).expect("a record is shorter than 4 GiB");
+    [&len.to_le_bytes(), content].concat()
 }

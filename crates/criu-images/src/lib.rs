@@ -3,7 +3,7 @@
 //!
 //! [`ImageDir`] is the entry point: it reads the inventory, the tasks, their mappings and their pages, and
 //! checks each. [`ImageDir::lazy_plan`] returns where the bytes of every lazy page are, in the image or in
-//! its parents. [`mod@write`] makes images, for tests.
+//! its parents. [`mod@write`] makes pagemaps, and whole images for tests.
 //!
 //! Sources for the formats: CRIU 4.1.1 and 4.2.1; this crate reads both.
 #![forbid(unsafe_code)]
@@ -31,8 +31,8 @@ pub use error::{ImageError, Result};
 pub use files::MAX_FILES;
 pub use inventory::{IMAGE_VERSION, Inventory};
 pub use mm::{MAX_VMAS, Mm, Vma};
-pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry};
-pub use plan::{LazyExtent, LazyPlan, PagesFile};
+pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry, PagemapId};
+pub use plan::{LazyExtent, LazyPlan, PagesFile, pages_name};
 pub use stats::PageStats;
 pub use tasks::{MAX_TASKS, Task, TaskState};
 

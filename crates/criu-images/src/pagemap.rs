@@ -11,6 +11,35 @@ use crate::generated::{PagemapEntry as Raw, PagemapHead};
 /// The most entries that one pagemap may have: each takes 32 bytes of memory.
 pub const MAX_PAGEMAP_ENTRIES: usize = 1 << 26;
 
+/// The memory that a pagemap is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PagemapId {
+    /// The private memory of the task with this pid, in the dumped pid namespace.
+    Task(u32),
+    /// The shared memory object with this number of CRIU's. Addresses in it count from 0.
+    Shared(u64),
+}
+
+impl PagemapId {
+    /// Returns the name of the pagemap's file in an image directory.
+    #[must_use]
+    pub fn file_name(self) -> String {
+        match self {
+            Self::Task(pid) => format!("pagemap-{pid}.img"),
+            Self::Shared(id) => format!("pagemap-shmem-{id}.img"),
+        }
+    }
+}
+
+impl std::fmt::Display for PagemapId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Task(pid) => write!(f, "task {pid}"),
+            Self::Shared(id) => write!(f, "shared memory {id}"),
+        }
+    }
+}
+
 /// Flags of a pagemap entry. Unknown bits are kept.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct PageFlags(pub u32);

@@ -8,7 +8,7 @@ use crate::PAGE;
 use crate::dir::ImageDir;
 use crate::error::{ImageError, Result};
 use crate::mm::Vma;
-use crate::pagemap::{PageFlags, Pagemap, PagemapEntry};
+use crate::pagemap::{PageFlags, Pagemap, PagemapEntry, PagemapId};
 
 /// An open file of pages: `pages-N.img`, or the contents of a GPU's buffers.
 #[derive(Debug)]
@@ -231,10 +231,12 @@ impl ExtentPlanner<'_> {
     }
 }
 
-pub(crate) fn pagemap_name(id: u32) -> String {
-    format!("pagemap-{id}.img")
+pub(crate) fn pagemap_name(pid: u32) -> String {
+    PagemapId::Task(pid).file_name()
 }
 
-pub(crate) fn pages_name(pages_id: u32) -> String {
+/// Returns the name of a file of pages in an image directory.
+#[must_use]
+pub fn pages_name(pages_id: u32) -> String {
     format!("pages-{pages_id}.img")
 }

@@ -33,8 +33,8 @@ mod snapshot;
 mod sweeps;
 
 pub use change::{Change, ChangeError};
-pub use plan::{Block, BlockIx, Extent, PageIx, Plan, PlanError};
-pub use residency_map::{FileRun, Locate, Place, ResidencyMap, Run};
+pub use plan::{Block, BlockIx, Extent, FileRun, PageIx, Plan, PlanError};
+pub use residency_map::{Locate, Place, ResidencyMap, Run};
 pub use schedule::{Finish, PROMOTED_BLOCKS};
 pub use snapshot::{RestoreError, Segment};
 pub use sweeps::{MAX_WINDOW, Sweeps};

@@ -51,6 +51,21 @@ impl Block {
     }
 }
 
+/// Pages that are contiguous in the address space and in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileRun {
+    /// Address of the first page, in bytes.
+    pub target: u64,
+    /// The first page.
+    pub page: PageIx,
+    /// Number of pages.
+    pub pages: u64,
+    /// Index of the file.
+    pub file: u32,
+    /// Byte offset of the first page in the file.
+    pub file_offset: u64,
+}
+
 /// The place of every lazy page of one process in its image. It never changes.
 ///
 /// It takes about 70 bytes per extent and nothing per page: an image may claim 16 TiB in one record of a
@@ -247,6 +262,20 @@ impl Plan {
             let first = start.max(placed.extent.target);
             let last = end.min(placed.extent.target_end());
             (first < last).then(|| (placed, placed.page_at(first)..placed.page_at(last)))
+        })
+    }
+
+    /// Finds the page that was dumped from `address`, and those after it in its extent.
+    #[must_use]
+    pub fn file_run(&self, address: u64) -> Option<FileRun> {
+        let page = self.page_at(address)?;
+        let placed = self.extent_of(page);
+        Some(FileRun {
+            target: placed.target_of(page),
+            page: PageIx(page),
+            pages: placed.end() - page,
+            file: placed.extent.file,
+            file_offset: placed.offset_of(page),
         })
     }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::bits::Bits;
 use crate::remaps::{RemapPiece, RemapTable};
 use crate::schedule::Schedule;
-use crate::{BlockIx, Change, ChangeError, Finish, PAGE_SIZE, PageIx, Plan};
+use crate::{BlockIx, Change, ChangeError, FileRun, Finish, PAGE_SIZE, PageIx, Plan};
 
 /// The residency of one address space.
 ///
@@ -64,21 +64,6 @@ pub struct Run {
     pub pages: u64,
     /// Byte offset of the first page in its block.
     pub block_offset: usize,
-}
-
-/// Missing pages that are contiguous in the address space and in a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FileRun {
-    /// Address of the first page, in bytes.
-    pub target: u64,
-    /// The first page.
-    pub page: PageIx,
-    /// Number of pages.
-    pub pages: u64,
-    /// Index of the file.
-    pub file: u32,
-    /// Byte offset of the first page in the file.
-    pub file_offset: u64,
 }
 
 impl ResidencyMap {

@@ -85,6 +85,17 @@ fn blocks_are_aligned_in_the_file_and_name_only_lazy_pages() {
 }
 
 #[test]
+fn the_place_of_a_dumped_page_reaches_to_the_end_of_its_extent() {
+    let plan = Plan::new(vec![extent(1000, 12, 10), extent(1010, 50, 1)]).unwrap();
+    let place =
+        |page: u64| plan.file_run(page * PAGE_SIZE).map(|run| (run.file_offset / PAGE_SIZE, run.pages));
+    assert_eq!([place(999), place(1000), place(1009)], [None, Some((12, 10)), Some((21, 1))]);
+    assert_eq!([place(1010), place(1011)], [Some((50, 1)), None]);
+    let run = plan.file_run(1003 * PAGE_SIZE + 7).unwrap();
+    assert_eq!((run.target, run.file, run.file_offset), (1003 * PAGE_SIZE, 0, 15 * PAGE_SIZE));
+}
+
+#[test]
 fn small_extents_share_a_block_and_a_long_one_has_many() {
     // In blocks of the file: one page; two pages; the rest and two more blocks, whose tail has a fourth
     // extent's page.

@@ -2,10 +2,12 @@
 //! One file a command.
 
 mod criu;
+mod criu_server;
 pub mod doctor;
 pub mod dump;
 pub mod inspect;
 pub mod lazy_pages;
+pub mod page_server;
 pub mod park;
 mod picture;
 pub mod planner;
@@ -34,6 +36,11 @@ fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
 
 /// The descriptor of `--status-fd`, if it was given; to be asked for once.
 fn to_notify(status: Option<RawFd>) -> Vec<OwnedFd> {
-    // SAFETY: who started us gave this descriptor to us, to write to and to close.
-    status.map(|number| unsafe { OwnedFd::from_raw_fd(number) }).into_iter().collect()
+    status.map(given).into_iter().collect()
+}
+
+/// A descriptor that an option names; to be asked for once.
+fn given(number: RawFd) -> OwnedFd {
+    // SAFETY: who started us gave this descriptor to us, to use and to close.
+    unsafe { OwnedFd::from_raw_fd(number) }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes images for tests: small ones from nothing, and incremental pairs from plain dumps.
+//! Makes pagemaps, record by record. For tests it makes images: small ones from nothing, and incremental pairs
+//! from plain dumps.
 //!
 //! Images from nothing have the fields that [`crate::ImageDir`] reads, which is less than `criu restore`
 //! needs. A directory that [`split_into_parent`] has changed is still complete for CRIU.
@@ -148,21 +149,32 @@ pub(crate) fn files_bytes(files: &BTreeMap<u32, Option<PathBuf>>) -> Vec<u8> {
 
 /// Encodes a pagemap; `None` when an entry is too long for its generation.
 pub(crate) fn pagemap_bytes(map: &Pagemap) -> Option<Vec<u8>> {
-    let head = PagemapHead { pages_id: Some(map.pages_id) }.encode_to_vec();
-    let entry = |entry: &PagemapEntry| {
-        let (narrow, wide) = match map.generation {
-            Generation::Narrow => (u32::try_from(entry.pages).ok()?, None),
-            Generation::Wide => (0, Some(entry.pages)),
-        };
-        let raw = RawPagemapEntry {
-            vaddr: Some(entry.vaddr),
-            compat_nr_pages: Some(narrow),
-            in_parent: None,
-            flags: Some(entry.flags.0),
-            nr_pages: wide,
-        };
-        Some(raw.encode_to_vec())
+    let mut bytes = pagemap_head(map.pages_id);
+    for entry in &map.entries {
+        bytes.extend(pagemap_record(entry, map.generation)?);
+    }
+    Some(bytes)
+}
+
+/// Encodes the start of a pagemap's file: the magic numbers, and the number of the pages file.
+#[must_use]
+pub fn pagemap_head(pages_id: u32) -> Vec<u8> {
+    file_of(&frame::PAGEMAP, [PagemapHead { pages_id: Some(pages_id) }.encode_to_vec()])
+}
+
+/// Encodes one entry as the record that follows the others; `None` when it is too long for the generation.
+#[must_use]
+pub fn pagemap_record(entry: &PagemapEntry, generation: Generation) -> Option<Vec<u8>> {
+    let (narrow, wide) = match generation {
+        Generation::Narrow => (u32::try_from(entry.pages).ok()?, None),
+        Generation::Wide => (0, Some(entry.pages)),
     };
-    let entries = map.entries.iter().map(entry).collect::<Option<Vec<_>>>()?;
-    Some(file_of(&frame::PAGEMAP, std::iter::once(head).chain(entries)))
+    let raw = RawPagemapEntry {
+        vaddr: Some(entry.vaddr),
+        compat_nr_pages: Some(narrow),
+        in_parent: None,
+        flags: Some(entry.flags.0),
+        nr_pages: wide,
+    };
+    Some(frame::record(&raw.encode_to_vec()))
 }

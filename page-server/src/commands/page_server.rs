@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake page-server`: the server with the options of `criu page-server`, in both of its roles.
+
+use std::fs::File;
+use std::io::Write as _;
+
+use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
+use rewake_criu_page_server::receive::{ReceiveOptions, Receiver};
+use rewake_criu_page_server::serve::ServedImage;
+use rewake_criu_page_server::server::{self, Role};
+use tracing::{info, warn};
+
+use super::criu_server::{complain, enter};
+use super::{detach, given, to_notify};
+use crate::cli::PageServerArgs;
+
+/// Runs the command; gives the exit code.
+///
+/// # Errors
+/// Options or directories are wrong, the image cannot be served, or the socket cannot be bound.
+pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
+    let server = &options.server;
+    let images = enter(server)?.images;
+    let role = if options.lazy_pages {
+        let image = ServedImage::open(&images)?;
+        info!("{}: {} lazy pages", images.display(), image.lazy_pages());
+        Role::Serve(image)
+    } else {
+        Role::Receive(Receiver::new(
+            &images,
+            ReceiveOptions {
+                previous: options.prev_images_dir.clone(),
+                auto_dedup: options.auto_dedup,
+                own_folders: options.keep_listening,
+            },
+        )?)
+    };
+    let entrance = endpoint(options).open()?;
+    if options.port.is_none() && matches!(entrance, Entrance::Tcp(_)) {
+        // The kernel chose it, and the client needs it, whatever the log level.
+        let _ = writeln!(std::io::stderr(), "rewake: listening on {entrance}");
+    }
+    let mut notify = to_notify(server.status_fd);
+    if server.daemon
+        && let Some(code) = detach::background(server.pidfile.as_deref(), &mut notify)?
+    {
+        return Ok(code);
+    }
+    let ready = || {
+        for pipe in notify {
+            if let Err(error) = File::from(pipe).write_all(&[0]) {
+                warn!(%error, "reporting that clients can connect");
+            }
+        }
+    };
+    match server::run(role, entrance, options.keep_listening, ready) {
+        Ok(()) => Ok(0),
+        Err(error) => {
+            complain(server, &error);
+            Ok(1)
+        }
+    }
+}
+
+fn endpoint(options: &PageServerArgs) -> Endpoint {
+    match (options.ps_socket, &options.address) {
+        (Some(socket), _) => Endpoint::Connected(given(socket)),
+        (None, Some(path)) if path.contains('/') => Endpoint::Unix(path.into()),
+        (None, address) => {
+            Endpoint::Tcp { address: address.clone(), port: options.port, insecure: options.insecure }
+        }
+    }
+}
