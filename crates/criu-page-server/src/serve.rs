@@ -138,7 +138,7 @@ impl AnswerBuffer {
 
     /// Reads bytes of a file behind the room for the header.
     async fn read(&mut self, file: &Arc<ImageFile>, offset: u64, len: usize) -> anyhow::Result<()> {
-        let cached = file.read_cached(offset, &mut self.buffer[WIDE_LEN..WIDE_LEN + len])?;
+        let cached = file.read_cached(offset, &mut self.buffer[WIDE_LEN..WIDE_LEN + len], true)?;
         if cached < len {
             let (file, mut buffer) = (Arc::clone(file), std::mem::take(&mut self.buffer));
             let rest = WIDE_LEN + cached..WIDE_LEN + len;
