@@ -27,10 +27,11 @@ impl Workers {
     /// buffer that keeps its memory.
     pub(crate) fn run<J: Sync, R: Send + Sync, E>(
         &mut self,
-        mut jobs: impl Iterator<Item = Result<J, E>>,
+        jobs: impl Iterator<Item = Result<J, E>>,
         work: impl Fn(&J, &mut Vec<u8>) -> R + Sync,
         mut sink: impl FnMut(J, R) -> Result<(), E>,
     ) -> Result<(), E> {
+        let mut jobs = jobs.fuse();
         let most = self.buffers.len() * JOBS_PER_THREAD;
         loop {
             let batch = jobs.by_ref().take(most).collect::<Result<Vec<J>, E>>()?;
