@@ -265,6 +265,17 @@ mod tests {
     }
 
     #[test]
+    fn what_a_dump_leaves_and_runs_is_read() {
+        for option in ["-R", "--leave-running", "-s", "--leave-stopped"] {
+            assert!(read(&[option]).unwrap().keeps_tree, "{option}");
+        }
+        let found = read(&["--stream", "--auto-dedup", "--action-script", "-R", "--action-script=b"]).unwrap();
+        let scripts = strings(&["-R", "b"]);
+        let expected = CriuOptions { streams: true, dedups: true, scripts, ..CriuOptions::default() };
+        assert_eq!(found, expected);
+    }
+
+    #[test]
     fn directories_are_refused_by_name() {
         for option in ["-D", "--images-dir=/x", "-W", "--work-dir"] {
             let error = read(&[option]).unwrap_err().to_string();
