@@ -4,7 +4,7 @@
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for users and their scripts.
 //! * [`agent`]: `rewake serve`, which starts streamers.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
-//! * [`sparse`]: what a dump leaves out. [`lease`]: who uses an image directory.
+//! * [`sparse`]: what a dump leaves out. [`lease`]: who uses an image.
 
 pub mod agent;
 pub mod cli;

@@ -14,7 +14,7 @@ use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{restore, timeline};
-use rewake_tests::process::{soon, wait_child, write_program};
+use rewake_tests::process::{adopt_orphans, soon, wait_child, write_program};
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::ACT;
 use rewake_tests::server::rewake;
@@ -33,6 +33,7 @@ struct Site {
 
 impl Site {
     fn new(criu: &Criu) -> Self {
+        adopt_orphans().unwrap();
         let dir = tempfile::Builder::new().prefix("rewake-seal-").tempdir().unwrap();
         fs::create_dir(dir.path().join("2")).unwrap();
         Self { dir, criu: criu.clone(), target: target() }
@@ -286,7 +287,7 @@ fn an_image_that_is_being_restored_is_kept_until_the_next_dump() {
     let mut site = Site::new(&criu);
     site.dumped(&[]);
     let before = inventory(&site.images());
-    let lease = File::open(site.images()).unwrap();
+    let lease = File::open(site.images().join("inventory.img")).unwrap();
     lease.lock_shared().unwrap();
     let said = said(&site.dumped(&[]));
     assert!(said.contains("still being restored"), "{said}");
@@ -295,6 +296,45 @@ fn an_image_that_is_being_restored_is_kept_until_the_next_dump() {
     drop(lease);
     site.dumped(&[]);
     assert_eq!(site.others(), [""; 0]);
+}
+
+#[test]
+fn a_killed_first_dump_leaves_an_image_unsealed_or_whole() {
+    let criu = need!(Criu::main());
+    let mut site = Site::new(&criu);
+    let mut random = Random::new(seed());
+    for _ in 0..10 {
+        fs::remove_dir_all(site.images()).unwrap();
+        fs::create_dir(site.images()).unwrap();
+        let mut dump = site.dump().process_group(0).stderr(Stdio::null()).spawn().unwrap();
+        moment(Duration::from_millis(60), &mut random);
+        kill_group(&mut dump);
+        let (succeeded, said) = run("verify", &site.images());
+        assert!(succeeded || said.contains("not sealed"), "{said}");
+        site.replace_target();
+        site.dumped(&[]);
+        verified(&site.images());
+        assert_eq!(site.others(), [""; 0]);
+    }
+}
+
+/// Kills a dump, CRIU and all that it runs, and waits for their end.
+fn kill_group(dump: &mut Child) {
+    let leader = Pid::from_raw(dump.id().cast_signed());
+    let _ = killpg(leader, Signal::SIGKILL);
+    dump.wait().unwrap();
+    group_ended(leader);
+}
+
+/// Waits for the end of all processes of a group.
+fn group_ended(leader: Pid) {
+    let group = Pid::from_raw(-leader.as_raw());
+    let has_ended = || {
+        // This process collects those whose parent was killed.
+        while waitpid(group, Some(WaitPidFlag::WNOHANG)).is_ok_and(|of| of != WaitStatus::StillAlive) {}
+        killpg(leader, None).is_err()
+    };
+    assert!(soon(has_ended), "CRIU ends by itself");
 }
 
 #[test]
@@ -314,18 +354,15 @@ fn killed_dumps_leave_a_whole_image_and_are_cleaned_up() {
         let before = inventory(&site.images());
         let mut dump = site.dump().process_group(0).stderr(Stdio::null()).spawn().unwrap();
         moment(time, &mut random);
-        let leader = Pid::from_raw(dump.id().cast_signed());
         // Alternately the command alone, and with it CRIU and all that it runs.
         let alone = round % 2 == 0;
-        let _ = if alone { kill(leader, Signal::SIGKILL) } else { killpg(leader, Signal::SIGKILL) };
-        dump.wait().unwrap();
-        let group = Pid::from_raw(-leader.as_raw());
-        let has_ended = || {
-            // This process may be the one that collects them.
-            while waitpid(group, Some(WaitPidFlag::WNOHANG)).is_ok_and(|of| of != WaitStatus::StillAlive) {}
-            killpg(leader, None).is_err()
-        };
-        assert!(soon(has_ended), "CRIU ends by itself");
+        if alone {
+            dump.kill().unwrap();
+            dump.wait().unwrap();
+            group_ended(Pid::from_raw(dump.id().cast_signed()));
+        } else {
+            kill_group(&mut dump);
+        }
         verified(&site.images());
         let is_new = before != inventory(&site.images());
         replaced += u32::from(is_new);

@@ -6,10 +6,8 @@ use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
-use std::thread;
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, PosixFadviseAdvice, openat, posix_fadvise, renameat};
@@ -78,12 +76,9 @@ fn write(images: &ImageDir, names: &BTreeSet<String>) -> Result<SealReport> {
         writer.parent(parent).map_err(io("write", &unfinished))?;
     }
     let mut seal = Seal { images, memory: images.memory_files(names)?, writer, states: Vec::new(), sums: Sums::default() };
-    thread::scope(|scope| {
-        // The disk writes while the cores hash.
-        let synced = scope.spawn(|| sync_files(images, names));
-        seal.files(names)?;
-        synced.join().unwrap_or_else(|panic| resume_unwind(panic))
-    })?;
+    // First: on a remote file system, written files get their last times only now.
+    sync_files(images, names)?;
+    seal.files(names)?;
     seal.check_unchanged(names)?;
     let Seal { writer, sums, states, .. } = seal;
     let (file, id, manifest_bytes) = writer.finish().map_err(io("write", &unfinished))?;

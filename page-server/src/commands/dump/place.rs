@@ -6,8 +6,8 @@
 //! * A directory with an image stays as it is. CRIU writes into a directory beside it, which then changes places
 //!   with it in one step (`renameat2(2)`, `RENAME_EXCHANGE`).
 //!
-//! The directory beside is leased for as long as this process or CRIU lives. The next dump removes one without
-//! a lease: a killed dump has left it.
+//! The directory that is written is locked for as long as this process or CRIU lives. The next dump removes
+//! directories beside that have no lock and no reader: killed dumps have left them.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -20,9 +20,9 @@ use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use rewake_manifest::MANIFEST_NAME;
 
-use crate::lease::ImageLease;
+use crate::lease::{DumpLock, ImageLease};
 
-/// Directories that were removed by another dump before they were leased: each dump removes them once.
+/// Directories that were removed by another dump before they were locked: each dump removes them once.
 const MAX_TRIES: u32 = 5;
 /// What CRIU writes in its work directory when the tree has ended.
 const STATISTICS: &str = "stats-dump";
@@ -36,9 +36,9 @@ pub(super) struct DumpPlace {
     images: PathBuf,
     /// Device and inode of `images`.
     identity: (u64, u64),
-    /// The lease of `images`, which CRIU shares; none where the file system has no locks.
-    _lease: Option<ImageLease>,
-    /// The lease of the old image.
+    /// The lock of `images`, which CRIU shares; none where the file system has none.
+    _lock: Option<DumpLock>,
+    /// The lease of the old image; none if it is incomplete.
     old: Option<ImageLease>,
 }
 
@@ -52,31 +52,25 @@ impl DumpPlace {
         if has_image(target)? { Self::beside(target, log) } else { Self::inside(target) }
     }
 
-    fn new(target: &Path, images: PathBuf, lease: Option<ImageLease>, old: Option<ImageLease>) -> anyhow::Result<Self> {
-        if let Some(lease) = &lease {
-            lease.inherit().context("sharing the lease of the image directory")?;
-        }
-        let of = fs::metadata(&images).with_context(|| images.display().to_string())?;
-        let identity = (of.dev(), of.ino());
-        Ok(Self { target: target.to_owned(), images, identity, _lease: lease, old })
-    }
-
     fn inside(target: &Path) -> anyhow::Result<Self> {
-        let lease = match ImageLease::exclusive(target) {
-            Ok(None) => bail!("-D {}: another dump or a restore uses it", target.display()),
+        let lock = match DumpLock::take(target) {
+            Ok(None) => bail!("-D {}: another dump writes into it", target.display()),
             // Remote file systems may have no locks of directories: there is no image to protect.
-            lease => lease.ok().flatten(),
+            lock => lock.ok().flatten(),
         };
-        Self::new(target, target.to_owned(), lease, None)
+        Self::new(target, target.to_owned(), lock, None)
     }
 
     fn beside(target: &Path, log: &Path) -> anyhow::Result<Self> {
-        let Some(old) = ImageLease::shared(target)? else {
-            bail!("-D {}: another dump writes into it", target.display());
+        let being_removed = || format!("-D {}: another dump is removing it", target.display());
+        ensure!(!matches!(DumpLock::take(target), Ok(None)), "-D {}: another dump writes into it", target.display());
+        let old = match ImageLease::shared(target) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            old => Some(old.context("leasing the old image")?.with_context(being_removed)?),
         };
         check_replaceable(target)?;
-        let (images, lease) = make_beside(target)?;
-        let place = Self::new(target, images, Some(lease), Some(old))?;
+        let (images, lock) = make_beside(target)?;
+        let place = Self::new(target, images, Some(lock), old)?;
         let prepared = place.check_exchange().and_then(|()| place.keep_other_files(log));
         if prepared.is_err() {
             place.abandon(log);
@@ -84,9 +78,26 @@ impl DumpPlace {
         prepared.map(|()| place)
     }
 
+    fn new(
+        target: &Path,
+        images: PathBuf,
+        lock: Option<DumpLock>,
+        old: Option<ImageLease>,
+    ) -> anyhow::Result<Self> {
+        if let Some(lock) = &lock {
+            lock.inherit().context("sharing the lock of the image directory")?;
+        }
+        let of = fs::metadata(&images).with_context(|| images.display().to_string())?;
+        Ok(Self { target: target.to_owned(), images, identity: (of.dev(), of.ino()), _lock: lock, old })
+    }
+
     /// Where CRIU writes.
     pub(super) fn images(&self) -> &Path {
         &self.images
+    }
+
+    fn is_beside(&self) -> bool {
+        self.images != self.target
     }
 
     /// Whether the user's directory has the new image.
@@ -98,7 +109,7 @@ impl DumpPlace {
 
     /// Ends a failed dump: the old image stays, and gets the log.
     pub(super) fn abandon(&self, log: &Path) {
-        if self.old.is_none() {
+        if !self.is_beside() {
             return;
         }
         // The dump's error is the one to report; the next dump removes what is left.
@@ -111,8 +122,12 @@ impl DumpPlace {
     /// # Errors
     /// It cannot be removed.
     pub(super) fn remove_old(&self) -> anyhow::Result<bool> {
-        let Some(old) = &self.old else { return Ok(true) };
-        if !old.make_exclusive()? {
+        if !self.is_beside() {
+            return Ok(true);
+        }
+        if let Some(old) = &self.old
+            && !old.make_exclusive()?
+        {
             return Ok(false);
         }
         fs::remove_dir_all(&self.images).with_context(|| format!("removing {}", self.images.display()))?;
@@ -227,15 +242,15 @@ fn prefix(target: &Path) -> anyhow::Result<OsString> {
     Ok(prefix)
 }
 
-/// Makes and leases a directory beside the target, with its owner and mode.
-fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, ImageLease)> {
+/// Makes and locks a directory beside the target, with its owner and mode.
+fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, DumpLock)> {
     let parent = target.parent().unwrap_or(target);
     let of = fs::metadata(target)?;
     for _ in 0..MAX_TRIES {
         let made = tempfile::Builder::new().prefix(&prefix(target)?).tempdir_in(parent);
         let made = made.with_context(|| format!("making a directory in {}", parent.display()))?.keep();
-        // Another dump may take it for a leftover, until it is leased.
-        let Some(lease) = ImageLease::exclusive(&made).with_context(|| format!("locking {}", made.display()))? else {
+        // Another dump may take it for a leftover, until it is locked.
+        let Some(lock) = DumpLock::take(&made).with_context(|| format!("locking {}", made.display()))? else {
             continue;
         };
         if fs::metadata(&made).is_err() {
@@ -243,7 +258,7 @@ fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, ImageLease)> {
         }
         chown(&made, Some(of.uid()), Some(of.gid())).context("giving the new directory its owner")?;
         fs::set_permissions(&made, of.permissions()).context("giving the new directory its mode")?;
-        return Ok((made, lease));
+        return Ok((made, lock));
     }
     bail!("making a directory beside {}: other dumps have removed {MAX_TRIES} of them", target.display());
 }
@@ -257,7 +272,12 @@ fn remove_leftovers(target: &Path) -> anyhow::Result<()> {
         if !is_one || !path.symlink_metadata().is_ok_and(|of| of.is_dir()) {
             continue;
         }
-        if let Ok(Some(_lease)) = ImageLease::exclusive(&path) {
+        let Ok(Some(_lock)) = DumpLock::take(&path) else { continue };
+        let has_reader = match ImageLease::shared(&path) {
+            Ok(lease) => !lease.is_some_and(|lease| lease.make_exclusive().unwrap_or(false)),
+            Err(_) => false,
+        };
+        if !has_reader {
             fs::remove_dir_all(&path).with_context(|| format!("removing {}", path.display()))?;
         }
     }
