@@ -37,7 +37,11 @@ struct Candidate {
 const CANDIDATES: [Candidate; 9] = [
     Candidate { name: "copy only", unit: BLOCK, check: |_| 0 },
     Candidate { name: "CRC-32C", unit: BLOCK, check: |bytes| crc(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) },
-    Candidate { name: "CRC-64/NVME", unit: BLOCK, check: |bytes| crc(crc_fast::CrcAlgorithm::Crc64Nvme, bytes) },
+    Candidate {
+        name: "CRC-64/NVME",
+        unit: BLOCK,
+        check: |bytes| crc(crc_fast::CrcAlgorithm::Crc64Nvme, bytes),
+    },
     Candidate { name: "XXH3-64", unit: BLOCK, check: twox_hash::XxHash3_64::oneshot },
     Candidate { name: "XXH3-128", unit: BLOCK, check: |bytes| low(twox_hash::XxHash3_128::oneshot(bytes)) },
     Candidate { name: "HighwayHash-64", unit: BLOCK, check: highway_hash },

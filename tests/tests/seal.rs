@@ -94,7 +94,8 @@ fn target() -> Child {
     command.args(["sleep", "1000"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let target = command.spawn().unwrap();
     let session = || nix::unistd::getsid(Some(Pid::from_raw(target.id().cast_signed())));
-    let runs = || fs::read_to_string(format!("/proc/{}/comm", target.id())).is_ok_and(|name| name == "sleep\n");
+    let runs =
+        || fs::read_to_string(format!("/proc/{}/comm", target.id())).is_ok_and(|name| name == "sleep\n");
     assert!(soon(|| runs() && session().is_ok_and(|session| session.as_raw() == target.id().cast_signed())));
     target
 }
@@ -231,13 +232,20 @@ fn a_dump_that_fails_at_its_end_leaves_image_and_tree() {
         let output = site.dump().args(["--", "--action-script"]).arg(&script).output().unwrap();
         let said = said(&output);
         assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.contains("at post-dump") && said.contains(&format!("{}/dump.log", images.display())), "{said}");
+        assert!(
+            said.contains("at post-dump") && said.contains(&format!("{}/dump.log", images.display())),
+            "{said}"
+        );
         verified(&images);
         assert!(site.target_runs() && before == inventory(&images));
         assert!(images.join("dump.log").exists());
         assert_eq!(site.others(), ["script"]);
         // The same script, now content, runs before the image is replaced.
-        write_program(&script, "#!/bin/sh\ntest -e $CRTOOLS_IMAGE_DIR/inventory.img || test $CRTOOLS_SCRIPT_ACTION != post-dump").unwrap();
+        write_program(
+            &script,
+            "#!/bin/sh\ntest -e $CRTOOLS_IMAGE_DIR/inventory.img || test $CRTOOLS_SCRIPT_ACTION != post-dump",
+        )
+        .unwrap();
         site.dumped(&["--action-script", script.to_str().unwrap()]);
         assert!(before != inventory(&images));
     }
@@ -273,7 +281,11 @@ fn what_a_new_image_cannot_replace_is_refused_before_the_dump() {
     site.dumped(&[]);
     fs::create_dir(site.path("2/pre-dump")).unwrap();
     let output = site.dump().output().unwrap();
-    assert!(!output.status.success() && said(&output).contains("the directory pre-dump"), "{}", said(&output));
+    assert!(
+        !output.status.success() && said(&output).contains("the directory pre-dump"),
+        "{}",
+        said(&output)
+    );
     let output = site.dump().args(["--", "--auto-dedup"]).output().unwrap();
     assert!(!output.status.success() && said(&output).contains("`criu dedup`"), "{}", said(&output));
     assert!(site.target_runs());

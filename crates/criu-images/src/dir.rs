@@ -225,7 +225,11 @@ impl ImageDir {
         Ok(Some((path, file, meta.len())))
     }
 
-    pub(crate) fn records(&self, name: &str, kind: &'static FileKind) -> Result<Option<Records<HashingReader<File>>>> {
+    pub(crate) fn records(
+        &self,
+        name: &str,
+        kind: &'static FileKind,
+    ) -> Result<Option<Records<HashingReader<File>>>> {
         let Some((path, file, len)) = self.file(name)? else { return Ok(None) };
         let name = "parent/".repeat(self.lineage.len() - 1) + name;
         Records::new(kind, &path, self.parsed.reader(name, file), len).map(Some)

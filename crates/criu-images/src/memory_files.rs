@@ -99,7 +99,9 @@ impl ImageDir {
             } else if let Some(GpuFile::Kfd(id)) = GpuFile::of_name(name)
                 && let Some(image) = self.kfd(id)?
             {
-                files.extend(gpus(&image).into_iter().map(|gpu| (gpu_pages_name(id, gpu), buffer_starts(&image, gpu))));
+                files.extend(
+                    gpus(&image).into_iter().map(|gpu| (gpu_pages_name(id, gpu), buffer_starts(&image, gpu))),
+                );
             }
         }
         files.retain(|name, _| names.contains(name));
@@ -110,7 +112,12 @@ impl ImageDir {
     ///
     /// # Errors
     /// A pagemap or an image of a GPU process is damaged or cannot be read.
-    pub fn memory_at(&self, names: &BTreeSet<String>, file: &str, offset: u64) -> Result<Option<MemoryPlace>> {
+    pub fn memory_at(
+        &self,
+        names: &BTreeSet<String>,
+        file: &str,
+        offset: u64,
+    ) -> Result<Option<MemoryPlace>> {
         if let Some(rest) = file.strip_prefix("amdgpu-pages-") {
             let id = rest.split('-').next().and_then(|id| id.parse().ok());
             return id.map_or(Ok(None), |id| self.buffer_at(id, file, offset));
@@ -272,7 +279,13 @@ mod tests {
     #[test]
     fn chunks_of_gpu_memory_begin_at_buffers() {
         let dir = tempfile::tempdir().unwrap();
-        let buffer = |address, size, gpu_id| KfdBuffer { address, size, gpu_id, alloc_flags: 1, ..KfdBuffer::default() };
+        let buffer = |address, size, gpu_id| KfdBuffer {
+            address,
+            size,
+            gpu_id,
+            alloc_flags: 1,
+            ..KfdBuffer::default()
+        };
         let node = NodeImage {
             properties: Properties { gpu_id: 0x12, ..Properties::default() },
             ..NodeImage::default()

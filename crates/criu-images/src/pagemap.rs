@@ -162,8 +162,9 @@ impl<R: Read> PagemapReader<R> {
         if raw.nr_pages.is_none() {
             self.generation = Generation::Narrow;
         }
-        let entry = to_entry(&raw, self.file_offset)
-            .ok_or_else(|| self.records.damaged(offset, "whole pages inside the address space", show(&raw)))?;
+        let entry = to_entry(&raw, self.file_offset).ok_or_else(|| {
+            self.records.damaged(offset, "whole pages inside the address space", show(&raw))
+        })?;
         if entry.vaddr < self.end {
             let expected = format!("an address from {:#x}, after the entry before", self.end);
             return Err(self.records.damaged(offset, expected, show(&raw)));

@@ -34,7 +34,8 @@ pub(crate) fn covered_files(images: &ImageDir) -> Result<BTreeSet<String>> {
         if !name.as_bytes().ends_with(b".img") && name != DUPLICATES {
             continue;
         }
-        let name = name.into_string().map_err(|name| ManifestError::Name { file: images.path().join(name) })?;
+        let name =
+            name.into_string().map_err(|name| ManifestError::Name { file: images.path().join(name) })?;
         names.insert(name);
     }
     Ok(names)

@@ -14,8 +14,8 @@ use rewake_criu_images::{CHUNK, Digest, ImageDir};
 
 use crate::directory::{MANIFEST_NAME, open};
 use crate::error::{ManifestError, Result, io};
-use crate::generated::{Record, record::What};
 use crate::generated as raw;
+use crate::generated::{Record, record::What};
 use crate::segment::{Chunk, Extent, MAX_CHUNKS, MAX_FILE, SEGMENT, Segment};
 
 const MAGIC: [u8; 8] = *b"RWKIMAGE";
@@ -164,12 +164,20 @@ impl ManifestReader {
             is_first: true,
         };
         if claimed != id {
-            return Err(reader.damaged(end, format!("the hash of all bytes before, {id:.12}"), format!("{claimed:.12}")));
+            return Err(reader.damaged(
+                end,
+                format!("the hash of all bytes before, {id:.12}"),
+                format!("{claimed:.12}"),
+            ));
         }
         let mut magic = [0; MAGIC.len()];
         reader.take(&mut magic)?;
         if magic != MAGIC {
-            return Err(reader.damaged(0, format!("{:?}", MAGIC.escape_ascii().to_string()), format!("{magic:02x?}")));
+            return Err(reader.damaged(
+                0,
+                format!("{:?}", MAGIC.escape_ascii().to_string()),
+                format!("{magic:02x?}"),
+            ));
         }
         match reader.record()? {
             What::Start(raw::Start { version: VERSION }) => Ok(reader),
@@ -278,7 +286,8 @@ impl ManifestReader {
         if *end != found || self.offset != self.end {
             let expected = format!("{} files of {} bytes and the end", end.files, end.bytes);
             let left = self.end - self.offset;
-            let found = format!("{} files of {} bytes, {left} bytes before the end", found.files, found.bytes);
+            let found =
+                format!("{} files of {} bytes, {left} bytes before the end", found.files, found.bytes);
             return Err(self.damaged(start, expected, found));
         }
         Ok(None)

@@ -75,7 +75,13 @@ fn write(images: &ImageDir, names: &BTreeSet<String>) -> Result<SealReport> {
     if let Some(parent) = &parent {
         writer.parent(parent).map_err(io("write", &unfinished))?;
     }
-    let mut seal = Seal { images, memory: images.memory_files(names)?, writer, states: Vec::new(), sums: Sums::default() };
+    let mut seal = Seal {
+        images,
+        memory: images.memory_files(names)?,
+        writer,
+        states: Vec::new(),
+        sums: Sums::default(),
+    };
     // First: on a remote file system, written files get their last times only now.
     sync_files(images, names)?;
     seal.files(names)?;
@@ -104,7 +110,8 @@ fn create(images: &ImageDir) -> Result<File> {
     let file = openat(images.as_fd(), UNFINISHED, flags, Mode::S_IRUSR | Mode::S_IWUSR);
     let file = file.map(File::from).map_err(|errno| io("create", &path)(errno.into()))?;
     if let Some((inventory, _)) = open(images, INVENTORY)? {
-        let mode = inventory.metadata().map_err(io("stat", &images.path().join(INVENTORY)))?.permissions().mode();
+        let mode =
+            inventory.metadata().map_err(io("stat", &images.path().join(INVENTORY)))?.permissions().mode();
         let mode = std::fs::Permissions::from_mode(mode & 0o666);
         file.set_permissions(mode).map_err(io("set the mode of", &path))?;
     }
@@ -243,4 +250,3 @@ impl Sums {
         if self.seen.len() == MAX_REMEMBERED { self.seen.contains(&half) } else { !self.seen.insert(half) }
     }
 }
-

@@ -84,11 +84,7 @@ impl Extent {
 
     /// The blocks that begin here.
     pub(crate) fn blocks(&self) -> Range<u64> {
-        if self.memory {
-            self.offset.div_ceil(BLOCK_BYTES)..self.end().div_ceil(BLOCK_BYTES)
-        } else {
-            0..0
-        }
+        if self.memory { self.offset.div_ceil(BLOCK_BYTES)..self.end().div_ceil(BLOCK_BYTES) } else { 0..0 }
     }
 
     /// The place of a block that begins here.

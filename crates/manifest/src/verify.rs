@@ -247,8 +247,7 @@ impl<'a> Jobs<'a> {
     fn part(&self, sealed: Segment) -> Option<Part> {
         let lengths = sealed.chunks.iter().map(|chunk| chunk.length);
         let chunks = if sealed.chunks.is_empty() { vec![sealed.length] } else { lengths.collect() };
-        let extent =
-            Extent { offset: sealed.offset, chunks, file_length: self.length, memory: self.memory };
+        let extent = Extent { offset: sealed.offset, chunks, file_length: self.length, memory: self.memory };
         let file = self.file.clone().filter(|_| extent.read_end() <= self.found)?;
         prefetch(&file.1, &extent);
         Some(Part { file, extent, sealed })
@@ -259,9 +258,15 @@ impl<'a> Jobs<'a> {
         let found = parent_link(self.images)?.map(OsStringExt::into_vec);
         let wrong = |what: &str| Ok(Some(Difference::Parent { what: what.to_owned() }));
         if found.as_ref() != Some(&sealed.target) {
-            return wrong(if found.is_some() { "leads elsewhere than when it was sealed" } else { "missing" });
+            return wrong(if found.is_some() {
+                "leads elsewhere than when it was sealed"
+            } else {
+                "missing"
+            });
         }
-        let Some(parent) = self.images.parent()? else { return wrong("the image that it leads to is missing") };
+        let Some(parent) = self.images.parent()? else {
+            return wrong("the image that it leads to is missing");
+        };
         let Some(id) = sealed.id else { return Ok(None) };
         match ManifestReader::open(&parent) {
             Ok(manifest) if manifest.id() == id => Ok(None),
@@ -337,4 +342,3 @@ impl<F: FnMut(&Difference)> Differences<'_, F> {
         (self.report)(difference);
     }
 }
-

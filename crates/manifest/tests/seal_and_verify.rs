@@ -59,9 +59,14 @@ fn flip(path: &Path, offset: u64) {
 fn a_sealed_image_is_as_it_was_sealed() {
     let dir = image(1000);
     let report = seal(dir.path()).unwrap();
-    let lengths: u64 = dir.path().read_dir().unwrap().map(|entry| entry.unwrap()).filter(|entry| {
-        entry.file_name().to_str().unwrap().ends_with(".img")
-    }).map(|entry| entry.metadata().unwrap().len()).sum();
+    let lengths: u64 = dir
+        .path()
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.file_name().to_str().unwrap().ends_with(".img"))
+        .map(|entry| entry.metadata().unwrap().len())
+        .sum();
     let manifest = fs::metadata(dir.path().join(MANIFEST_NAME)).unwrap();
     let expected = SealReport { files: 5, bytes: lengths, manifest_bytes: manifest.len(), ..report };
     assert_eq!(report, expected);
@@ -138,10 +143,13 @@ fn wrong_blocks_that_follow_each_other_are_one_line() {
     let path = dir.path().join("pages-1.img");
     // Across the border of two chunks and of two segments is one range, too.
     [0, BLOCK, 5 * BLOCK, 999 * PAGE as u64].iter().for_each(|at| flip(&path, *at));
-    let ranges: Vec<(u64, u64)> = differences(dir.path()).iter().map(|of| match of {
-        Difference::Bytes { offset, length, .. } => (*offset, *length),
-        other => panic!("{other}"),
-    }).collect();
+    let ranges: Vec<(u64, u64)> = differences(dir.path())
+        .iter()
+        .map(|of| match of {
+            Difference::Bytes { offset, length, .. } => (*offset, *length),
+            other => panic!("{other}"),
+        })
+        .collect();
     assert_eq!(ranges, [(0, 2 * BLOCK), (5 * BLOCK, BLOCK), (62 * BLOCK, 1000 * PAGE as u64 - 62 * BLOCK)]);
 }
 
@@ -152,7 +160,8 @@ fn bytes_in_the_place_of_zeros_are_found() {
     File::create(&path).unwrap().set_len(5 << 20).unwrap();
     seal(dir.path()).unwrap();
     flip(&path, (4 << 20) + 5);
-    let expected = Difference::Bytes { file: "pages-1.img".into(), offset: 4 << 20, length: BLOCK, place: None };
+    let expected =
+        Difference::Bytes { file: "pages-1.img".into(), offset: 4 << 20, length: BLOCK, place: None };
     assert_eq!(differences(dir.path()), [expected]);
 }
 
@@ -209,7 +218,10 @@ fn an_image_without_a_manifest_is_not_sealed_and_says_what_to_do() {
     let dir = image(4);
     let error = verify(dir.path(), |difference| panic!("{difference}")).unwrap_err();
     assert!(matches!(error, ManifestError::NotSealed { .. }));
-    assert!(error.to_string().contains("not sealed") && error.to_string().contains("`rewake seal`"), "{error}");
+    assert!(
+        error.to_string().contains("not sealed") && error.to_string().contains("`rewake seal`"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -272,7 +284,10 @@ fn a_parent_must_be_the_one_that_was_sealed() {
     fs::write(parent.join("files.img"), "other").unwrap();
     seal(&parent).unwrap();
     let found = differences(&child);
-    assert!(matches!(&found[..], [Difference::Parent { what }] if what.contains("another image")), "{found:?}");
+    assert!(
+        matches!(&found[..], [Difference::Parent { what }] if what.contains("another image")),
+        "{found:?}"
+    );
     fs::remove_file(child.join("parent")).unwrap();
     assert_eq!(differences(&child), [Difference::Parent { what: "missing".into() }]);
 }

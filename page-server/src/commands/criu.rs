@@ -269,7 +269,8 @@ mod tests {
         for option in ["-R", "--leave-running", "-s", "--leave-stopped"] {
             assert!(read(&[option]).unwrap().keeps_tree, "{option}");
         }
-        let found = read(&["--stream", "--auto-dedup", "--action-script", "-R", "--action-script=b"]).unwrap();
+        let found =
+            read(&["--stream", "--auto-dedup", "--action-script", "-R", "--action-script=b"]).unwrap();
         let scripts = strings(&["-R", "b"]);
         let expected = CriuOptions { streams: true, dedups: true, scripts, ..CriuOptions::default() };
         assert_eq!(found, expected);

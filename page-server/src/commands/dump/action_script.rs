@@ -82,6 +82,10 @@ pub fn run_if_called() -> Option<u8> {
 /// # Errors
 /// One does not exist.
 pub(super) fn full_paths(scripts: &[std::ffi::OsString]) -> anyhow::Result<Vec<PathBuf>> {
-    let full = |script| Path::new(script).canonicalize().with_context(|| format!("--action-script {}", Path::new(script).display()));
+    let full = |script| {
+        Path::new(script)
+            .canonicalize()
+            .with_context(|| format!("--action-script {}", Path::new(script).display()))
+    };
     scripts.iter().map(full).collect()
 }

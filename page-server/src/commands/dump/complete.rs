@@ -39,7 +39,10 @@ fn find_duplicates(images: &Path, took: Duration) {
     let begins = |bytes: u64| {
         if bytes >= WORTH_A_LINE {
             let bytes = units::bytes(bytes);
-            eprintln!("rewake: comparing {bytes} of GPU buffers that look the same, for {} at most", within());
+            eprintln!(
+                "rewake: comparing {bytes} of GPU buffers that look the same, for {} at most",
+                within()
+            );
         }
         limit
     };

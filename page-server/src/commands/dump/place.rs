@@ -63,7 +63,11 @@ impl DumpPlace {
 
     fn beside(target: &Path, log: &Path) -> anyhow::Result<Self> {
         let being_removed = || format!("-D {}: another dump is removing it", target.display());
-        ensure!(!matches!(DumpLock::take(target), Ok(None)), "-D {}: another dump writes into it", target.display());
+        ensure!(
+            !matches!(DumpLock::take(target), Ok(None)),
+            "-D {}: another dump writes into it",
+            target.display()
+        );
         let old = match ImageLease::shared(target) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             old => Some(old.context("leasing the old image")?.with_context(being_removed)?),
@@ -168,7 +172,8 @@ pub(super) fn commit(images: &Path, target: &Path) -> anyhow::Result<()> {
     if images == target {
         return Ok(());
     }
-    exchange(images, target).with_context(|| format!("putting the image in the place of {}", target.display()))?;
+    exchange(images, target)
+        .with_context(|| format!("putting the image in the place of {}", target.display()))?;
     let parent = target.parent().unwrap_or(target);
     fs::File::open(parent).and_then(|parent| parent.sync_all()).with_context(|| parent.display().to_string())
 }
@@ -190,7 +195,8 @@ fn is_of_image(name: &OsStr) -> bool {
 }
 
 fn names(directory: &Path) -> anyhow::Result<Vec<OsString>> {
-    let entries = fs::read_dir(directory).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
+    let entries =
+        fs::read_dir(directory).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
     entries.with_context(|| format!("listing {}", directory.display()))
 }
 
@@ -217,7 +223,9 @@ fn check_replaceable(target: &Path) -> anyhow::Result<()> {
 fn is_mount_point(directory: &Path) -> anyhow::Result<bool> {
     let mounts = fs::read("/proc/self/mountinfo").context("reading /proc/self/mountinfo")?;
     let place = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescape);
-    Ok(mounts.split(|byte| *byte == b'\n').any(|line| place(line).as_deref() == Some(directory.as_os_str().as_bytes())))
+    Ok(mounts
+        .split(|byte| *byte == b'\n')
+        .any(|line| place(line).as_deref() == Some(directory.as_os_str().as_bytes())))
 }
 
 /// A path as the kernel has it: it writes spaces, tabs, newlines and backslashes in octal.
@@ -235,7 +243,9 @@ fn unescape(path: &[u8]) -> Vec<u8> {
 
 /// What the names of directories beside this one begin with.
 fn prefix(target: &Path) -> anyhow::Result<OsString> {
-    let name = target.file_name().with_context(|| format!("-D {}: no new image can take its place", target.display()))?;
+    let name = target
+        .file_name()
+        .with_context(|| format!("-D {}: no new image can take its place", target.display()))?;
     let mut prefix = OsString::from(".");
     prefix.push(name);
     prefix.push(".rewake-");

@@ -74,7 +74,11 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     // A dump that replaces the image keeps the old one for as long as its files are being opened. Remote file
     // systems may have no such locks.
     let lease = ImageLease::shared(&images);
-    ensure!(!matches!(lease, Ok(None)), "-D {}: another image is taking its place; try again", images.display());
+    ensure!(
+        !matches!(lease, Ok(None)),
+        "-D {}: another image is taking its place; try again",
+        images.display()
+    );
     let given = CriuOptions::read(&options.criu_options, &OURS)?;
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
