@@ -27,27 +27,27 @@ pub(crate) struct Options {
 }
 
 /// A way to check a buffer.
-struct Candidate {
+struct Checksum {
     name: &'static str,
     /// Bytes that are checked at once.
     unit: usize,
     check: fn(&[u8]) -> u64,
 }
 
-const CANDIDATES: [Candidate; 9] = [
-    Candidate { name: "copy only", unit: BLOCK, check: |_| 0 },
-    Candidate { name: "CRC-32C", unit: BLOCK, check: |bytes| crc(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) },
-    Candidate {
+const CANDIDATES: [Checksum; 9] = [
+    Checksum { name: "copy only", unit: BLOCK, check: |_| 0 },
+    Checksum { name: "CRC-32C", unit: BLOCK, check: |bytes| crc(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) },
+    Checksum {
         name: "CRC-64/NVME",
         unit: BLOCK,
         check: |bytes| crc(crc_fast::CrcAlgorithm::Crc64Nvme, bytes),
     },
-    Candidate { name: "XXH3-64", unit: BLOCK, check: twox_hash::XxHash3_64::oneshot },
-    Candidate { name: "XXH3-128", unit: BLOCK, check: |bytes| low(twox_hash::XxHash3_128::oneshot(bytes)) },
-    Candidate { name: "HighwayHash-64", unit: BLOCK, check: highway_hash },
-    Candidate { name: "BLAKE3", unit: BLOCK, check: blake3_hash },
-    Candidate { name: "copy only, 2 MiB", unit: CHUNK, check: |_| 0 },
-    Candidate { name: "BLAKE3, 2 MiB", unit: CHUNK, check: blake3_hash },
+    Checksum { name: "XXH3-64", unit: BLOCK, check: twox_hash::XxHash3_64::oneshot },
+    Checksum { name: "XXH3-128", unit: BLOCK, check: |bytes| low(twox_hash::XxHash3_128::oneshot(bytes)) },
+    Checksum { name: "HighwayHash-64", unit: BLOCK, check: highway_hash },
+    Checksum { name: "BLAKE3", unit: BLOCK, check: blake3_hash },
+    Checksum { name: "copy only, 2 MiB", unit: CHUNK, check: |_| 0 },
+    Checksum { name: "BLAKE3, 2 MiB", unit: CHUNK, check: blake3_hash },
 ];
 
 fn crc(algorithm: crc_fast::CrcAlgorithm, bytes: &[u8]) -> u64 {
@@ -115,7 +115,7 @@ fn memory(bytes: usize) -> Vec<u8> {
 }
 
 /// Copies and checks all memory once.
-fn time(candidate: &Candidate, memory: &[u8]) -> Duration {
+fn time(candidate: &Checksum, memory: &[u8]) -> Duration {
     let mut buffer = vec![0; candidate.unit];
     let start = Instant::now();
     for unit in memory.chunks_exact(candidate.unit) {

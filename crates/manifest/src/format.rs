@@ -16,7 +16,7 @@ use crate::directory::{MANIFEST_NAME, open};
 use crate::error::{ManifestError, Result, io};
 use crate::generated as raw;
 use crate::generated::{Record, record::What};
-use crate::segment::{Chunk, Extent, MAX_CHUNKS, MAX_FILE, SEGMENT, Segment};
+use crate::segment::{MAX_CHUNKS, MAX_FILE, SEGMENT, SealedChunk, SealedSegment, SegmentExtent};
 
 const MAGIC: [u8; 8] = *b"RWKIMAGE";
 pub(crate) const VERSION: u32 = 1;
@@ -53,7 +53,7 @@ pub enum ManifestRecord {
     /// A file; its segments follow.
     File(SealedFile),
     /// The next segment of the file.
-    Segment(Segment),
+    Segment(SealedSegment),
 }
 
 /// Writes a manifest.
@@ -87,7 +87,7 @@ impl ManifestWriter {
         self.record(What::File(raw::File { name, length, memory }))
     }
 
-    pub(crate) fn segment(&mut self, segment: &Segment) -> io::Result<()> {
+    pub(crate) fn segment(&mut self, segment: &SealedSegment) -> io::Result<()> {
         self.record(What::Segment(raw::Segment {
             length: segment.length,
             chunks: segment.chunks.iter().map(|chunk| chunk.length).collect(),
@@ -148,7 +148,7 @@ impl ManifestReader {
     }
 
     fn of(file: File, length: u64, path: &Path) -> Result<Self> {
-        let end = length.checked_sub(HASH).unwrap_or_default();
+        let end = length.saturating_sub(HASH);
         let id = hash_at(&file, end).and_then(|hash| Ok((hash, hash_of(&file, end)?)));
         let (claimed, id) = id.map_err(io("read", path))?;
         let mut reader = Self {
@@ -245,7 +245,7 @@ impl ManifestReader {
         Ok(ManifestRecord::File(self.file.clone()))
     }
 
-    fn segment(&self, raw: &raw::Segment) -> Result<Segment, String> {
+    fn segment(&self, raw: &raw::Segment) -> Result<SealedSegment, String> {
         let offset = self.covered;
         let left = self.file.length - offset;
         let length = u64::from(raw.length);
@@ -261,7 +261,7 @@ impl ManifestReader {
         if digests.len() != raw.chunks.len() || !rest.is_empty() {
             return Err(format!("{} bytes of hashes for {} chunks", raw.digests.len(), raw.chunks.len()));
         }
-        let blocks = Extent {
+        let blocks = SegmentExtent {
             offset,
             chunks: raw.chunks.clone(),
             file_length: self.file.length,
@@ -272,8 +272,9 @@ impl ManifestReader {
         if checksums.len() as u64 != blocks.end - blocks.start || !rest.is_empty() {
             return Err(format!("{} bytes of checksums for the blocks {blocks:?}", raw.checksums.len()));
         }
-        let chunk = |(length, digest): (&u32, &[u8; 32])| Chunk { length: *length, digest: Digest(*digest) };
-        Ok(Segment {
+        let chunk =
+            |(length, digest): (&u32, &[u8; 32])| SealedChunk { length: *length, digest: Digest(*digest) };
+        Ok(SealedSegment {
             offset,
             length: raw.length,
             chunks: raw.chunks.iter().zip(digests).map(chunk).collect(),

@@ -21,5 +21,5 @@ pub use directory::MANIFEST_NAME;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 pub use seal::{SealReport, seal};
-pub use segment::{Chunk, Segment, block_checksum};
-pub use verify::{Difference, VerifyReport, verify};
+pub use segment::{SealedChunk, SealedSegment, block_checksum};
+pub use verify::{ImageDifference, VerifyReport, verify};

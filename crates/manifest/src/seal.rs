@@ -20,7 +20,7 @@ use crate::directory::{MANIFEST_NAME, covered_files, open, parent_link, sync, sy
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestWriter, SealedFile, SealedParent};
 use crate::parallel::Workers;
-use crate::segment::{Chunk, Cutter, Extent, MAX_FILE, Segment};
+use crate::segment::{Cutter, MAX_FILE, SealedChunk, SealedSegment, SegmentExtent};
 
 /// The manifest's name while it is written.
 const UNFINISHED: &str = "rewake-manifest.new";
@@ -138,33 +138,33 @@ struct Seal<'a> {
 }
 
 /// The head of a file, or a part of it to read.
-enum Job {
+enum SealJob {
     File(SealedFile, FileState),
-    Segment(Arc<(String, File)>, Extent),
+    Segment(Arc<(String, File)>, SegmentExtent),
 }
 
 impl Seal<'_> {
     fn files(&mut self, names: &BTreeSet<String>) -> Result<()> {
         let Self { images, memory, writer, states, sums } = self;
         let path = images.path();
-        let jobs = names.iter().flat_map(|name| -> Box<dyn Iterator<Item = Result<Job>> + '_> {
+        let jobs = names.iter().flat_map(|name| -> Box<dyn Iterator<Item = Result<SealJob>> + '_> {
             match jobs(images, memory, name) {
                 Ok((head, segments)) => Box::new([head].into_iter().chain(segments).map(Ok)),
                 Err(error) => Box::new([Err(error)].into_iter()),
             }
         });
-        let work = |job: &Job, buffer: &mut Vec<u8>| match job {
-            Job::File(..) => Ok(Segment::default()),
-            Job::Segment(file, extent) => extent.measure(&file.1, buffer),
+        let work = |job: &SealJob, buffer: &mut Vec<u8>| match job {
+            SealJob::File(..) => Ok(SealedSegment::default()),
+            SealJob::Segment(file, extent) => extent.measure(&file.1, buffer),
         };
         let unfinished = path.join(UNFINISHED);
         Workers::new().run(jobs, work, |job, segment| match job {
-            Job::File(file, state) => {
+            SealJob::File(file, state) => {
                 writer.file(&file).map_err(io("write", &unfinished))?;
                 states.push((file.name, state));
                 Ok(())
             }
-            Job::Segment(file, _) => {
+            SealJob::Segment(file, _) => {
                 let segment = segment.map_err(io("read", &path.join(&file.0)))?;
                 sums.add(&segment);
                 writer.segment(&segment).map_err(io("write", &unfinished))
@@ -195,7 +195,7 @@ fn jobs<'a>(
     images: &ImageDir,
     memory: &'a MemoryFiles,
     name: &str,
-) -> Result<(Job, impl Iterator<Item = Job> + use<'a>)> {
+) -> Result<(SealJob, impl Iterator<Item = SealJob> + use<'a>)> {
     let path = images.path().join(name);
     let Some((file, length)) = open(images, name)? else {
         return Err(ManifestError::Changed { file: path, what: "it was removed".to_owned() });
@@ -209,13 +209,13 @@ fn jobs<'a>(
     let file = Arc::new((name.to_owned(), file));
     let segments = segments.map(move |extent| {
         prefetch(&file.1, &extent);
-        Job::Segment(Arc::clone(&file), extent)
+        SealJob::Segment(Arc::clone(&file), extent)
     });
-    Ok((Job::File(sealed, state), segments))
+    Ok((SealJob::File(sealed, state), segments))
 }
 
 /// Has the kernel read ahead: the jobs of a batch are made before the first is read.
-pub(crate) fn prefetch(file: &File, extent: &Extent) {
+pub(crate) fn prefetch(file: &File, extent: &SegmentExtent) {
     let length = extent.length().cast_signed();
     // A file system without readahead reads later.
     let _: Result<(), Errno> =
@@ -232,7 +232,7 @@ struct Sums {
 }
 
 impl Sums {
-    fn add(&mut self, segment: &Segment) {
+    fn add(&mut self, segment: &SealedSegment) {
         if segment.chunks.is_empty() {
             self.zero_bytes += u64::from(segment.length);
         }
@@ -245,7 +245,7 @@ impl Sums {
         }
     }
 
-    fn is_duplicate(&mut self, chunk: &Chunk) -> bool {
+    fn is_duplicate(&mut self, chunk: &SealedChunk) -> bool {
         let half = *chunk.digest.0.first_chunk().unwrap_or(&[0; 16]);
         if self.seen.len() == MAX_REMEMBERED { self.seen.contains(&half) } else { !self.seen.insert(half) }
     }

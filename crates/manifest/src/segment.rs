@@ -27,14 +27,14 @@ const ZEROS: Digest = Digest([0; 32]);
 
 /// A part of a file that is stored once by a store of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Chunk {
+pub struct SealedChunk {
     /// Bytes, at most 2 MiB.
     pub length: u32,
     /// Its BLAKE3 hash; zeros for a chunk of zeros.
     pub digest: Digest,
 }
 
-impl Chunk {
+impl SealedChunk {
     /// Returns whether all bytes are zero.
     #[must_use]
     pub fn is_zero(&self) -> bool {
@@ -44,13 +44,13 @@ impl Chunk {
 
 /// What a segment of a file must contain.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Segment {
+pub struct SealedSegment {
     /// The first byte, from the start of the file.
     pub offset: u64,
     /// The number of bytes.
     pub length: u32,
     /// Its chunks, without gaps. None: the segment and all blocks that begin in it are zeros.
-    pub chunks: Vec<Chunk>,
+    pub chunks: Vec<SealedChunk>,
     /// The checksums of the blocks that begin in it; none in a file that holds no memory.
     pub checksums: Vec<u64>,
 }
@@ -63,7 +63,7 @@ pub fn block_checksum(bytes: &[u8]) -> u64 {
 
 /// Where a segment is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Extent {
+pub(crate) struct SegmentExtent {
     pub(crate) offset: u64,
     /// The lengths of its chunks.
     pub(crate) chunks: Vec<u32>,
@@ -73,7 +73,7 @@ pub(crate) struct Extent {
     pub(crate) memory: bool,
 }
 
-impl Extent {
+impl SegmentExtent {
     pub(crate) fn length(&self) -> u64 {
         self.chunks.iter().copied().map(u64::from).sum()
     }
@@ -99,13 +99,13 @@ impl Extent {
     }
 
     /// Reads the bytes, and computes what the manifest says of them. Holes are not read.
-    pub(crate) fn measure(&self, file: &File, buffer: &mut Vec<u8>) -> io::Result<Segment> {
+    pub(crate) fn measure(&self, file: &File, buffer: &mut Vec<u8>) -> io::Result<SealedSegment> {
         if is_hole(file, self.offset, self.read_end())? {
             return Ok(self.segment(Vec::new(), Vec::new()));
         }
         let bytes = self.read(file, buffer)?;
         let (chunks, checksums) = self.sums(bytes);
-        let is_all_zero = chunks.iter().all(Chunk::is_zero) && is_zero(bytes);
+        let is_all_zero = chunks.iter().all(SealedChunk::is_zero) && is_zero(bytes);
         Ok(if is_all_zero { self.segment(Vec::new(), Vec::new()) } else { self.segment(chunks, checksums) })
     }
 
@@ -118,13 +118,13 @@ impl Extent {
     }
 
     /// Computes the hashes of the chunks and the checksums of the blocks.
-    pub(crate) fn sums(&self, bytes: &[u8]) -> (Vec<Chunk>, Vec<u64>) {
+    pub(crate) fn sums(&self, bytes: &[u8]) -> (Vec<SealedChunk>, Vec<u64>) {
         let mut chunks = Vec::with_capacity(self.chunks.len());
         let mut rest = bytes;
         for length in &self.chunks {
             let (chunk, after) = rest.split_at(*length as usize);
             let digest = if is_zero(chunk) { ZEROS } else { Digest(*blake3::hash(chunk).as_bytes()) };
-            chunks.push(Chunk { length: *length, digest });
+            chunks.push(SealedChunk { length: *length, digest });
             rest = after;
         }
         let inside = |offset: u64| usize::try_from(offset - self.offset).unwrap_or(usize::MAX);
@@ -135,8 +135,8 @@ impl Extent {
         (chunks, checksums.collect())
     }
 
-    /// What [`Extent::sums`] is for a segment of the manifest.
-    pub(crate) fn sums_of(&self, segment: &Segment) -> (Vec<Chunk>, Vec<u64>) {
+    /// What [`SegmentExtent::sums`] is for a segment of the manifest.
+    pub(crate) fn sums_of(&self, segment: &SealedSegment) -> (Vec<SealedChunk>, Vec<u64>) {
         if segment.chunks.is_empty() {
             let length = usize::try_from(self.read_end() - self.offset).unwrap_or(usize::MAX);
             return self.sums(&vec![0; length]);
@@ -144,10 +144,10 @@ impl Extent {
         (segment.chunks.clone(), segment.checksums.clone())
     }
 
-    fn segment(&self, chunks: Vec<Chunk>, checksums: Vec<u64>) -> Segment {
+    fn segment(&self, chunks: Vec<SealedChunk>, checksums: Vec<u64>) -> SealedSegment {
         // At most SEGMENT.
         let length = u32::try_from(self.length()).unwrap_or(u32::MAX);
-        Segment { offset: self.offset, length, chunks, checksums }
+        SealedSegment { offset: self.offset, length, chunks, checksums }
     }
 }
 
@@ -176,10 +176,10 @@ impl<'a> Cutter<'a> {
 }
 
 impl Iterator for Cutter<'_> {
-    type Item = Extent;
+    type Item = SegmentExtent;
 
-    fn next(&mut self) -> Option<Extent> {
-        let mut extent = Extent {
+    fn next(&mut self) -> Option<SegmentExtent> {
+        let mut extent = SegmentExtent {
             offset: self.at,
             chunks: Vec::new(),
             file_length: self.file_length,
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     /// The segments of a file, measured.
-    fn measured(file: &File, starts: &[u64]) -> Vec<Segment> {
+    fn measured(file: &File, starts: &[u64]) -> Vec<SealedSegment> {
         let length = file.metadata().unwrap().len();
         let mut buffer = Vec::new();
         Cutter::new(length, true, starts).map(|extent| extent.measure(file, &mut buffer).unwrap()).collect()
@@ -264,12 +264,13 @@ mod tests {
     #[test]
     fn a_block_belongs_to_the_segment_in_which_it_begins() {
         let bytes: Vec<u8> = (0..BLOCK * 3 + 5).map(|at| u8::try_from(at % 251).unwrap()).collect();
-        let [first, second] = [(0, BLOCK + 1), (BLOCK + 1, 2 * BLOCK + 4)].map(|(offset, length)| Extent {
-            offset: offset as u64,
-            chunks: vec![u32::try_from(length).unwrap()],
-            file_length: bytes.len() as u64,
-            memory: true,
-        });
+        let [first, second] =
+            [(0, BLOCK + 1), (BLOCK + 1, 2 * BLOCK + 4)].map(|(offset, length)| SegmentExtent {
+                offset: offset as u64,
+                chunks: vec![u32::try_from(length).unwrap()],
+                file_length: bytes.len() as u64,
+                memory: true,
+            });
         let (file, mut buffer) = (file(&bytes), Vec::new());
         let sums = |blocks: &[Range<usize>]| -> Vec<u64> {
             blocks.iter().map(|block| block_checksum(&bytes[block.clone()])).collect()
@@ -300,7 +301,7 @@ mod tests {
     fn zeros_whose_last_block_continues_into_other_bytes_keep_its_checksum() {
         let mut bytes = vec![0; 2 * BLOCK];
         bytes[BLOCK + 9] = 1;
-        let extent = Extent {
+        let extent = SegmentExtent {
             offset: 0,
             chunks: vec![u32::try_from(BLOCK + 4).unwrap()],
             file_length: bytes.len() as u64,
@@ -313,7 +314,7 @@ mod tests {
 
     #[test]
     fn a_file_that_became_shorter_is_an_error_and_no_hole() {
-        let extent = Extent { offset: 0, chunks: vec![4096], file_length: 4096, memory: true };
+        let extent = SegmentExtent { offset: 0, chunks: vec![4096], file_length: 4096, memory: true };
         let error = extent.measure(&file(&[0; 4095]), &mut Vec::new()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }

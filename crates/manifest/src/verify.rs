@@ -16,14 +16,14 @@ use crate::error::{ManifestError, Result};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::parallel::Workers;
 use crate::seal::prefetch;
-use crate::segment::{Extent, Segment};
+use crate::segment::{SealedSegment, SegmentExtent};
 
-/// Differences whose place in memory is searched for: each search reads the pagemaps.
+/// DifferenceReport whose place in memory is searched for: each search reads the pagemaps.
 const MAX_PLACES: u64 = 50;
 
 /// A difference between an image and its manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Difference {
+pub enum ImageDifference {
     /// A file is missing.
     Missing {
         /// Its name.
@@ -68,7 +68,7 @@ pub enum Difference {
     },
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for ImageDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing { file } => write!(f, "{file}: missing"),
@@ -96,7 +96,7 @@ pub struct VerifyReport {
     pub files: u64,
     /// The sum of their sealed lengths.
     pub bytes: u64,
-    /// Differences: 0 if the image is as it was sealed.
+    /// DifferenceReport: 0 if the image is as it was sealed.
     pub differences: u64,
 }
 
@@ -105,54 +105,55 @@ pub struct VerifyReport {
 ///
 /// # Errors
 /// The image is not sealed, the manifest is damaged, or the directory cannot be read.
-pub fn verify(directory: &Path, report: impl FnMut(&Difference)) -> Result<VerifyReport> {
+pub fn verify(directory: &Path, report: impl FnMut(&ImageDifference)) -> Result<VerifyReport> {
     let images = ImageDir::open(directory)?;
     let manifest = ManifestReader::open(&images)?;
     let names = covered_files(&images)?;
     let id = manifest.id();
-    let mut differences = Differences { images: &images, names: &names, report, pending: None, count: 0 };
-    let mut jobs = Jobs::new(&images, manifest);
+    let mut differences =
+        DifferenceReport { images: &images, names: &names, report, pending: None, count: 0 };
+    let mut jobs = VerifyJobs::new(&images, manifest);
     let (mut files, mut bytes) = (0, 0);
-    let work = |job: &Job, buffer: &mut Vec<u8>| match job {
-        Job::Segment(part) => part.compare(buffer),
+    let work = |job: &VerifyJob, buffer: &mut Vec<u8>| match job {
+        VerifyJob::Segment(part) => part.compare(buffer),
         _ => Vec::new(),
     };
     Workers::new().run(jobs.by_ref(), work, |job, found| {
         match job {
-            Job::File(file) => {
+            VerifyJob::File(file) => {
                 files += 1;
                 bytes += file.length;
             }
-            Job::Found(difference) => differences.add(difference),
-            Job::Segment(_) => found.into_iter().for_each(|difference| differences.add(difference)),
+            VerifyJob::Found(difference) => differences.add(difference),
+            VerifyJob::Segment(_) => found.into_iter().for_each(|difference| differences.add(difference)),
         }
         Ok::<_, ManifestError>(())
     })?;
     for file in names.difference(&jobs.sealed) {
-        differences.add(Difference::Added { file: file.clone() });
+        differences.add(ImageDifference::Added { file: file.clone() });
     }
     if !jobs.has_parent && parent_link(&images)?.is_some() {
-        differences.add(Difference::Parent { what: "not sealed: the link was added later".to_owned() });
+        differences.add(ImageDifference::Parent { what: "not sealed: the link was added later".to_owned() });
     }
     differences.flush();
     Ok(VerifyReport { id, files, bytes, differences: differences.count })
 }
 
-enum Job {
+enum VerifyJob {
     File(SealedFile),
-    Found(Difference),
+    Found(ImageDifference),
     Segment(Part),
 }
 
 /// A segment of an open file.
 struct Part {
     file: Arc<(String, File)>,
-    extent: Extent,
-    sealed: Segment,
+    extent: SegmentExtent,
+    sealed: SealedSegment,
 }
 
 impl Part {
-    fn compare(&self, buffer: &mut Vec<u8>) -> Vec<Difference> {
+    fn compare(&self, buffer: &mut Vec<u8>) -> Vec<ImageDifference> {
         match self.extent.measure(&self.file.1, buffer) {
             Ok(found) if found == self.sealed => Vec::new(),
             Ok(_) => self.wrong_ranges(buffer).unwrap_or_else(|error| vec![self.unreadable(&error)]),
@@ -160,13 +161,13 @@ impl Part {
         }
     }
 
-    fn unreadable(&self, error: &io::Error) -> Difference {
+    fn unreadable(&self, error: &io::Error) -> ImageDifference {
         let reason = format!("cannot be read at offset {}: {error}", self.extent.offset);
-        Difference::Unreadable { file: self.file.0.clone(), reason }
+        ImageDifference::Unreadable { file: self.file.0.clone(), reason }
     }
 
     /// Finds the blocks that differ. Without one, as in files that have no blocks, finds the chunks.
-    fn wrong_ranges(&self, buffer: &mut Vec<u8>) -> io::Result<Vec<Difference>> {
+    fn wrong_ranges(&self, buffer: &mut Vec<u8>) -> io::Result<Vec<ImageDifference>> {
         let found = self.extent.sums(self.extent.read(&self.file.1, buffer)?);
         let sealed = self.extent.sums_of(&self.sealed);
         let blocks = self.extent.blocks().zip(sealed.1.iter().zip(&found.1));
@@ -188,13 +189,13 @@ impl Part {
             }
         }
         let file = || self.file.0.clone();
-        let bytes = |(offset, length)| Difference::Bytes { file: file(), offset, length, place: None };
+        let bytes = |(offset, length)| ImageDifference::Bytes { file: file(), offset, length, place: None };
         Ok(wrong.into_iter().map(bytes).collect())
     }
 }
 
 /// The work of a verification, in the order of the manifest.
-struct Jobs<'a> {
+struct VerifyJobs<'a> {
     images: &'a ImageDir,
     manifest: ManifestReader,
     /// The names of all files so far.
@@ -208,10 +209,10 @@ struct Jobs<'a> {
     found: u64,
     memory: bool,
     /// Found while the file was opened.
-    next: Option<Difference>,
+    next: Option<ImageDifference>,
 }
 
-impl<'a> Jobs<'a> {
+impl<'a> VerifyJobs<'a> {
     fn new(images: &'a ImageDir, manifest: ManifestReader) -> Self {
         Self {
             images,
@@ -236,27 +237,28 @@ impl<'a> Jobs<'a> {
                 self.file = Some(Arc::new((file.clone(), opened)));
                 self.found = found;
                 let differs = found != sealed.length;
-                self.next = differs.then_some(Difference::Length { file, sealed: sealed.length, found });
+                self.next = differs.then_some(ImageDifference::Length { file, sealed: sealed.length, found });
             }
-            Ok(None) => self.next = Some(Difference::Missing { file }),
-            Err(error) => self.next = Some(Difference::Unreadable { file, reason: error.to_string() }),
+            Ok(None) => self.next = Some(ImageDifference::Missing { file }),
+            Err(error) => self.next = Some(ImageDifference::Unreadable { file, reason: error.to_string() }),
         }
     }
 
     /// The part of the file that a segment is about; none if the file ends before it.
-    fn part(&self, sealed: Segment) -> Option<Part> {
+    fn part(&self, sealed: SealedSegment) -> Option<Part> {
         let lengths = sealed.chunks.iter().map(|chunk| chunk.length);
         let chunks = if sealed.chunks.is_empty() { vec![sealed.length] } else { lengths.collect() };
-        let extent = Extent { offset: sealed.offset, chunks, file_length: self.length, memory: self.memory };
+        let extent =
+            SegmentExtent { offset: sealed.offset, chunks, file_length: self.length, memory: self.memory };
         let file = self.file.clone().filter(|_| extent.read_end() <= self.found)?;
         prefetch(&file.1, &extent);
         Some(Part { file, extent, sealed })
     }
 
-    fn parent(&mut self, sealed: &SealedParent) -> Result<Option<Difference>> {
+    fn parent(&mut self, sealed: &SealedParent) -> Result<Option<ImageDifference>> {
         self.has_parent = true;
         let found = parent_link(self.images)?.map(OsStringExt::into_vec);
-        let wrong = |what: &str| Ok(Some(Difference::Parent { what: what.to_owned() }));
+        let wrong = |what: &str| Ok(Some(ImageDifference::Parent { what: what.to_owned() }));
         if found.as_ref() != Some(&sealed.target) {
             return wrong(if found.is_some() {
                 "leads elsewhere than when it was sealed"
@@ -276,12 +278,12 @@ impl<'a> Jobs<'a> {
     }
 }
 
-impl Iterator for Jobs<'_> {
-    type Item = Result<Job>;
+impl Iterator for VerifyJobs<'_> {
+    type Item = Result<VerifyJob>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if let Some(difference) = self.next.take() {
-            return Some(Ok(Job::Found(difference)));
+            return Some(Ok(VerifyJob::Found(difference)));
         }
         loop {
             let job = match self.manifest.next_record() {
@@ -289,11 +291,11 @@ impl Iterator for Jobs<'_> {
                 Err(error) => return Some(Err(error)),
                 Ok(Some(ManifestRecord::File(file))) => {
                     self.open(&file);
-                    Some(Job::File(file))
+                    Some(VerifyJob::File(file))
                 }
-                Ok(Some(ManifestRecord::Segment(segment))) => self.part(segment).map(Job::Segment),
+                Ok(Some(ManifestRecord::Segment(segment))) => self.part(segment).map(VerifyJob::Segment),
                 Ok(Some(ManifestRecord::Parent(parent))) => match self.parent(&parent) {
-                    Ok(found) => found.map(Job::Found),
+                    Ok(found) => found.map(VerifyJob::Found),
                     Err(error) => return Some(Err(error)),
                 },
             };
@@ -305,7 +307,7 @@ impl Iterator for Jobs<'_> {
 }
 
 /// Joins ranges that follow each other, and reports.
-struct Differences<'a, F> {
+struct DifferenceReport<'a, F> {
     images: &'a ImageDir,
     names: &'a BTreeSet<String>,
     report: F,
@@ -313,9 +315,9 @@ struct Differences<'a, F> {
     count: u64,
 }
 
-impl<F: FnMut(&Difference)> Differences<'_, F> {
-    fn add(&mut self, difference: Difference) {
-        let Difference::Bytes { file, offset, length, .. } = difference else {
+impl<F: FnMut(&ImageDifference)> DifferenceReport<'_, F> {
+    fn add(&mut self, difference: ImageDifference) {
+        let ImageDifference::Bytes { file, offset, length, .. } = difference else {
             self.flush();
             return self.report(&difference);
         };
@@ -334,10 +336,10 @@ impl<F: FnMut(&Difference)> Differences<'_, F> {
         let is_searched = self.count < MAX_PLACES;
         let place = is_searched.then(|| self.images.memory_at(self.names, &file, offset));
         let place = place.and_then(Result::ok).flatten();
-        self.report(&Difference::Bytes { file, offset, length, place });
+        self.report(&ImageDifference::Bytes { file, offset, length, place });
     }
 
-    fn report(&mut self, difference: &Difference) {
+    fn report(&mut self, difference: &ImageDifference) {
         self.count += 1;
         (self.report)(difference);
     }

@@ -10,7 +10,9 @@ use std::thread;
 use std::time::Duration;
 
 use rewake_criu_images::{Generation, Inventory, MemoryPlace, PageFlags, Pagemap, write};
-use rewake_manifest::{Difference, MANIFEST_NAME, ManifestError, SealReport, VerifyReport, seal, verify};
+use rewake_manifest::{
+    ImageDifference, MANIFEST_NAME, ManifestError, SealReport, VerifyReport, seal, verify,
+};
 
 const PAGE: usize = 4096;
 const BLOCK: u64 = 65_536;
@@ -41,7 +43,7 @@ fn sealed(pages: u64) -> tempfile::TempDir {
     dir
 }
 
-fn differences(dir: &Path) -> Vec<Difference> {
+fn differences(dir: &Path) -> Vec<ImageDifference> {
     let mut found = Vec::new();
     let report = verify(dir, |difference| found.push(difference.clone())).unwrap();
     assert_eq!(report.differences, found.len() as u64);
@@ -114,8 +116,8 @@ fn a_flipped_bit_of_memory_is_found_by_its_block_and_address() {
     flip(&dir.path().join("pages-1.img"), 3 * BLOCK + 4097);
     let place = MemoryPlace::Task { pid: 7, address: START + 3 * BLOCK };
     let (file, offset) = ("pages-1.img".to_owned(), 3 * BLOCK);
-    let expected = Difference::Bytes { file, offset, length: BLOCK, place: Some(place) };
-    assert_eq!(differences(dir.path()), [expected.clone()]);
+    let expected = ImageDifference::Bytes { file, offset, length: BLOCK, place: Some(place) };
+    assert_eq!(differences(dir.path()), std::slice::from_ref(&expected));
     assert_eq!(
         expected.to_string(),
         "pages-1.img: wrong bytes in the 65536 from offset 196608 (process 7, address 0x700000030000)"
@@ -130,7 +132,7 @@ fn a_flipped_bit_of_any_other_file_is_found_by_its_name() {
         let length = fs::metadata(&path).unwrap().len();
         flip(&path, length - 1);
         let found = differences(dir.path());
-        let expected = Difference::Bytes { file: name.to_owned(), offset: 0, length, place: None };
+        let expected = ImageDifference::Bytes { file: name.to_owned(), offset: 0, length, place: None };
         assert_eq!(found, [expected]);
         flip(&path, length - 1);
     }
@@ -146,7 +148,7 @@ fn wrong_blocks_that_follow_each_other_are_one_line() {
     let ranges: Vec<(u64, u64)> = differences(dir.path())
         .iter()
         .map(|of| match of {
-            Difference::Bytes { offset, length, .. } => (*offset, *length),
+            ImageDifference::Bytes { offset, length, .. } => (*offset, *length),
             other => panic!("{other}"),
         })
         .collect();
@@ -161,7 +163,7 @@ fn bytes_in_the_place_of_zeros_are_found() {
     seal(dir.path()).unwrap();
     flip(&path, (4 << 20) + 5);
     let expected =
-        Difference::Bytes { file: "pages-1.img".into(), offset: 4 << 20, length: BLOCK, place: None };
+        ImageDifference::Bytes { file: "pages-1.img".into(), offset: 4 << 20, length: BLOCK, place: None };
     assert_eq!(differences(dir.path()), [expected]);
 }
 
@@ -173,12 +175,12 @@ fn files_that_are_shorter_longer_missing_or_new_are_found() {
     fs::write(path("tmpfs-dev-9.tar.gz.img"), vec![3; 70_001]).unwrap();
     fs::remove_file(path("files.img")).unwrap();
     fs::write(path("pagemap-8.img"), "").unwrap();
-    let length = |file: &str, sealed, found| Difference::Length { file: file.into(), sealed, found };
+    let length = |file: &str, sealed, found| ImageDifference::Length { file: file.into(), sealed, found };
     let expected = [
-        Difference::Missing { file: "files.img".into() },
+        ImageDifference::Missing { file: "files.img".into() },
         length("pages-1.img", 1000 * PAGE as u64, 100_000),
         length("tmpfs-dev-9.tar.gz.img", 70_000, 70_001),
-        Difference::Added { file: "pagemap-8.img".into() },
+        ImageDifference::Added { file: "pagemap-8.img".into() },
     ];
     assert_eq!(differences(dir.path()), expected);
     assert_eq!(expected[1].to_string(), "pages-1.img: truncated: 100000 bytes, sealed with 4096000");
@@ -191,7 +193,10 @@ fn a_link_in_the_place_of_a_file_is_not_followed() {
     fs::rename(&path, dir.path().join("elsewhere")).unwrap();
     symlink("elsewhere", &path).unwrap();
     let found = differences(dir.path());
-    assert!(matches!(&found[..], [Difference::Unreadable { file, .. }] if file == "files.img"), "{found:?}");
+    assert!(
+        matches!(&found[..], [ImageDifference::Unreadable { file, .. }] if file == "files.img"),
+        "{found:?}"
+    );
 }
 
 #[test]
@@ -285,9 +290,9 @@ fn a_parent_must_be_the_one_that_was_sealed() {
     seal(&parent).unwrap();
     let found = differences(&child);
     assert!(
-        matches!(&found[..], [Difference::Parent { what }] if what.contains("another image")),
+        matches!(&found[..], [ImageDifference::Parent { what }] if what.contains("another image")),
         "{found:?}"
     );
     fs::remove_file(child.join("parent")).unwrap();
-    assert_eq!(differences(&child), [Difference::Parent { what: "missing".into() }]);
+    assert_eq!(differences(&child), [ImageDifference::Parent { what: "missing".into() }]);
 }

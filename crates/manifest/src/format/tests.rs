@@ -12,9 +12,9 @@ fn head(name: &str, length: u64) -> SealedFile {
     SealedFile { name: name.to_owned(), length, memory: true }
 }
 
-fn segment(length: u32, chunks: &[u32], blocks: usize) -> Segment {
-    let chunks = chunks.iter().map(|length| Chunk { length: *length, digest: SUM }).collect();
-    Segment { offset: 0, length, chunks, checksums: vec![5; blocks] }
+fn segment(length: u32, chunks: &[u32], blocks: usize) -> SealedSegment {
+    let chunks = chunks.iter().map(|length| SealedChunk { length: *length, digest: SUM }).collect();
+    SealedSegment { offset: 0, length, chunks, checksums: vec![5; blocks] }
 }
 
 /// Writes a manifest with `records`, and a hash that fits.
@@ -60,7 +60,7 @@ fn two_files(writer: &mut ManifestWriter) {
 #[test]
 fn what_is_written_is_read() {
     let (_dir, path) = written(two_files);
-    let at = |offset, segment| ManifestRecord::Segment(Segment { offset, ..segment });
+    let at = |offset, segment| ManifestRecord::Segment(SealedSegment { offset, ..segment });
     let expected = [
         ManifestRecord::Parent(SealedParent { target: b"../1".to_vec(), id: Some(SUM) }),
         ManifestRecord::File(head("a.img", (4 << 20) + 9)),
@@ -113,7 +113,7 @@ fn names_that_leave_the_directory_or_repeat_are_refused() {
 
 #[test]
 fn segments_that_do_not_fit_the_file_are_refused() {
-    let lone = |of: Segment| {
+    let lone = |of: SealedSegment| {
         refused(|writer| {
             writer.file(&head("a.img", 5 << 20)).unwrap();
             writer.segment(&of).unwrap();

@@ -46,7 +46,7 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     wait_for_tree(options.tree.cast_signed(), say).map_err(|error| anyhow!("{error}"))?;
     let place = if given.streams { None } else { Some(DumpPlace::prepare(&target, &log)?) };
     let images = place.as_ref().map_or(&*target, DumpPlace::images);
-    let dump = Dump {
+    let dump = CriuDump {
         options,
         criu: CriuInvocation {
             name: "dump",
@@ -67,7 +67,7 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
 
 /// One dump.
 #[derive(Debug)]
-struct Dump<'a> {
+struct CriuDump<'a> {
     options: &'a DumpArgs,
     criu: CriuInvocation<'a>,
     /// The user's directory.
@@ -76,7 +76,7 @@ struct Dump<'a> {
     place: Option<&'a DumpPlace>,
 }
 
-impl Dump<'_> {
+impl CriuDump<'_> {
     /// Runs CRIU, and completes the image. A signal to this process alone does not reach CRIU: a dump that is
     /// cut off can leave its tree stopped.
     fn run(&self) -> anyhow::Result<ExitStatus> {
