@@ -9,8 +9,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use nix::errno::Errno;
-use nix::fcntl::{OFlag, PosixFadviseAdvice, openat, posix_fadvise, renameat};
+use nix::fcntl::{OFlag, openat, renameat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
 use rewake_criu_images::{Digest, ImageDir, MemoryFiles};
@@ -208,18 +207,10 @@ fn jobs<'a>(
     let segments = Cutter::new(length, sealed.memory, memory.starts(name));
     let file = Arc::new((name.to_owned(), file));
     let segments = segments.map(move |extent| {
-        prefetch(&file.1, &extent);
+        extent.prefetch(&file.1);
         SealJob::Segment(Arc::clone(&file), extent)
     });
     Ok((SealJob::File(sealed, state), segments))
-}
-
-/// Has the kernel read ahead: the jobs of a batch are made before the first is read.
-pub(crate) fn prefetch(file: &File, extent: &SegmentExtent) {
-    let length = extent.length().cast_signed();
-    // A file system without readahead reads later.
-    let _: Result<(), Errno> =
-        posix_fadvise(file, extent.offset.cast_signed(), length, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
 }
 
 /// What chunks have in common.

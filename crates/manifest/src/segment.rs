@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 
 use nix::errno::Errno;
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::unistd::{Whence, lseek};
 use rewake_criu_images::{CHUNK, Digest};
 use rewake_image_io::BLOCK;
@@ -96,6 +97,17 @@ impl SegmentExtent {
     pub(crate) fn read_end(&self) -> u64 {
         let blocks = self.blocks();
         if blocks.is_empty() { self.end() } else { self.end().max(self.block(blocks.end - 1).end) }
+    }
+
+    /// Has the kernel read ahead: the jobs of a batch are made before the first is read. Holes would fill the
+    /// page cache with zeros.
+    pub(crate) fn prefetch(&self, file: &File) {
+        if is_hole(file, self.offset, self.read_end()).unwrap_or(true) {
+            return;
+        }
+        let (offset, length) = (self.offset.cast_signed(), self.length().cast_signed());
+        // A file system without readahead reads later.
+        let _ = posix_fadvise(file, offset, length, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
     }
 
     /// Reads the bytes, and computes what the manifest says of them. Holes are not read.

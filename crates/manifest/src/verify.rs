@@ -15,7 +15,6 @@ use crate::directory::{PARENT, covered_files, open, parent_link};
 use crate::error::{ManifestError, Result};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::parallel::Workers;
-use crate::seal::prefetch;
 use crate::segment::{SealedSegment, SegmentExtent};
 
 /// DifferenceReport whose place in memory is searched for: each search reads the pagemaps.
@@ -251,7 +250,7 @@ impl<'a> VerifyJobs<'a> {
         let extent =
             SegmentExtent { offset: sealed.offset, chunks, file_length: self.length, memory: self.memory };
         let file = self.file.clone().filter(|_| extent.read_end() <= self.found)?;
-        prefetch(&file.1, &extent);
+        extent.prefetch(&file.1);
         Some(Part { file, extent, sealed })
     }
 
