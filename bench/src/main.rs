@@ -11,11 +11,13 @@
 //!   copies.
 //! * [`behind`]: this project's plugin, with and without a background load.
 //! * [`engine`]: the engine that loads GPU memory, compared with memcpy and the disk.
+//! * [`checksums`]: what it costs to check blocks.
 //! * [`cache`]: the share of a file in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
 mod behind;
 mod cache;
+mod checksums;
 mod criu;
 mod disk;
 mod engine;
@@ -57,6 +59,8 @@ enum Command {
     Behind(behind::Options),
     /// Loads an image of GPU memory into this machine's memory, alternately with memcpy and fio (needs root)
     Engine(engine::Options),
+    /// Compares ways to check blocks of an image while they are loaded
+    Checksums(checksums::Options),
     /// The process that `lazy` dumps and restores
     #[command(hide = true)]
     Toucher(touch::Options),
@@ -83,6 +87,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Plugin(options) => plugin::run(&options),
         Command::Behind(options) => behind::run(&options),
         Command::Engine(options) => engine::run(&options),
+        Command::Checksums(options) => checksums::run(&options),
         Command::Toucher(options) => touch::run(&options),
         Command::FillTarget(options) => fill::run_target(&options),
     }

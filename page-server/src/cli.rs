@@ -25,10 +25,14 @@ pub enum Command {
     PageServer(PageServerArgs),
     /// Runs the node agent, which starts a streamer for each restore
     Serve(ServeArgs),
-    /// Runs `criu dump`, with the plugin for GPUs
+    /// Runs `criu dump`, with the plugin for GPUs; the new image replaces an old one as a whole
     Dump(DumpArgs),
     /// Runs `criu restore` on demand, and shows how the memory is loaded
     Restore(RestoreArgs),
+    /// Writes a manifest into an image of another program's: `rewake dump` does that itself
+    Seal(SealArgs),
+    /// Compares an image and its parents with their manifests, to the last byte
+    Verify(VerifyArgs),
     /// For `rewake restore` and `rewake serve`: serves one restore
     #[command(hide = true)]
     Streamer(StreamerArgs),
@@ -242,6 +246,22 @@ pub struct InspectArgs {
     pub json: bool,
 }
 
+/// Options of `rewake seal`.
+#[derive(Debug, Args)]
+pub struct SealArgs {
+    /// Directory of the images
+    #[arg(value_name = "IMG")]
+    pub images_dir: PathBuf,
+}
+
+/// Options of `rewake verify`.
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// Directory of the images
+    #[arg(value_name = "IMG")]
+    pub images_dir: PathBuf,
+}
+
 /// Options of `rewake serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
@@ -283,7 +303,8 @@ pub struct DumpArgs {
     /// The process to dump, with its children
     #[arg(short = 't', long, value_name = "PID")]
     pub tree: u32,
-    /// Directory for the images
+    /// Directory for the images. An image in it stays until the new one is complete and on the disk, and is then
+    /// replaced by it
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: PathBuf,
     /// Directory for the log [default: the images directory]

@@ -9,6 +9,9 @@ use rewake::cli::{Cli, Command};
 use rewake::{commands, criu_args};
 
 fn main() -> ExitCode {
+    if let Some(code) = commands::dump::action_script::run_if_called() {
+        return ExitCode::from(code);
+    }
     let cli = Cli::parse_from(criu_args::normalise(std::env::args_os()));
     let result = match &cli.command {
         Command::LazyPages(options) => commands::lazy_pages::run(options),
@@ -16,6 +19,8 @@ fn main() -> ExitCode {
         Command::Serve(options) => commands::serve::run(options),
         Command::Dump(options) => commands::dump::run(options),
         Command::Restore(options) => commands::restore::run(options),
+        Command::Seal(options) => commands::seal::run(options),
+        Command::Verify(options) => commands::verify::run(options),
         Command::Streamer(options) => commands::streamer::run(options),
         Command::Status(options) => commands::status::run(options),
         Command::Planner(options) => commands::planner::run(options),

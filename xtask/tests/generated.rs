@@ -10,6 +10,7 @@ const GENERATED: &[(&str, &str, &str)] = &[
     ("amdgpu.proto", "rewake.amdgpu", "crates/criu-images/src/generated/amdgpu.rs"),
     ("rewake_gpu.proto", "rewake.gpu", "crates/criu-images/src/generated/gpu.rs"),
     ("handover.proto", "rewake.handover", "crates/plugin-protocol/src/generated/handover.rs"),
+    ("manifest.proto", "rewake.manifest", "crates/manifest/src/generated/manifest.rs"),
     ("control.proto", "rewake.control", "crates/streamer/src/control/generated/control.rs"),
 ];
 

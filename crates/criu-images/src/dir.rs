@@ -208,8 +208,12 @@ impl ImageDir {
         self.records(&id.file_name(), &frame::PAGEMAP)?.map(pagemap::parse).transpose()
     }
 
-    /// Opens a regular file for reading, and returns its length in bytes; `None` where it does not exist.
-    pub(crate) fn file(&self, name: &str) -> Result<Option<(PathBuf, File, u64)>> {
+    /// Opens a regular file for reading. Returns its path for messages and its length in bytes; `None` where
+    /// it does not exist.
+    ///
+    /// # Errors
+    /// It is a symbolic link or no regular file, or cannot be opened.
+    pub fn file(&self, name: &str) -> Result<Option<(PathBuf, File, u64)>> {
         let path = self.path.join(name);
         // O_NONBLOCK: opening a FIFO by mistake must be refused below, not block here.
         let kind = OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
@@ -228,7 +232,11 @@ impl ImageDir {
         Ok(Some((path, file, meta.len())))
     }
 
-    fn records(&self, name: &str, kind: &'static FileKind) -> Result<Option<Records<HashingReader<File>>>> {
+    pub(crate) fn records(
+        &self,
+        name: &str,
+        kind: &'static FileKind,
+    ) -> Result<Option<Records<HashingReader<File>>>> {
         let Some((path, file, len)) = self.file(name)? else { return Ok(None) };
         let name = "parent/".repeat(self.lineage.len() - 1) + name;
         Records::new(kind, &path, self.parsed.reader(name, file), len).map(Some)

@@ -143,26 +143,14 @@ impl Pagemap {
     }
 }
 
-pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<Pagemap> {
-    let Some((offset, head)) = records.message::<PagemapHead>()? else { return Err(records.no_record()) };
-    let Some(pages_id) = head.pages_id else {
-        return Err(records.damaged(offset, "the number of the pages file", "none"));
-    };
-    let mut map = Pagemap { pages_id, entries: Vec::new(), generation: Generation::Wide, file_len: 0 };
-    let mut end = 0;
-    while let Some((offset, raw)) = records.message::<Raw>()? {
-        if raw.nr_pages.is_none() {
-            map.generation = Generation::Narrow;
-        }
-        let entry = to_entry(&raw, map.file_len)
-            .ok_or_else(|| records.damaged(offset, "whole pages inside the address space", show(&raw)))?;
-        if entry.vaddr < end {
-            let expected = format!("an address from {end:#x}, after the entry before");
-            return Err(records.damaged(offset, expected, show(&raw)));
-        }
+pub(crate) fn parse<R: Read>(records: Records<R>) -> Result<Pagemap> {
+    let mut read = PagemapReader::new(records)?;
+    let mut map =
+        Pagemap { pages_id: read.pages_id, entries: Vec::new(), generation: Generation::Wide, file_len: 0 };
+    while let Some((offset, entry)) = read.next()? {
         if map.entries.len() == MAX_PAGEMAP_ENTRIES {
             return Err(ImageError::TooMany {
-                file: records.file().to_path_buf(),
+                file: read.records.file().to_path_buf(),
                 offset,
                 what: "entries and more",
                 found: MAX_PAGEMAP_ENTRIES as u64,
@@ -170,10 +158,53 @@ pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<Pagemap> {
                 limit: MAX_PAGEMAP_ENTRIES as u64,
             });
         }
-        end = entry.end();
         map.push(entry);
     }
+    map.generation = read.generation;
     Ok(map)
+}
+
+/// Reads a pagemap entry by entry, in bounded memory.
+pub(crate) struct PagemapReader<R> {
+    records: Records<R>,
+    /// N of `pages-N.img`.
+    pub(crate) pages_id: u32,
+    generation: Generation,
+    /// The address after the last entry.
+    end: u64,
+    file_offset: u64,
+}
+
+impl<R: Read> PagemapReader<R> {
+    /// Reads the head.
+    pub(crate) fn new(mut records: Records<R>) -> Result<Self> {
+        let Some((offset, head)) = records.message::<PagemapHead>()? else { return Err(records.no_record()) };
+        let Some(pages_id) = head.pages_id else {
+            return Err(records.damaged(offset, "the number of the pages file", "none"));
+        };
+        Ok(Self { records, pages_id, generation: Generation::Wide, end: 0, file_offset: 0 })
+    }
+
+    /// Returns the next entry, and the offset of its record.
+    pub(crate) fn next(&mut self) -> Result<Option<(u64, PagemapEntry)>> {
+        let Some((offset, raw)) = self.records.message::<Raw>()? else { return Ok(None) };
+        if raw.nr_pages.is_none() {
+            self.generation = Generation::Narrow;
+        }
+        let entry = to_entry(&raw, self.file_offset).ok_or_else(|| {
+            self.records.damaged(offset, "whole pages inside the address space", show(&raw))
+        })?;
+        if entry.vaddr < self.end {
+            let expected = format!("an address from {:#x}, after the entry before", self.end);
+            return Err(self.records.damaged(offset, expected, show(&raw)));
+        }
+        self.end = entry.end();
+        if entry.flags.has(PageFlags::PRESENT) {
+            // No overflow: entries do not overlap, so the sum is at most the end of the last.
+            self.file_offset += entry.pages * PAGE;
+        }
+        Ok(Some((offset, entry)))
+    }
 }
 
 /// Converts a record of any generation. Returns `None` when it is not whole pages inside the address space.

@@ -33,6 +33,14 @@ pub(super) struct CriuOptions {
     pub(super) log: Option<PathBuf>,
     /// A folder of plugins is given.
     pub(super) plugins: bool,
+    /// `-R` or `-s` of a dump: CRIU does not kill the tree.
+    pub(super) keeps_tree: bool,
+    /// `--stream`: a dump writes no files.
+    pub(super) streams: bool,
+    /// `--auto-dedup`: a dump removes pages from its parent image.
+    pub(super) dedups: bool,
+    /// `--action-script`: programs that CRIU runs.
+    pub(super) scripts: Vec<OsString>,
 }
 
 impl CriuOptions {
@@ -52,9 +60,17 @@ impl CriuOptions {
             match name {
                 "-d" | "--restore-detached" => found.detached = true,
                 "-L" | "--libdir" => found.plugins = true,
-                "-o" | "--log-file" => {
+                "-R" | "--leave-running" | "-s" | "--leave-stopped" => found.keeps_tree = true,
+                "--stream" => found.streams = true,
+                "--auto-dedup" => found.dedups = true,
+                "-o" | "--log-file" | "--action-script" => {
                     let value = value.map(OsString::from).or_else(|| options.next().cloned());
-                    found.log = Some(value.with_context(|| format!("{name}: expected a file"))?.into());
+                    let value = value.with_context(|| format!("{name}: expected a file"))?;
+                    if name == "--action-script" {
+                        found.scripts.push(value);
+                    } else {
+                        found.log = Some(value.into());
+                    }
                 }
                 name if ours.contains(&name) => bail!("{name}: give it before `--`: rewake needs it too"),
                 _ => {}
@@ -246,6 +262,18 @@ mod tests {
             );
         }
         assert!(read(&["-o"]).is_err());
+    }
+
+    #[test]
+    fn what_a_dump_leaves_and_runs_is_read() {
+        for option in ["-R", "--leave-running", "-s", "--leave-stopped"] {
+            assert!(read(&[option]).unwrap().keeps_tree, "{option}");
+        }
+        let found =
+            read(&["--stream", "--auto-dedup", "--action-script", "-R", "--action-script=b"]).unwrap();
+        let scripts = strings(&["-R", "b"]);
+        let expected = CriuOptions { streams: true, dedups: true, scripts, ..CriuOptions::default() };
+        assert_eq!(found, expected);
     }
 
     #[test]

@@ -14,9 +14,11 @@ pub mod planner;
 mod print;
 pub mod recover;
 pub mod restore;
+pub mod seal;
 pub mod serve;
 pub mod status;
 pub mod streamer;
+pub mod verify;
 
 mod detach;
 

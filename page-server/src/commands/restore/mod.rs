@@ -24,6 +24,7 @@ use self::view::{View, write};
 use super::criu::{self, Criu, CriuInvocation, CriuOptions};
 use super::directory;
 use crate::cli::RestoreArgs;
+use crate::lease::ImageLease;
 use rewake_streamer::control::REPORT;
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{Ended, State, Streaming};
@@ -70,6 +71,14 @@ impl RestoreRequest<'_> {
 /// The image cannot be served, there is no agent or no CRIU: nothing was started. Or the restore failed.
 pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
+    // A dump that replaces the image keeps the old one for as long as its files are being opened. Remote file
+    // systems may have no such locks.
+    let lease = ImageLease::shared(&images);
+    ensure!(
+        !matches!(lease, Ok(None)),
+        "-D {}: another image is taking its place; try again",
+        images.display()
+    );
     let given = CriuOptions::read(&options.criu_options, &OURS)?;
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The files of an image directory that a manifest covers.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::ffi::OsStrExt as _;
+
+use nix::errno::Errno;
+use nix::fcntl::readlinkat;
+use nix::unistd::fsync;
+use rewake_criu_images::ImageDir;
+
+use crate::error::{ManifestError, Result, io};
+
+/// The name of the manifest in an image directory.
+pub const MANIFEST_NAME: &str = "rewake-manifest";
+
+/// A file of ours that says which buffers have the same bytes: a wrong one makes wrong bytes.
+const DUPLICATES: &str = "rewake-duplicates.json";
+
+/// The symbolic link to the parent image.
+pub(crate) const PARENT: &str = "parent";
+
+/// Returns the names of the files that are the image: those that a restore reads. Logs, statistics, sockets and
+/// what users put beside them are no part of it.
+pub(crate) fn covered_files(images: &ImageDir) -> Result<BTreeSet<String>> {
+    // By the descriptor: the path may name another directory by now.
+    let entries = fs::read_dir(format!("/proc/self/fd/{}", images.as_fd().as_raw_fd()));
+    let mut names = BTreeSet::new();
+    for entry in entries.map_err(io("list", images.path()))? {
+        let name = entry.map_err(io("list", images.path()))?.file_name();
+        if !name.as_bytes().ends_with(b".img") && name != DUPLICATES {
+            continue;
+        }
+        let name =
+            name.into_string().map_err(|name| ManifestError::Name { file: images.path().join(name) })?;
+        names.insert(name);
+    }
+    Ok(names)
+}
+
+/// Opens a covered file; `None` where it does not exist.
+pub(crate) fn open(images: &ImageDir, name: &str) -> Result<Option<(File, u64)>> {
+    Ok(images.file(name)?.map(|(_, file, length)| (file, length)))
+}
+
+/// Returns what the link to the parent image says; `None` without one.
+pub(crate) fn parent_link(images: &ImageDir) -> Result<Option<OsString>> {
+    match readlinkat(images.as_fd(), PARENT) {
+        Ok(target) => Ok(Some(target)),
+        Err(Errno::ENOENT) => Ok(None),
+        Err(errno) => Err(io("read", &images.path().join(PARENT))(errno.into())),
+    }
+}
+
+/// Writes these files and the directory itself to the disk.
+pub(crate) fn sync_files(images: &ImageDir, names: &BTreeSet<String>) -> Result<()> {
+    for name in names {
+        if let Some((file, _)) = open(images, name)? {
+            file.sync_all().map_err(io("sync", &images.path().join(name)))?;
+        }
+    }
+    sync(images)
+}
+
+/// Writes the entries of the directory to the disk.
+pub(crate) fn sync(images: &ImageDir) -> Result<()> {
+    fsync(images.as_fd()).map_err(|errno| io("sync", images.path())(errno.into()))
+}

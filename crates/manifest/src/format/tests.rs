@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Damaged and hostile manifests.
+
+use std::fs;
+use std::io::Write as _;
+
+use super::*;
+
+const SUM: Digest = Digest([7; 32]);
+
+fn head(name: &str, length: u64) -> SealedFile {
+    SealedFile { name: name.to_owned(), length, memory: true }
+}
+
+fn segment(length: u32, chunks: &[u32], blocks: usize) -> SealedSegment {
+    let chunks = chunks.iter().map(|length| SealedChunk { length: *length, digest: SUM }).collect();
+    SealedSegment { offset: 0, length, chunks, checksums: vec![5; blocks] }
+}
+
+/// Writes a manifest with `records`, and a hash that fits.
+fn written(records: impl FnOnce(&mut ManifestWriter)) -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(MANIFEST_NAME);
+    let mut writer = ManifestWriter::new(File::create(&path).unwrap()).unwrap();
+    records(&mut writer);
+    writer.finish().unwrap();
+    (dir, path)
+}
+
+fn read(path: &Path) -> Result<Vec<ManifestRecord>> {
+    let file = File::open(path).unwrap();
+    let length = file.metadata().unwrap().len();
+    let mut reader = ManifestReader::of(file, length, path)?;
+    let mut records = Vec::new();
+    while let Some(record) = reader.next_record()? {
+        records.push(record);
+    }
+    Ok(records)
+}
+
+/// The error of a manifest with these records: what was expected.
+fn refused(records: impl FnOnce(&mut ManifestWriter)) -> String {
+    let (_dir, path) = written(records);
+    match read(&path) {
+        Err(ManifestError::Damaged { expected, found, .. }) => format!("{expected}; {found}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn two_files(writer: &mut ManifestWriter) {
+    writer.parent(&SealedParent { target: b"../1".to_vec(), id: Some(SUM) }).unwrap();
+    writer.file(&head("a.img", (4 << 20) + 9)).unwrap();
+    writer.segment(&segment(4 << 20, &[2 << 20, 2 << 20], 64)).unwrap();
+    writer.segment(&segment(9, &[9], 1)).unwrap();
+    writer.file(&SealedFile { memory: false, ..head("b.img", 5) }).unwrap();
+    writer.segment(&segment(5, &[], 0)).unwrap();
+    writer.file(&head("c.img", 0)).unwrap();
+}
+
+#[test]
+fn what_is_written_is_read() {
+    let (_dir, path) = written(two_files);
+    let at = |offset, segment| ManifestRecord::Segment(SealedSegment { offset, ..segment });
+    let expected = [
+        ManifestRecord::Parent(SealedParent { target: b"../1".to_vec(), id: Some(SUM) }),
+        ManifestRecord::File(head("a.img", (4 << 20) + 9)),
+        at(0, segment(4 << 20, &[2 << 20, 2 << 20], 64)),
+        at(4 << 20, segment(9, &[9], 1)),
+        ManifestRecord::File(SealedFile { memory: false, ..head("b.img", 5) }),
+        at(0, segment(5, &[], 0)),
+        ManifestRecord::File(head("c.img", 0)),
+    ];
+    assert_eq!(read(&path).unwrap(), expected);
+}
+
+#[test]
+fn every_flipped_byte_and_every_cut_is_found() {
+    let (_dir, path) = written(two_files);
+    let whole = fs::read(&path).unwrap();
+    let is_damaged = || matches!(read(&path), Err(ManifestError::Damaged { .. }));
+    for at in 0..whole.len() {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 0x40;
+        fs::write(&path, &bytes).unwrap();
+        assert!(is_damaged(), "byte {at}");
+        fs::write(&path, &whole[..at]).unwrap();
+        assert!(is_damaged(), "cut at {at}");
+    }
+    let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
+    fs::write(&path, &whole).unwrap();
+    file.write_all(b"more").unwrap();
+    assert!(is_damaged());
+}
+
+#[test]
+fn a_manifest_of_a_later_version_is_refused_by_its_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(MANIFEST_NAME);
+    let record = Record { what: Some(What::Start(raw::Start { version: 2 })) }.encode_to_vec();
+    let mut bytes = [&MAGIC[..], &u32::try_from(record.len()).unwrap().to_le_bytes(), &record].concat();
+    bytes.extend(blake3::hash(&bytes).as_bytes());
+    fs::write(&path, bytes).unwrap();
+    assert!(matches!(read(&path), Err(ManifestError::Version { expected: 1, found: 2, .. })));
+}
+
+#[test]
+fn names_that_leave_the_directory_or_repeat_are_refused() {
+    for names in [&[""][..], &["../a.img"], &["a/b.img"], &["b.img", "a.img"], &["a.img", "a.img"]] {
+        let said = refused(|writer| names.iter().for_each(|name| writer.file(&head(name, 0)).unwrap()));
+        assert!(said.starts_with("a file name after"), "{names:?}: {said}");
+    }
+}
+
+#[test]
+fn segments_that_do_not_fit_the_file_are_refused() {
+    let lone = |of: SealedSegment| {
+        refused(|writer| {
+            writer.file(&head("a.img", 5 << 20)).unwrap();
+            writer.segment(&of).unwrap();
+        })
+    };
+    let two = 2 << 20;
+    for (what, of) in [
+        ("0 bytes", segment(0, &[], 0)),
+        ("longer than a segment", segment(5 << 20, &[], 0)),
+        ("a chunk of zero bytes", segment(two, &[0, two], 32)),
+        ("a chunk of 3 MiB", segment(3 << 20, &[3 << 20], 48)),
+        ("chunks that are less", segment(two, &[two - 1], 32)),
+        ("chunks whose sum overflows 32 bits", segment(0, &[u32::MAX, 1], 0)),
+        ("too few checksums", segment(two, &[two], 31)),
+        ("checksums without chunks", segment(two, &[], 32)),
+    ] {
+        assert!(lone(of).starts_with("a segment of the file"), "{what}");
+    }
+    let early = refused(|writer| writer.file(&head("a.img", 1)).unwrap());
+    assert!(early.starts_with("a segment at 0 of a.img; the end"), "{early}");
+    let late = refused(|writer| {
+        writer.file(&head("a.img", 4)).unwrap();
+        writer.segment(&segment(4, &[4], 1)).unwrap();
+        writer.segment(&segment(4, &[4], 1)).unwrap();
+    });
+    assert!(late.starts_with("a segment of the file; 4 bytes, where 0 are left"), "{late}");
+    let lone = refused(|writer| writer.segment(&segment(4, &[4], 1)).unwrap());
+    assert!(lone.starts_with("a segment of the file"), "{lone}");
+}
+
+#[test]
+fn a_file_of_exabytes_and_a_late_parent_are_refused() {
+    let said = refused(|writer| writer.file(&head("a.img", MAX_FILE + 1)).unwrap());
+    assert!(said.starts_with("a length of at most"), "{said}");
+    let parent = SealedParent { target: Vec::new(), id: None };
+    let said = refused(|writer| {
+        writer.parent(&parent).unwrap();
+        writer.parent(&parent).unwrap();
+    });
+    assert_eq!(said, "a file or the end; a parent");
+}

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Manifests of images. An image directory with a manifest is complete, and proves every byte of itself.
+//!
+//! * [`seal()`] reads an image and writes its manifest. [`verify()`] reads both and reports what differs.
+//! * [`ManifestReader`] reads a manifest record by record: a manifest may be longer than memory is.
+//! * [`block_checksum`] is the check of one block, for those who read blocks.
+//!
+//! `docs/manifest.md` describes the format and what it guarantees.
+#![forbid(unsafe_code)]
+
+mod directory;
+mod error;
+mod format;
+mod generated;
+mod parallel;
+mod seal;
+mod segment;
+mod verify;
+
+pub use directory::MANIFEST_NAME;
+pub use error::{ManifestError, Result};
+pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
+pub use seal::{SealReport, seal};
+pub use segment::{SealedChunk, SealedSegment, block_checksum};
+pub use verify::{ImageDifference, VerifyReport, verify};

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! This program as an action script of CRIU (`--action-script`). After a dump and before the tree is killed,
+//! the script completes the image: if it cannot, CRIU leaves the tree running.
+//!
+//! A dump that is complete by then does not depend on the `rewake dump` that started it.
+
+use std::env;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::complete::complete;
+use super::place;
+
+/// What the script must know, as JSON.
+const VARIABLE: &str = "REWAKE_DUMP";
+/// CRIU says here at which moment it runs the script.
+const ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
+/// After the image is written.
+const POST_DUMP: &str = "post-dump";
+
+/// What the script does.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct ActionScript {
+    /// Where CRIU writes.
+    pub(super) images: PathBuf,
+    /// The user's directory, which becomes `images`.
+    pub(super) target: PathBuf,
+    /// When the dump began.
+    pub(super) began: SystemTime,
+    /// The user's own scripts: they run first, and one that fails makes the dump fail.
+    pub(super) scripts: Vec<PathBuf>,
+}
+
+impl ActionScript {
+    /// Has a `criu dump` run this program as its script.
+    ///
+    /// # Errors
+    /// A path is not UTF-8, or this program's own path is not known.
+    pub(super) fn add_to(&self, criu: &mut Command) -> anyhow::Result<()> {
+        let this = env::current_exe().context("finding this program")?;
+        let text = serde_json::to_string(self).context("a path that CRIU's action script must know")?;
+        criu.arg("--action-script").arg(this).env(VARIABLE, text);
+        Ok(())
+    }
+
+    fn run(&self, action: &str) -> anyhow::Result<()> {
+        for script in &self.scripts {
+            let status = Command::new(script).env_remove(VARIABLE).status();
+            let status = status.with_context(|| format!("running {}", script.display()))?;
+            ensure!(status.success(), "{} at {action}: {status}", script.display());
+        }
+        if action == POST_DUMP {
+            let took = self.began.elapsed().unwrap_or(Duration::ZERO);
+            complete(&self.images, took)?;
+            place::commit(&self.images, &self.target)?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs as a script if CRIU has started this program as one, and returns the exit code.
+#[must_use]
+pub fn run_if_called() -> Option<u8> {
+    let (text, action) = (env::var(VARIABLE).ok()?, env::var(ACTION).ok()?);
+    if env::args_os().len() > 1 {
+        return None;
+    }
+    let script = serde_json::from_str::<ActionScript>(&text).context(VARIABLE);
+    let Err(error) = script.and_then(|script| script.run(&action)) else { return Some(0) };
+    // CRIU's log is standard error, and `rewake dump` shows such lines of it.
+    let _ = writeln!(io::stderr(), "Error (rewake): {error:#}");
+    Some(1)
+}
+
+/// The user's scripts by full paths: CRIU runs this program in its work directory.
+///
+/// # Errors
+/// One does not exist.
+pub(super) fn full_paths(scripts: &[std::ffi::OsString]) -> anyhow::Result<Vec<PathBuf>> {
+    let full = |script| {
+        Path::new(script)
+            .canonicalize()
+            .with_context(|| format!("--action-script {}", Path::new(script).display()))
+    };
+    scripts.iter().map(full).collect()
+}

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where a dump writes: an old image stays whole until the new one takes its place.
+//!
+//! * A directory without an image is filled as it is. The manifest is written last, and a directory without one
+//!   is no complete image.
+//! * A directory with an image stays as it is. CRIU writes into a directory beside it, which then changes places
+//!   with it in one step (`renameat2(2)`, `RENAME_EXCHANGE`).
+//!
+//! The directory that is written is locked for as long as this process or CRIU lives. The next dump removes
+//! directories beside that have no lock and no reader: killed dumps have left them.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{MetadataExt as _, chown};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail, ensure};
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use rewake_manifest::MANIFEST_NAME;
+
+use crate::lease::{DumpLock, ImageLease};
+
+/// Directories that were removed by another dump before they were locked: each dump removes them once.
+const MAX_TRIES: u32 = 5;
+/// What CRIU writes in its work directory when the tree has ended.
+const STATISTICS: &str = "stats-dump";
+
+/// The directory of a dump.
+#[derive(Debug)]
+pub(super) struct DumpPlace {
+    /// The user's directory.
+    target: PathBuf,
+    /// Where CRIU writes: the target, or beside it.
+    images: PathBuf,
+    /// Device and inode of `images`.
+    identity: (u64, u64),
+    /// The lock of `images`, which CRIU shares; none where the file system has none.
+    _lock: Option<DumpLock>,
+    /// The lease of the old image; none if it is incomplete.
+    old: Option<ImageLease>,
+}
+
+impl DumpPlace {
+    /// Prepares the directory `target`, a full path. `log` is the name of CRIU's log.
+    ///
+    /// # Errors
+    /// Another dump or a restore uses the directory, or it cannot be replaced.
+    pub(super) fn prepare(target: &Path, log: &Path) -> anyhow::Result<Self> {
+        remove_leftovers(target)?;
+        if has_image(target)? { Self::beside(target, log) } else { Self::inside(target) }
+    }
+
+    fn inside(target: &Path) -> anyhow::Result<Self> {
+        let lock = match DumpLock::take(target) {
+            Ok(None) => bail!("-D {}: another dump writes into it", target.display()),
+            // Remote file systems may have no locks of directories: there is no image to protect.
+            lock => lock.ok().flatten(),
+        };
+        Self::new(target, target.to_owned(), lock, None)
+    }
+
+    fn beside(target: &Path, log: &Path) -> anyhow::Result<Self> {
+        let being_removed = || format!("-D {}: another dump is removing it", target.display());
+        ensure!(
+            !matches!(DumpLock::take(target), Ok(None)),
+            "-D {}: another dump writes into it",
+            target.display()
+        );
+        let old = match ImageLease::shared(target) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            old => Some(old.context("leasing the old image")?.with_context(being_removed)?),
+        };
+        check_replaceable(target)?;
+        let (images, lock) = make_beside(target)?;
+        let place = Self::new(target, images, Some(lock), old)?;
+        let prepared = place.check_exchange().and_then(|()| place.keep_other_files(log));
+        if prepared.is_err() {
+            place.abandon(log);
+        }
+        prepared.map(|()| place)
+    }
+
+    fn new(
+        target: &Path,
+        images: PathBuf,
+        lock: Option<DumpLock>,
+        old: Option<ImageLease>,
+    ) -> anyhow::Result<Self> {
+        if let Some(lock) = &lock {
+            lock.inherit().context("sharing the lock of the image directory")?;
+        }
+        let of = fs::metadata(&images).with_context(|| images.display().to_string())?;
+        Ok(Self { target: target.to_owned(), images, identity: (of.dev(), of.ino()), _lock: lock, old })
+    }
+
+    /// Where CRIU writes.
+    pub(super) fn images(&self) -> &Path {
+        &self.images
+    }
+
+    fn is_beside(&self) -> bool {
+        self.images != self.target
+    }
+
+    /// Whether the user's directory has the new image.
+    pub(super) fn is_committed(&self) -> anyhow::Result<bool> {
+        let now = fs::metadata(&self.target)?;
+        let is_same = (now.dev(), now.ino()) == self.identity;
+        Ok(is_same && self.target.join(MANIFEST_NAME).symlink_metadata().is_ok())
+    }
+
+    /// Ends a failed dump: the old image stays, and gets the log.
+    pub(super) fn abandon(&self, log: &Path) {
+        if !self.is_beside() {
+            return;
+        }
+        // The dump's error is the one to report; the next dump removes what is left.
+        let _ = fs::rename(self.images.join(log), self.target.join(log));
+        let _ = fs::remove_dir_all(&self.images);
+    }
+
+    /// Removes the old image after the exchange; returns false if a restore uses it. The next dump removes it then.
+    ///
+    /// # Errors
+    /// It cannot be removed.
+    pub(super) fn remove_old(&self) -> anyhow::Result<bool> {
+        if !self.is_beside() {
+            return Ok(true);
+        }
+        if let Some(old) = &self.old
+            && !old.make_exclusive()?
+        {
+            return Ok(false);
+        }
+        fs::remove_dir_all(&self.images).with_context(|| format!("removing {}", self.images.display()))?;
+        Ok(true)
+    }
+
+    /// Checks that this file system exchanges directories in one step.
+    fn check_exchange(&self) -> anyhow::Result<()> {
+        let [one, two] = ["1", "2"].map(|name| self.images.join(name));
+        fs::create_dir(&one).and_then(|()| fs::create_dir(&two)).context("making a directory")?;
+        let exchanged = exchange(&one, &two);
+        fs::remove_dir(&one).and_then(|()| fs::remove_dir(&two)).context("removing a directory")?;
+        exchanged.with_context(|| {
+            let target = self.target.display();
+            format!("-D {target}: it has an image, and this file system cannot replace it in one step: use an empty one")
+        })
+    }
+
+    /// Gives the new directory what the old one has beside its image: a dump leaves that alone.
+    fn keep_other_files(&self, log: &Path) -> anyhow::Result<()> {
+        for name in names(&self.target)? {
+            let is_written = name == log.as_os_str() || name == STATISTICS;
+            if is_of_image(&name) || is_written {
+                continue;
+            }
+            let (from, to) = (self.target.join(&name), self.images.join(&name));
+            fs::hard_link(&from, to).with_context(|| format!("-D: keeping {}", from.display()))?;
+        }
+        Ok(())
+    }
+}
+
+/// Puts a complete image in the place of the old one. Both directories are on the disk.
+///
+/// # Errors
+/// The kernel refuses: the old image stays.
+pub(super) fn commit(images: &Path, target: &Path) -> anyhow::Result<()> {
+    if images == target {
+        return Ok(());
+    }
+    exchange(images, target)
+        .with_context(|| format!("putting the image in the place of {}", target.display()))?;
+    let parent = target.parent().unwrap_or(target);
+    fs::File::open(parent).and_then(|parent| parent.sync_all()).with_context(|| parent.display().to_string())
+}
+
+fn exchange(one: &Path, two: &Path) -> io::Result<()> {
+    renameat2(AT_FDCWD, one, AT_FDCWD, two, RenameFlags::RENAME_EXCHANGE).map_err(io::Error::from)
+}
+
+/// Whether a directory has files of an image, complete or not.
+fn has_image(target: &Path) -> anyhow::Result<bool> {
+    let is_file = |name: &OsString| target.join(name).symlink_metadata().is_ok_and(|of| of.is_file());
+    Ok(names(target)?.iter().any(|name| is_of_image(name) && is_file(name)))
+}
+
+/// Whether a dump or Rewake makes files of this name in an image directory.
+fn is_of_image(name: &OsStr) -> bool {
+    let name = name.as_bytes();
+    name.ends_with(b".img") || name.starts_with(b"rewake-") || name == b"parent"
+}
+
+fn names(directory: &Path) -> anyhow::Result<Vec<OsString>> {
+    let entries =
+        fs::read_dir(directory).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
+    entries.with_context(|| format!("listing {}", directory.display()))
+}
+
+/// Checks that a directory with an image can be replaced as a whole.
+fn check_replaceable(target: &Path) -> anyhow::Result<()> {
+    let shown = target.display();
+    ensure!(
+        !is_mount_point(target)?,
+        "-D {shown}: it has an image and is a mount point, so no new image can take its place in one step: use a \
+         directory below it, or empty it"
+    );
+    for name in names(target)? {
+        if target.join(&name).symlink_metadata().is_ok_and(|of| of.is_dir()) {
+            bail!(
+                "-D {shown}: it has an image and the directory {}; the new image replaces all of it: use a directory \
+                 for each image",
+                name.display()
+            );
+        }
+    }
+    Ok(())
+}
+
+fn is_mount_point(directory: &Path) -> anyhow::Result<bool> {
+    let mounts = fs::read("/proc/self/mountinfo").context("reading /proc/self/mountinfo")?;
+    let place = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescape);
+    Ok(mounts
+        .split(|byte| *byte == b'\n')
+        .any(|line| place(line).as_deref() == Some(directory.as_os_str().as_bytes())))
+}
+
+/// A path as the kernel has it: it writes spaces, tabs, newlines and backslashes in octal.
+fn unescape(path: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::new();
+    let mut rest = path;
+    while let [first, after @ ..] = rest {
+        let digits = after.first_chunk::<3>().and_then(|digits| str::from_utf8(digits).ok());
+        let byte = digits.filter(|_| *first == b'\\').and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        plain.push(byte.unwrap_or(*first));
+        rest = if byte.is_some() { &after[3..] } else { after };
+    }
+    plain
+}
+
+/// What the names of directories beside this one begin with.
+fn prefix(target: &Path) -> anyhow::Result<OsString> {
+    let name = target
+        .file_name()
+        .with_context(|| format!("-D {}: no new image can take its place", target.display()))?;
+    let mut prefix = OsString::from(".");
+    prefix.push(name);
+    prefix.push(".rewake-");
+    Ok(prefix)
+}
+
+/// Makes and locks a directory beside the target, with its owner and mode.
+fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, DumpLock)> {
+    let parent = target.parent().unwrap_or(target);
+    let of = fs::metadata(target)?;
+    for _ in 0..MAX_TRIES {
+        let made = tempfile::Builder::new().prefix(&prefix(target)?).tempdir_in(parent);
+        let made = made.with_context(|| format!("making a directory in {}", parent.display()))?.keep();
+        // Another dump may take it for a leftover, until it is locked.
+        let Some(lock) = DumpLock::take(&made).with_context(|| format!("locking {}", made.display()))? else {
+            continue;
+        };
+        if fs::metadata(&made).is_err() {
+            continue;
+        }
+        chown(&made, Some(of.uid()), Some(of.gid())).context("giving the new directory its owner")?;
+        fs::set_permissions(&made, of.permissions()).context("giving the new directory its mode")?;
+        return Ok((made, lock));
+    }
+    bail!("making a directory beside {}: other dumps have removed {MAX_TRIES} of them", target.display());
+}
+
+/// Removes directories beside the target that killed dumps have left, or restores that have ended since.
+fn remove_leftovers(target: &Path) -> anyhow::Result<()> {
+    let (Some(parent), Ok(prefix)) = (target.parent(), prefix(target)) else { return Ok(()) };
+    for name in names(parent)? {
+        let path = parent.join(&name);
+        let is_one = name.as_bytes().starts_with(prefix.as_bytes());
+        if !is_one || !path.symlink_metadata().is_ok_and(|of| of.is_dir()) {
+            continue;
+        }
+        let Ok(Some(_lock)) = DumpLock::take(&path) else { continue };
+        let has_reader = match ImageLease::shared(&path) {
+            Ok(lease) => !lease.is_some_and(|lease| lease.make_exclusive().unwrap_or(false)),
+            Err(_) => false,
+        };
+        if !has_reader {
+            fs::remove_dir_all(&path).with_context(|| format!("removing {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
