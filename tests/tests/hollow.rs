@@ -63,7 +63,7 @@ fn a_dump_at_any_moment_waits_for_all_missing_memory() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let mut random = Random::new(seed());
-        let mut scene = Scene::dumped(&criu, "plain", 256).unwrap();
+        let mut scene = Scene::dumped(&criu, "plain", 768).unwrap();
         let mut waited = 0;
         for round in 0..rounds() {
             let mut server = scene.serve().unwrap();
@@ -93,7 +93,7 @@ fn a_dump_at_any_moment_waits_for_all_missing_memory() {
 fn without_the_plugin_criu_refuses_and_the_program_runs_on() {
     for criu in Criu::both() {
         let criu = need!(criu);
-        let mut scene = Scene::dumped(&criu, "plain", 512).unwrap();
+        let mut scene = Scene::dumped(&criu, "plain", 1024).unwrap();
         let mut refused = 0;
         for _ in 0..rounds() {
             let mut server = scene.serve().unwrap();

@@ -184,7 +184,8 @@ fn restoring(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Child {
 #[test]
 fn sessions_and_clients_outlive_a_killed_agent() {
     let criu = need!(Criu::main());
-    let scene = Scene::dumped(&criu, "random", 256).unwrap();
+    // It is loaded for longer than an agent takes to start.
+    let scene = Scene::dumped(&criu, "random", 1024).unwrap();
     let mut daemon = Daemon::start().unwrap();
     let restoring = restoring(&daemon, &criu, &scene);
     daemon.replace().unwrap();

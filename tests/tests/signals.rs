@@ -74,7 +74,7 @@ const TABLE: [(Signals, Phase, [Outcome; 3]); 9] = [
 ];
 
 /// Memory of the target, in MiB: loading it takes longer than sending some signals.
-const MIB: usize = 512;
+const MIB: usize = 1024;
 
 /// Every row of the table, for one command. Most rows of the last phase must happen while memory is missing.
 fn table(command: usize, play: fn(&Criu, &Scene, Signals, Phase, Outcome) -> bool) {

@@ -45,6 +45,8 @@ pub struct AddressSpace {
     gone: AtomicBool,
     /// Whether a fork was read and its child has no slot yet: see [`AddressSpace::hold_fills`].
     held: AtomicBool,
+    /// Whether GPUs can access memory of its process.
+    is_registered: bool,
     /// Whether prefetch blocks may be left.
     first: AtomicBool,
     begun: AtomicBool,
@@ -81,6 +83,7 @@ impl AddressSpace {
         home: usize,
     ) -> Self {
         Self {
+            is_registered: space.has_priority(),
             first: AtomicBool::new(space.has_priority()),
             session,
             counts,
@@ -122,6 +125,12 @@ impl AddressSpace {
         let pidfd = self.slot.pidfd.load(Ordering::Acquire);
         // SAFETY: the slot owns this descriptor until it is retired, which its home reactor does last.
         (pidfd != NO_FD).then(|| unsafe { BorrowedFd::borrow_raw(pidfd) })
+    }
+
+    /// Returns whether GPUs can access memory of its process: then the kernel stops their queues while it moves such
+    /// memory.
+    pub fn is_registered(&self) -> bool {
+        self.is_registered
     }
 
     /// Returns whether the process or its memory has ended.
