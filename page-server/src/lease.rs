@@ -7,9 +7,9 @@
 //! * A dump that writes into a directory locks the directory. A reader does not: `rewake lazy-pages` locks its
 //!   work directory for a moment, which may be the same.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, fchown};
 use std::path::Path;
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
@@ -60,6 +60,22 @@ impl DumpLock {
         let file = File::open(directory)?;
         let locked = file.try_lock();
         found(locked).map(|locked| locked.then_some(Self(file)))
+    }
+
+    /// Whether this path still names the locked directory.
+    #[must_use]
+    pub fn is_of(&self, path: &Path) -> bool {
+        let (Ok(own), Ok(now)) = (self.0.metadata(), path.symlink_metadata()) else { return false };
+        (own.dev(), own.ino()) == (now.dev(), now.ino())
+    }
+
+    /// Gives the directory the owner and mode of another one.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn give_to(&self, like: &Metadata) -> io::Result<()> {
+        fchown(&self.0, Some(like.uid()), Some(like.gid()))?;
+        self.0.set_permissions(like.permissions())
     }
 
     /// Has programs that are started from now on share the lock: it ends with the last of them.

@@ -252,6 +252,50 @@ fn a_dump_that_fails_at_its_end_leaves_image_and_tree() {
 }
 
 #[test]
+fn a_dump_that_fails_after_the_exchange_loses_no_image() {
+    let criu = need!(Criu::main());
+    let mut site = Site::new(&criu);
+    site.dumped(&[]);
+    let old = inventory(&site.images());
+    // It dumps the tree, and fails when the new image is in its place.
+    let fails = site.path("criu");
+    write_program(&fails, "#!/bin/sh\n\"$REAL_CRIU\" \"$@\"\nexit 1").unwrap();
+    let output = site.dump().env("REAL_CRIU", &criu).env("CRIU", &fails).output().unwrap();
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("criu dump failed when the new image was complete"), "{said}");
+    verified(&site.images());
+    assert!(old != inventory(&site.images()));
+    let others = site.others();
+    let [beside] = &others[..others.len() - 1] else { panic!("{others:?}") };
+    let beside = site.path(beside);
+    verified(&beside);
+    assert!(old == inventory(&beside));
+}
+
+#[test]
+fn two_dumps_at_once_into_one_directory_are_refused() {
+    let criu = need!(Criu::main());
+    let mut site = Site::new(&criu);
+    site.dumped(&[]);
+    let script = site.path("script");
+    let text = format!(
+        "#!/bin/sh\ntest $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0\ntouch {0}/waits\n\
+         while test ! -e {0}/go; do sleep 0.01; done",
+        site.dir.path().display()
+    );
+    write_program(&script, &text).unwrap();
+    let mut first = site.dump().args(["--", "--action-script"]).arg(&script).spawn().unwrap();
+    assert!(soon(|| site.path("waits").exists()));
+    let second = site.dump().output().unwrap();
+    let said = said(&second);
+    assert!(second.status.code() == Some(1) && said.contains("another dump writes into it"), "{said}");
+    fs::write(site.path("go"), "").unwrap();
+    assert!(first.wait().unwrap().success());
+    verified(&site.images());
+}
+
+#[test]
 fn an_incremental_image_keeps_its_relative_parent() {
     let criu = need!(Criu::main());
     let mut site = Site::new(&criu);

@@ -232,7 +232,7 @@ impl ImageFile {
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.
     pub fn read_cached(&self, offset: u64, into: &mut [u8], ahead: bool) -> Result<usize, TransferError> {
-        if self.is_cold(offset) || !ahead && self.is_kept() && !self.is_cached(offset, into.len()) {
+        if self.is_cold(offset) || !ahead && self.is_kept() && self.is_missing(offset, into.len()) {
             return Ok(0);
         }
         let read = if self.nowait_works.load(Ordering::Relaxed) {
@@ -274,6 +274,11 @@ impl ImageFile {
             Some((stat, _)) if stat.dirty + stat.writeback == 0 => from_disk(),
             _ => buffered,
         }
+    }
+
+    /// Whether the page cache lacks some of these bytes. `false` where the kernel cannot say.
+    fn is_missing(&self, offset: u64, len: usize) -> bool {
+        self.cachestat(offset, len as u64).is_some_and(|(stat, pages)| stat.cached < pages)
     }
 
     fn is_kept(&self) -> bool {

@@ -9,6 +9,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
+use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat, renameat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
@@ -105,7 +106,12 @@ fn write(images: &ImageDir, names: &BTreeSet<String>) -> Result<SealReport> {
 /// Makes the file that becomes the manifest. Who may read the image may read it.
 fn create(images: &ImageDir) -> Result<File> {
     let path = images.path().join(UNFINISHED);
-    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_TRUNC | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
+    // A killed seal has left it, or it is another file, which stays as it is.
+    match unlinkat(images.as_fd(), UNFINISHED, UnlinkatFlags::NoRemoveDir) {
+        Ok(()) | Err(Errno::ENOENT) => {}
+        Err(errno) => return Err(io("remove", &path)(errno.into())),
+    }
+    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
     let file = openat(images.as_fd(), UNFINISHED, flags, Mode::S_IRUSR | Mode::S_IWUSR);
     let file = file.map(File::from).map_err(|errno| io("create", &path)(errno.into()))?;
     if let Some((inventory, _)) = open(images, INVENTORY)? {

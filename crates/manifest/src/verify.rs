@@ -17,7 +17,7 @@ use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::parallel::Workers;
 use crate::segment::{SealedSegment, SegmentExtent};
 
-/// DifferenceReport whose place in memory is searched for: each search reads the pagemaps.
+/// Differences whose place in memory is searched for: each search reads the pagemaps.
 const MAX_PLACES: u64 = 50;
 
 /// A difference between an image and its manifest.
@@ -95,7 +95,7 @@ pub struct VerifyReport {
     pub files: u64,
     /// The sum of their sealed lengths.
     pub bytes: u64,
-    /// DifferenceReport: 0 if the image is as it was sealed.
+    /// Number of differences: 0 if the image is as it was sealed.
     pub differences: u64,
 }
 

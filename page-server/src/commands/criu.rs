@@ -61,7 +61,7 @@ impl CriuOptions {
                 "-d" | "--restore-detached" => found.detached = true,
                 "-L" | "--libdir" => found.plugins = true,
                 "-R" | "--leave-running" | "-s" | "--leave-stopped" => found.keeps_tree = true,
-                "--stream" => found.streams = true,
+                "--stream" | "--page-server" | "--lazy-pages" => found.streams = true,
                 "--auto-dedup" => found.dedups = true,
                 "-o" | "--log-file" | "--action-script" => {
                     let value = value.map(OsString::from).or_else(|| options.next().cloned());

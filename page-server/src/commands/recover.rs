@@ -24,8 +24,8 @@ use rewake_streamer::sys;
 /// Descriptors of an address space: userfaultfd, journal and process. An entry may occur twice, and its userfaultfds of
 /// forked children lie in messages.
 const DESCRIPTORS: u64 = 6;
-/// Everything else: images, reactors, logs.
-const OWN_DESCRIPTORS: u64 = 256;
+/// Everything else: images, three for each file, reactors, logs.
+const OWN_DESCRIPTORS: u64 = 384;
 /// Exit code when processes were killed, or their memory could not be loaded.
 const LOST: u8 = 1;
 

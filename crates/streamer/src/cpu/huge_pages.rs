@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Makes huge pages of restored memory. UFFDIO_COPY fills small pages only, also where the kernel gives huge ones
-//! to all programs, restored ones included. A thread collapses them when all memory of a process is resident.
+//! to all programs, restored ones included. They are collapsed at the end of the session: until its userfaultfd is
+//! closed, the kernel refuses ranges with zero pages.
 
 use std::fs;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::space::AddressSpace;
 use crate::sys;
@@ -17,92 +17,80 @@ use crate::sys;
 /// Bytes of a huge page.
 const HUGE: u64 = 2 << 20;
 /// Bytes that one call collapses.
-const PIECE: u64 = 16 * HUGE;
-/// How long the end of a streamer waits for its last processes. A huge page takes 0.2 ms for the copy, and up to
-/// ten for the search for free memory, where that is fragmented. Memory that is left keeps small pages, until the
-/// kernel's own thread collapses them.
+const CALL: u64 = 16 * HUGE;
+/// How long the end of a session takes for that at most. A huge page takes 0.2 ms for the copy, and up to ten for
+/// the search for free memory, where that is fragmented. Memory that is left keeps small pages, until the kernel's
+/// own thread collapses them.
 const LIMIT: Duration = Duration::from_secs(2);
+/// Processes at most: each needs a descriptor. In the others, memory keeps small pages.
+const MAX_PROCESSES: usize = 64;
 /// Whether and where the kernel makes huge pages.
 const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
-/// The queue of processes whose memory is resident.
+/// The processes whose memory is resident.
 #[derive(Debug)]
 pub(super) struct HugePages {
-    queue: Mutex<Option<Queue>>,
-}
-
-/// The two ends of the thread: it ends after the last request when the first one is dropped, and drops the other.
-#[derive(Debug)]
-struct Queue {
-    requests: Sender<Request>,
-    ended: Receiver<()>,
+    /// Whether the kernel makes huge pages for all programs. Where only madvise(2) asks for them, CRIU restores none
+    /// either: its restorer asks when the memory is filled.
+    always: bool,
+    processes: Mutex<Vec<ResidentProcess>>,
 }
 
 /// A process, and the ranges of its memory that huge pages can cover.
 #[derive(Debug)]
-struct Request {
+struct ResidentProcess {
     process: OwnedFd,
     ranges: Vec<Range<u64>>,
 }
 
 impl HugePages {
-    /// Starts the thread where the kernel makes huge pages for all programs. Where only madvise(2) asks for them,
-    /// CRIU restores no huge pages either: its restorer asks when the memory is filled.
-    pub(super) fn start() -> Self {
+    pub(super) fn new() -> Self {
         let always = fs::read_to_string(SETTING).is_ok_and(|setting| setting.contains("[always]"));
-        Self { queue: Mutex::new(if always { Queue::start() } else { None }) }
+        Self { always, processes: Mutex::default() }
     }
 
-    /// Collapses the memory of an address space, soon. All of its pages are resident.
-    pub(super) fn collapse(&self, space: &AddressSpace) {
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(queue) = &*queue else { return };
+    /// Notes an address space whose pages are all resident.
+    pub(super) fn note(&self, space: &AddressSpace) {
+        if !self.always || self.lock().len() >= MAX_PROCESSES {
+            return;
+        }
         let ranges = space.layout().whole_ranges(HUGE);
         let process = space.process().and_then(|pidfd| pidfd.try_clone_to_owned().ok());
         if let Some(process) = process.filter(|_| !ranges.is_empty()) {
-            // The thread ends early only where the kernel refuses to collapse memory.
-            let _ = queue.requests.send(Request { process, ranges });
+            self.lock().push(ResidentProcess { process, ranges });
         }
     }
 
-    /// Waits until the queue is empty, no longer than [`LIMIT`].
-    pub(super) fn finish(&self) {
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(Queue { requests, ended }) = queue else { return };
-        drop(requests);
-        if ended.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
-            warn!("not all memory has huge pages after {} s", LIMIT.as_secs());
-        }
-    }
-}
-
-impl Queue {
-    fn start() -> Option<Self> {
-        let (requests, queue) = channel::<Request>();
-        let (end, ended) = channel();
-        let work = move || {
-            let mut all = queue.iter();
-            if let Some(errno) = all.find_map(|request| collapse(&request).err()) {
+    /// Collapses the memory of all processes that were noted, for no longer than [`LIMIT`].
+    pub(super) fn collapse(&self) {
+        let deadline = Instant::now() + LIMIT;
+        let processes = std::mem::take(&mut *self.lock());
+        for resident in processes {
+            if let Err(errno) = collapse(&resident, deadline) {
                 debug!(%errno, "the kernel does not collapse memory of other processes");
+                break;
             }
-            drop(end);
-        };
-        let thread = sys::thread_without_signals("huge-pages", work);
-        thread.inspect_err(|error| warn!(%error, "memory keeps small pages")).ok()?;
-        Some(Self { requests, ended })
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<ResidentProcess>> {
+        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Collapses what may have huge pages.
+/// Collapses what may have huge pages, until the deadline.
 ///
 /// # Errors
 /// The kernel does not collapse memory of other processes: before Linux 6.1, or without `CAP_SYS_NICE`.
-fn collapse(request: &Request) -> nix::Result<()> {
-    let Ok(pid) = sys::pidfd_pid(request.process.as_raw_fd()) else { return Ok(()) };
+fn collapse(resident: &ResidentProcess, deadline: Instant) -> nix::Result<()> {
+    let Ok(pid) = sys::pidfd_pid(resident.process.as_raw_fd()) else { return Ok(()) };
     let Ok(smaps) = fs::read_to_string(format!("/proc/{pid}/smaps")) else { return Ok(()) };
     let (began, mut bytes) = (Instant::now(), 0);
-    for range in pieces(&request.ranges, &eligible(&smaps)) {
-        match sys::collapse(request.process.as_fd(), &range) {
+    for range in parts(&resident.ranges, &eligible(&smaps)) {
+        if Instant::now() > deadline {
+            break;
+        }
+        match sys::collapse(resident.process.as_fd(), &range) {
             Ok(()) => bytes += range.end - range.start,
             Err(errno @ (nix::Error::ENOSYS | nix::Error::EPERM)) => return Err(errno),
             // The process has ended.
@@ -115,20 +103,20 @@ fn collapse(request: &Request) -> nix::Result<()> {
     Ok(())
 }
 
-/// Returns the parts of `ranges` that are inside `mappings`, in whole huge pages, [`PIECE`] bytes at most each. Both
+/// Returns the parts of `ranges` that are inside `mappings`, in whole huge pages, [`CALL`] bytes at most each. Both
 /// are in the order of addresses.
-fn pieces(ranges: &[Range<u64>], mappings: &[Range<u64>]) -> Vec<Range<u64>> {
-    let mut pieces = Vec::new();
+fn parts(ranges: &[Range<u64>], mappings: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut parts = Vec::new();
     for mapping in mappings {
         let first = ranges.partition_point(|range| range.end <= mapping.start);
         for range in ranges[first..].iter().take_while(|range| range.start < mapping.end) {
             let start = range.start.max(mapping.start).next_multiple_of(HUGE);
             let end = range.end.min(mapping.end) / HUGE * HUGE;
-            let starts = (start..end).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX));
-            pieces.extend(starts.map(|start| start..end.min(start + PIECE)));
+            let starts = (start..end).step_by(usize::try_from(CALL).unwrap_or(usize::MAX));
+            parts.extend(starts.map(|start| start..end.min(start + CALL)));
         }
     }
-    pieces
+    parts
 }
 
 /// Returns the mappings that may have huge pages and have small ones, of proc_pid_smaps(5). Pages that a forked
@@ -186,9 +174,9 @@ mod tests {
     fn only_whole_huge_pages_inside_a_mapping_are_collapsed() {
         let huge = |range: Range<u64>| range.start * HUGE..range.end * HUGE;
         let small = 3 * HUGE + 4096..7 * HUGE - 4096;
-        assert_eq!(pieces(&[huge(1..9)], &[small]), [huge(4..6)]);
-        let long = pieces(&[huge(0..20), huge(30..31)], &[huge(1..50)]);
+        assert_eq!(parts(&[huge(1..9)], &[small]), [huge(4..6)]);
+        let long = parts(&[huge(0..20), huge(30..31)], &[huge(1..50)]);
         assert_eq!(long, [huge(1..17), huge(17..20), huge(30..31)]);
-        assert!(pieces(&[huge(1..3)], &[huge(3..5)]).is_empty());
+        assert!(parts(&[huge(1..3)], &[huge(3..5)]).is_empty());
     }
 }

@@ -51,7 +51,7 @@ impl ReactorPool {
             spaces: Mutex::default(),
             version: AtomicUsize::new(0),
             budget: Arc::new(budget),
-            huge_pages: HugePages::start(),
+            huge_pages: HugePages::new(),
             handles,
         });
         let start = |index: usize| {
@@ -83,9 +83,9 @@ impl ReactorPool {
         Arc::clone(&self.shared.budget)
     }
 
-    /// Waits until memory that may have huge pages has them, for seconds at most.
-    pub fn finish_huge_pages(&self) {
-        self.shared.huge_pages.finish();
+    /// Makes huge pages of resident memory, for seconds at most. No userfaultfd of the session is open any more.
+    pub fn collapse_huge_pages(&self) {
+        self.shared.huge_pages.collapse();
     }
 
     /// Wakes all reactors, because the session was released or has failed.

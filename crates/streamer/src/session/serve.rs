@@ -224,7 +224,7 @@ impl Worker {
         if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
             warn!(%error, "removing the session's note");
         }
-        self.pool.finish_huge_pages();
+        self.pool.collapse_huge_pages();
     }
 
     async fn follow(&self, open: &mut OpenSession) -> anyhow::Result<()> {

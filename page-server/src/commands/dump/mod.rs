@@ -51,7 +51,7 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
         criu: CriuInvocation {
             name: "dump",
             images,
-            work: work.as_deref().unwrap_or(images),
+            work: work.as_deref().filter(|work| *work != target).unwrap_or(images),
             ours: &["-t", &tree],
             plugins: plugins.as_deref(),
             given: &options.criu_options,
@@ -118,6 +118,16 @@ impl CriuDump<'_> {
                 show_errors(&self.criu.log());
             }
             if let Some(place) = self.place {
+                if place.is_exchanged()? {
+                    // CRIU failed after that: whether the tree still runs is not known, so no image is removed.
+                    bail!(
+                        "criu dump failed when the new image was complete: it is in {}, the old one in {} until the next \
+                         dump; see {}",
+                        self.target.display(),
+                        place.images().display(),
+                        self.target.join(log).display()
+                    );
+                }
                 place.abandon(log);
             }
             let exit = done?;

@@ -13,7 +13,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{MetadataExt as _, chown};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
@@ -24,6 +24,8 @@ use crate::lease::{DumpLock, ImageLease};
 
 /// Directories that were removed by another dump before they were locked: each dump removes them once.
 const MAX_TRIES: u32 = 5;
+/// Random letters at the end of the name of a directory beside.
+const SUFFIX: usize = 6;
 /// What CRIU writes in its work directory when the tree has ended.
 const STATISTICS: &str = "stats-dump";
 
@@ -36,8 +38,8 @@ pub(super) struct DumpPlace {
     images: PathBuf,
     /// Device and inode of `images`.
     identity: (u64, u64),
-    /// The lock of `images`, which CRIU shares; none where the file system has none.
-    _lock: Option<DumpLock>,
+    /// The locks of `images` and of the target, which CRIU shares; fewer where the file system has none.
+    _locks: Vec<DumpLock>,
     /// The lease of the old image; none if it is incomplete.
     old: Option<ImageLease>,
 }
@@ -58,23 +60,25 @@ impl DumpPlace {
             // Remote file systems may have no locks of directories: there is no image to protect.
             lock => lock.ok().flatten(),
         };
-        Self::new(target, target.to_owned(), lock, None)
+        Self::new(target, target.to_owned(), lock.into_iter().collect(), None)
     }
 
     fn beside(target: &Path, log: &Path) -> anyhow::Result<Self> {
         let being_removed = || format!("-D {}: another dump is removing it", target.display());
-        ensure!(
-            !matches!(DumpLock::take(target), Ok(None)),
-            "-D {}: another dump writes into it",
-            target.display()
-        );
+        let of_target = match DumpLock::take(target) {
+            Ok(None) => {
+                bail!("-D {}: another dump writes into it: wait until it has ended", target.display())
+            }
+            lock => lock.ok().flatten(),
+        };
         let old = match ImageLease::shared(target) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             old => Some(old.context("leasing the old image")?.with_context(being_removed)?),
         };
         check_replaceable(target)?;
         let (images, lock) = make_beside(target)?;
-        let place = Self::new(target, images, Some(lock), old)?;
+        let locks = [Some(lock), of_target].into_iter().flatten().collect();
+        let place = Self::new(target, images, locks, old)?;
         let prepared = place.check_exchange().and_then(|()| place.keep_other_files(log));
         if prepared.is_err() {
             place.abandon(log);
@@ -85,14 +89,12 @@ impl DumpPlace {
     fn new(
         target: &Path,
         images: PathBuf,
-        lock: Option<DumpLock>,
+        locks: Vec<DumpLock>,
         old: Option<ImageLease>,
     ) -> anyhow::Result<Self> {
-        if let Some(lock) = &lock {
-            lock.inherit().context("sharing the lock of the image directory")?;
-        }
+        locks.iter().try_for_each(DumpLock::inherit).context("sharing the lock of the image directory")?;
         let of = fs::metadata(&images).with_context(|| images.display().to_string())?;
-        Ok(Self { target: target.to_owned(), images, identity: (of.dev(), of.ino()), _lock: lock, old })
+        Ok(Self { target: target.to_owned(), images, identity: (of.dev(), of.ino()), _locks: locks, old })
     }
 
     /// Where CRIU writes.
@@ -106,9 +108,18 @@ impl DumpPlace {
 
     /// Whether the user's directory has the new image.
     pub(super) fn is_committed(&self) -> anyhow::Result<bool> {
-        let now = fs::metadata(&self.target)?;
-        let is_same = (now.dev(), now.ino()) == self.identity;
-        Ok(is_same && self.target.join(MANIFEST_NAME).symlink_metadata().is_ok())
+        Ok(self.is_in_place()? && self.target.join(MANIFEST_NAME).symlink_metadata().is_ok())
+    }
+
+    /// Whether the new image has changed places with an old one.
+    pub(super) fn is_exchanged(&self) -> anyhow::Result<bool> {
+        Ok(self.is_beside() && self.is_in_place()?)
+    }
+
+    fn is_in_place(&self) -> anyhow::Result<bool> {
+        let now =
+            fs::metadata(&self.target).with_context(|| format!("looking at {}", self.target.display()))?;
+        Ok((now.dev(), now.ino()) == self.identity)
     }
 
     /// Ends a failed dump: the old image stays, and gets the log.
@@ -257,17 +268,17 @@ fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, DumpLock)> {
     let parent = target.parent().unwrap_or(target);
     let of = fs::metadata(target)?;
     for _ in 0..MAX_TRIES {
-        let made = tempfile::Builder::new().prefix(&prefix(target)?).tempdir_in(parent);
+        let made = tempfile::Builder::new().prefix(&prefix(target)?).rand_bytes(SUFFIX).tempdir_in(parent);
         let made = made.with_context(|| format!("making a directory in {}", parent.display()))?.keep();
         // Another dump may take it for a leftover, until it is locked.
         let Some(lock) = DumpLock::take(&made).with_context(|| format!("locking {}", made.display()))? else {
             continue;
         };
-        if fs::metadata(&made).is_err() {
+        if !lock.is_of(&made) {
             continue;
         }
-        chown(&made, Some(of.uid()), Some(of.gid())).context("giving the new directory its owner")?;
-        fs::set_permissions(&made, of.permissions()).context("giving the new directory its mode")?;
+        // By its descriptor: another user may have put a link in its place.
+        lock.give_to(&of).context("giving the new directory its owner and mode")?;
         return Ok((made, lock));
     }
     bail!("making a directory beside {}: other dumps have removed {MAX_TRIES} of them", target.display());
@@ -278,7 +289,7 @@ fn remove_leftovers(target: &Path) -> anyhow::Result<()> {
     let (Some(parent), Ok(prefix)) = (target.parent(), prefix(target)) else { return Ok(()) };
     for name in names(parent)? {
         let path = parent.join(&name);
-        let is_one = name.as_bytes().starts_with(prefix.as_bytes());
+        let is_one = name.as_bytes().starts_with(prefix.as_bytes()) && name.len() == prefix.len() + SUFFIX;
         if !is_one || !path.symlink_metadata().is_ok_and(|of| of.is_dir()) {
             continue;
         }

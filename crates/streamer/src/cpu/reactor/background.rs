@@ -61,8 +61,8 @@ pub(super) struct Work {
 enum BlockBytes {
     /// In the block cache.
     Cache(BlockRef),
-    /// In the reactor's block buffer.
-    Own,
+    /// In the reactor's block buffer: so many bytes.
+    Own(usize),
 }
 
 /// How many pages one call fills.
@@ -114,7 +114,7 @@ impl Reactor {
         let Work { claim, next, bytes } = work;
         let block = match &bytes {
             BlockBytes::Cache(block) => &block[..],
-            BlockBytes::Own => &self.block[..],
+            BlockBytes::Own(len) => &self.block[..*len],
         };
         let began = Instant::now();
         let (filled, next) = claim.space.fill_piece(claim.block, next, self.pace.0, block, &mut self.runs);
@@ -244,7 +244,8 @@ impl Reactor {
         if self.cold {
             return self.acquire(claim);
         }
-        self.current = Some(Work { claim, next, bytes: BlockBytes::Own });
+        let bytes = BlockBytes::Own(block.len());
+        self.current = Some(Work { claim, next, bytes });
         true
     }
 

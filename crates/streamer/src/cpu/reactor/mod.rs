@@ -436,7 +436,7 @@ impl Reactor {
     fn retire(&mut self, key: usize) {
         let space = Arc::clone(&self.homes.remove(key).space);
         if !space.is_gone() && !space.session.has_failed() && !space.is_registered() {
-            self.shared.huge_pages.collapse(&space);
+            self.shared.huge_pages.note(&space);
         }
         // No reactor reads its events from here on. A fill that the kernel refuses until one is read would be
         // tried for ever, and would keep the descriptor open.
