@@ -13,9 +13,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, fchown};
 use std::path::Path;
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-
-/// A file that every image has.
-const INVENTORY: &str = "inventory.img";
+use rewake_criu_images::INVENTORY_NAME;
 
 /// A lease of an image, for as long as it is not dropped.
 #[derive(Debug)]
@@ -43,7 +41,7 @@ impl ImageLease {
 
     fn open(directory: &Path) -> io::Result<File> {
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        OpenOptions::new().read(true).custom_flags(flags).open(directory.join(INVENTORY))
+        OpenOptions::new().read(true).custom_flags(flags).open(directory.join(INVENTORY_NAME))
     }
 }
 
@@ -107,7 +105,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let shared = || ImageLease::shared(dir.path());
         assert_eq!(shared().unwrap_err().kind(), io::ErrorKind::NotFound);
-        fs::write(dir.path().join(INVENTORY), "").unwrap();
+        fs::write(dir.path().join(INVENTORY_NAME), "").unwrap();
         let (one, two) = (shared().unwrap().unwrap(), shared().unwrap().unwrap());
         assert!(!one.make_exclusive().unwrap());
         drop(two);

@@ -23,6 +23,9 @@ use crate::mm::{self, Mm};
 use crate::pagemap::{self, Pagemap, PagemapId};
 use crate::tasks::{self, Task, TaskState};
 
+/// The file that every image has, which differs in each dump.
+pub const INVENTORY_NAME: &str = "inventory.img";
+
 /// The longest chain of parents that is followed. Each level has a descriptor, and a series of more
 /// incremental dumps should start again with a full one.
 pub const MAX_PARENTS: usize = 128;
@@ -139,11 +142,7 @@ impl ImageDir {
     /// # Errors
     /// The file is missing, damaged, or of another version of the format.
     pub fn inventory(&self) -> Result<Inventory> {
-        inventory::parse(self.required(
-            "inventory.img",
-            &frame::INVENTORY,
-            "the inventory of a CRIU image",
-        )?)
+        inventory::parse(self.required(INVENTORY_NAME, &frame::INVENTORY, "the inventory of a CRIU image")?)
     }
 
     /// Reads all tasks, zombies included, parents before children.

@@ -27,7 +27,7 @@ mod tasks;
 pub mod write;
 
 pub use digest::Digest;
-pub use dir::{ImageDir, MAX_PARENTS};
+pub use dir::{INVENTORY_NAME, ImageDir, MAX_PARENTS};
 pub use error::{ImageError, Result};
 pub use files::MAX_FILES;
 pub use inventory::{IMAGE_VERSION, Inventory};

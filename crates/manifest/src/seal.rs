@@ -13,7 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat, renameat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
-use rewake_criu_images::{Digest, ImageDir, MemoryFiles};
+use rewake_criu_images::{Digest, INVENTORY_NAME, ImageDir, MemoryFiles};
 use rewake_image_io::FileState;
 
 use crate::directory::{MANIFEST_NAME, covered_files, open, parent_link, sync, sync_files};
@@ -24,8 +24,6 @@ use crate::segment::{Cutter, MAX_FILE, SealedChunk, SealedSegment, SegmentExtent
 
 /// The manifest's name while it is written.
 const UNFINISHED: &str = "rewake-manifest.new";
-/// The file that says who may read the image.
-const INVENTORY: &str = "inventory.img";
 /// Hashes of chunks that are remembered to count duplicates: those of 2 TiB, in 32 MiB of memory.
 const MAX_REMEMBERED: usize = 1 << 20;
 
@@ -114,9 +112,12 @@ fn create(images: &ImageDir) -> Result<File> {
     let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
     let file = openat(images.as_fd(), UNFINISHED, flags, Mode::S_IRUSR | Mode::S_IWUSR);
     let file = file.map(File::from).map_err(|errno| io("create", &path)(errno.into()))?;
-    if let Some((inventory, _)) = open(images, INVENTORY)? {
-        let mode =
-            inventory.metadata().map_err(io("stat", &images.path().join(INVENTORY)))?.permissions().mode();
+    if let Some((inventory, _)) = open(images, INVENTORY_NAME)? {
+        let mode = inventory
+            .metadata()
+            .map_err(io("stat", &images.path().join(INVENTORY_NAME)))?
+            .permissions()
+            .mode();
         let mode = std::fs::Permissions::from_mode(mode & 0o666);
         file.set_permissions(mode).map_err(io("set the mode of", &path))?;
     }

@@ -13,17 +13,16 @@ use anyhow::{Context as _, ensure};
 use rewake_bo_contents::{
     Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE, GpuPagesFile, folder,
 };
-use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
+use rewake_criu_images::{INVENTORY_NAME, ImageDir};
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::plugin_folder::image_files;
 use crate::gpu::sidecar_file;
 
 const VERSION: u32 = 1;
-/// This file differs in each dump. Sets of another dump would give buffers wrong bytes.
-const INVENTORY: &str = "inventory.img";
-/// The most bytes of that file; CRIU's has some hundred.
+/// The most bytes of the inventory, which identifies the dump: sets of another dump would give buffers wrong bytes.
+/// CRIU's has some hundred.
 const MOST_OF_INVENTORY: u64 = 1 << 16;
 /// The most buffers in all sets.
 const MOST: usize = 1 << 16;
@@ -143,8 +142,8 @@ fn parse(text: &[u8], images: BorrowedFd<'_>) -> anyhow::Result<Vec<Vec<Twin>>> 
 }
 
 fn inventory(images: BorrowedFd<'_>) -> anyhow::Result<String> {
-    let bytes = sidecar_file::read(images, INVENTORY, MOST_OF_INVENTORY).context(INVENTORY)?;
-    let bytes = bytes.with_context(|| format!("{INVENTORY} is missing"))?;
+    let bytes = sidecar_file::read(images, INVENTORY_NAME, MOST_OF_INVENTORY).context(INVENTORY_NAME)?;
+    let bytes = bytes.with_context(|| format!("{INVENTORY_NAME} is missing"))?;
     Ok(bytes.iter().fold(String::new(), |mut text, byte| {
         // Writing to a String cannot fail.
         let _ = write!(text, "{byte:02x}");
@@ -160,7 +159,7 @@ mod tests {
 
     fn images() -> (tempfile::TempDir, OwnedFd) {
         let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join(INVENTORY), [0x16, 0x31, 0xff, 0]).unwrap();
+        std::fs::write(folder.path().join(INVENTORY_NAME), [0x16, 0x31, 0xff, 0]).unwrap();
         let open = File::open(folder.path()).unwrap().into();
         (folder, open)
     }
@@ -220,8 +219,8 @@ mod tests {
         let many = vec!["[3,1]"; MOST + 1].join(",");
         let many = format!(r#"{{"version":1,"inventory":"1631ff00","sets":[[{many}]]}}"#);
         assert!(error(&many).contains("the most"));
-        std::fs::remove_file(folder.path().join(INVENTORY)).unwrap();
-        assert!(error(r#"{"version":1,"inventory":"","sets":[]}"#).contains(INVENTORY));
+        std::fs::remove_file(folder.path().join(INVENTORY_NAME)).unwrap();
+        assert!(error(r#"{"version":1,"inventory":"","sets":[]}"#).contains(INVENTORY_NAME));
     }
 
     #[test]
