@@ -64,11 +64,18 @@ impl Scene {
         file.write_all_at(bytes, offset + at as u64).unwrap();
     }
 
+    /// Writes the files to the disk.
+    pub(crate) fn sync(&self) {
+        for gpu in [7, 8] {
+            File::open(self.folder.path().join(pages_name(3, gpu))).unwrap().sync_all().unwrap();
+        }
+    }
+
     /// Writes the files to the disk and drops them from the page cache.
     pub(crate) fn chill(&self) {
+        self.sync();
         for gpu in [7, 8] {
             let file = File::open(self.folder.path().join(pages_name(3, gpu))).unwrap();
-            file.sync_all().unwrap();
             let all = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
             nix::fcntl::posix_fadvise(&file, 0, 0, all).unwrap();
         }
