@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
 #[derive(Debug, Parser)]
@@ -317,6 +317,15 @@ pub struct DumpArgs {
     pub criu_options: Vec<OsString>,
 }
 
+/// What `rewake restore` waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum WaitFor {
+    /// The restored processes run.
+    Alive,
+    /// All their memory is resident.
+    Resident,
+}
+
 /// Options of `rewake restore`.
 #[derive(Debug, Args)]
 pub struct RestoreArgs {
@@ -337,6 +346,10 @@ pub struct RestoreArgs {
     /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
     #[arg(long)]
     pub record: bool,
+    /// When this command ends, with `-- -d`: `alive` as soon as the processes run, `resident` when all their
+    /// memory is resident. The streamer continues by itself
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t = WaitFor::Resident)]
+    pub wait: WaitFor,
     /// Show nothing while it runs, and no timeline
     #[arg(short = 'q', long)]
     pub quiet: bool,

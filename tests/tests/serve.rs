@@ -77,6 +77,26 @@ fn one_daemon_serves_one_restore_after_another() {
     }
 }
 
+#[test]
+fn a_restore_that_waits_for_alive_returns_before_the_load_ends() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 1024).unwrap();
+    let daemon = Daemon::start().unwrap();
+    let mut command = daemon.restore(&criu, &scene.images()).unwrap();
+    let result = timeline(&command.args(["--wait=alive", "--", "-d"]).output().unwrap()).unwrap();
+    assert!(result["alive_ms"].is_f64() && result["all_resident_ms"].is_null(), "{result}");
+    assert_eq!(work_folders(&daemon).len(), 1, "the agent and the streamer still use it");
+    scene.go().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+    let served = until(END, || session(&daemon.status().ok()?, "complete"));
+    assert_eq!(served.expect("the load ends")["images_dir"], scene.images().to_str().unwrap());
+
+    let mut command = daemon.restore(&criu, &scene.images()).unwrap();
+    let refused = command.arg("--wait=alive").output().unwrap();
+    let message = "rewake: --wait=alive: this command ends with the restored processes; add `-- -d` to restore them in the background\n";
+    assert_eq!((refused.status.code(), &*String::from_utf8_lossy(&refused.stderr)), (Some(1), message));
+}
+
 /// Bytes that an agent's streamers have read from the disk. All have ended: the kernel adds the bytes of
 /// awaited children to their parent's (proc(5)).
 fn read_bytes(daemon: &Daemon) -> u64 {

@@ -6,7 +6,8 @@ mod memory;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
@@ -68,7 +69,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let directory = tempfile::Builder::new().prefix("rewake-bench-").tempdir_in(&parent)?;
     let image = Image::dump(&options.criu.canonicalize()?, directory.path(), options.size_mib, 0)?;
     println!(
-        "{} restores at once of an image of {} MiB\n{:<28} {:>12} {:>12} {:>11} {:>10} {:>12}",
+        "{} restores at once of an image of {} MiB\n{:<28} {:>12} {:>12} {:>11} {:>10} {:>12} {:>14}",
         options.count,
         options.size_mib,
         "",
@@ -76,72 +77,88 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         "memory, MiB",
         "first runs",
         "last runs",
-        "all resident"
+        "all resident",
+        "of eager's"
     );
     for cold in [true, false] {
-        for served in [true, false] {
-            let mut samples = Vec::new();
-            for round in 0..options.rounds {
-                let work = directory.path().join(format!("{cold}-{served}-{round}"));
+        let mut samples = [(); 3].map(|()| Vec::new());
+        for round in 0..options.rounds {
+            for (way, samples) in Way::ALL.into_iter().zip(&mut samples) {
+                let work = directory.path().join(format!("{cold}-{way:?}-{round}"));
                 std::fs::create_dir(&work)?;
                 if cold {
                     cache::drop_files(image.page_files())?;
                 } else {
                     cache::load_files(image.page_files())?;
                 }
-                samples.push(sample(options, &image, served, &work)?);
+                samples.push(sample(options, &image, way, &work)?);
             }
-            let median = |of: fn(&Sample) -> f64| {
-                let mut values: Vec<f64> = samples.iter().map(of).collect();
-                values.sort_by(f64::total_cmp);
-                values[values.len() / 2]
-            };
-            #[expect(clippy::cast_precision_loss, reason = "for users")]
-            let (read, memory) = (
-                median(|of| of.read as f64) / image.bytes() as f64,
-                median(|of| of.memory as f64) / f64::from(1 << 20),
-            );
-            println!(
-                "{:<28} {read:>12.2} {memory:>12.1} {:>8.0} ms {:>7.0} ms {:>9.0} ms",
-                format!(
-                    "{}, {}",
-                    if cold { "cold" } else { "warm" },
-                    if served { "by rewake serve" } else { "each by itself" }
-                ),
-                median(|of| of.first_runs_ms),
-                median(|of| of.last_runs_ms),
-                median(|of| of.all_ms),
-            );
+        }
+        let state = if cold { "cold" } else { "warm" };
+        for (way, ours) in Way::ALL.into_iter().zip(&samples) {
+            print_row(&format!("{state}, {}", way.name()), image.bytes(), ours, &samples[0]);
         }
     }
     Ok(())
 }
 
-fn sample(options: &Options, image: &Image, served: bool, work: &Path) -> anyhow::Result<Sample> {
+/// What restores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// `criu restore`, which returns when all is resident.
+    Eager,
+    /// `rewake restore` without an agent.
+    Alone,
+    /// `rewake restore` with `rewake serve`.
+    Served,
+}
+
+impl Way {
+    const ALL: [Self; 3] = [Self::Eager, Self::Alone, Self::Served];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Eager => "criu restore",
+            Self::Alone => "each by itself",
+            Self::Served => "by rewake serve",
+        }
+    }
+}
+
+/// Prints the medians of `samples`, and the time of each round beside that of `eager` in the same round.
+#[expect(clippy::cast_precision_loss, reason = "for users")]
+fn print_row(name: &str, bytes: u64, samples: &[Sample], eager: &[Sample]) {
+    let median = |of: &dyn Fn(&Sample) -> f64| sorted(samples.iter().map(of))[samples.len() / 2];
+    let shares = sorted(samples.iter().zip(eager).map(|(ours, eager)| ours.all_ms / eager.all_ms));
+    println!(
+        "{name:<28} {:>12.2} {:>12.1} {:>8.0} ms {:>7.0} ms {:>9.0} ms {:.2} ({:.2} .. {:.2})",
+        median(&|of| of.read as f64) / bytes as f64,
+        median(&|of| of.memory as f64) / f64::from(1 << 20),
+        median(&|of| of.first_runs_ms),
+        median(&|of| of.last_runs_ms),
+        median(&|of| of.all_ms),
+        shares[shares.len() / 2],
+        shares[0],
+        shares[shares.len() - 1]
+    );
+}
+
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values
+}
+
+fn sample(options: &Options, image: &Image, way: Way, work: &Path) -> anyhow::Result<Sample> {
     let socket = work.join("socket");
     let before = read_bytes()?;
-    let agent = if served { Some(start_agent(&options.rewake, &socket, work)?) } else { None };
+    let agent = if way == Way::Served { Some(start_agent(&options.rewake, &socket, work)?) } else { None };
     let memory = memory::Sampler::start();
-    let command = |_| {
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "--pid", "--fork", "--mount-proc"]).arg(&options.rewake);
-        command.args(["restore", "--json", "--quiet", "-D"]).arg(&image.dumped().directory);
-        if served {
-            command.arg("--socket").arg(&socket);
-        }
-        command.arg("--criu").arg(&options.criu).args(["--", "-d"]);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()
-    };
-    let restores = (0..options.count).map(command).collect::<Result<Vec<_>, _>>().context("unshare")?;
+    let start = |number: u64| restore(options, image, way, &work.join(number.to_string()), &socket);
+    let restores = (0..options.count).map(start).collect::<Vec<_>>();
     let mut times = Vec::new();
     for restore in restores {
-        let output = restore.wait_with_output()?;
-        if !output.status.success() {
-            bail!("rewake restore: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
-        }
-        let result: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let time = |name: &str| result[name].as_f64().with_context(|| format!("no {name} in {result}"));
-        times.push((time("alive_ms")?, time("all_resident_ms")?));
+        times.push(restore.join().expect("a restore's thread returns errors")?);
     }
     let memory = memory.finish();
     if let Some(mut agent) = agent {
@@ -159,6 +176,47 @@ fn sample(options: &Options, image: &Image, served: bool, work: &Path) -> anyhow
     })
 }
 
+/// Starts a restore in namespaces of its own. Its thread returns when the process ran and when all was
+/// resident, in milliseconds.
+fn restore(
+    options: &Options,
+    image: &Image,
+    way: Way,
+    work: &Path,
+    socket: &Path,
+) -> JoinHandle<anyhow::Result<(f64, f64)>> {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--mount-proc"]);
+    let image = &image.dumped().directory;
+    if way == Way::Eager {
+        command.arg(&options.criu).args(["restore", "-d", "-o", "restore.log", "-D"]).arg(image);
+        command.arg("-W").arg(work);
+    } else {
+        command.arg(&options.rewake).args(["restore", "--json", "--quiet", "-D"]).arg(image);
+        if way == Way::Served {
+            command.arg("--socket").arg(socket);
+        }
+        command.arg("--criu").arg(&options.criu).args(["--", "-d"]);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let work = work.to_owned();
+    std::thread::spawn(move || {
+        std::fs::create_dir(&work)?;
+        let began = Instant::now();
+        let output = command.output().context("unshare")?;
+        let elapsed_ms = began.elapsed().as_secs_f64() * 1e3;
+        if !output.status.success() {
+            bail!("{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+        }
+        if way == Way::Eager {
+            return Ok((elapsed_ms, elapsed_ms));
+        }
+        let result: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let time = |name: &str| result[name].as_f64().with_context(|| format!("no {name} in {result}"));
+        Ok((time("alive_ms")?, time("all_resident_ms")?))
+    })
+}
+
 fn start_agent(program: &Path, socket: &Path, work: &Path) -> anyhow::Result<Process> {
     let mut command = Command::new(program);
     command.arg("serve").arg("--socket").arg(socket).arg("-o").arg(work.join("serve.log"));
@@ -168,9 +226,9 @@ fn start_agent(program: &Path, socket: &Path, work: &Path) -> anyhow::Result<Pro
         status.arg("status").arg("--socket").arg(socket);
         quiet(&mut status).status().is_ok_and(|status| status.success())
     };
-    let until = std::time::Instant::now() + START;
+    let until = Instant::now() + START;
     while !answers() {
-        ensure!(std::time::Instant::now() < until, "rewake serve does not answer within {START:?}");
+        ensure!(Instant::now() < until, "rewake serve does not answer within {START:?}");
     }
     Ok(agent)
 }

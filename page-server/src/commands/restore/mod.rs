@@ -23,7 +23,7 @@ use self::timeline::{Clock, RestoreTimeline};
 use self::view::{View, write};
 use super::criu::{self, Criu, CriuInvocation, CriuOptions};
 use super::directory;
-use crate::cli::RestoreArgs;
+use crate::cli::{RestoreArgs, WaitFor};
 use crate::lease::ImageLease;
 use rewake_streamer::control::REPORT;
 use rewake_streamer::control::client::ClientError;
@@ -80,6 +80,11 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
         images.display()
     );
     let given = CriuOptions::read(&options.criu_options, &OURS)?;
+    ensure!(
+        given.detached || options.wait == WaitFor::Resident,
+        "--wait=alive: this command ends with the restored processes; add `-- -d` to restore them in the \
+         background"
+    );
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
@@ -118,7 +123,7 @@ async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
         if let Some(signal) = run.step(&mut followed, &mut signals).await? {
             return run.interrupted(signal).await;
         }
-        if run.exit.is_some() && run.ended.is_some() {
+        if run.exit.is_some() && (run.ended.is_some() || run.waits_no_longer()) {
             return run.conclude();
         }
     }
@@ -206,6 +211,11 @@ impl RestoreRun<'_> {
         matches!(self.latest.borrow().state(), State::Running | State::Complete)
     }
 
+    /// The processes run, and the user waits for nothing else.
+    fn waits_no_longer(&self) -> bool {
+        self.request.options.wait == WaitFor::Alive && self.timeline.alive_ms.is_some()
+    }
+
     fn streamer_ended(&mut self, ended: Result<Ended, ClientError>) {
         let last = ended.as_ref().ok().and_then(|ended| ended.last.as_ref());
         let clock = last.map(|last| Clock::new(self.started, last));
@@ -264,6 +274,9 @@ impl RestoreRun<'_> {
     /// Writes the timeline; gives the exit code, or the error that the command ends with.
     fn conclude(&mut self) -> anyhow::Result<u8> {
         let exit = self.exit.unwrap_or_default();
+        if self.ended.is_none() {
+            self.waiting.keep_work();
+        }
         let (detached, succeeded) = (self.request.given.detached, exit.success());
         if succeeded && !detached && matches!(self.ended, Some(Err(_))) {
             // The tree has ended, and needs no memory any more.
@@ -274,7 +287,7 @@ impl RestoreRun<'_> {
             self.timeline.all_resident_ms = self.timeline.alive_ms;
         }
         let ran = succeeded || !detached && self.timeline.alive_ms.is_some();
-        self.timeline.ok &= ran;
+        self.timeline.ok = ran && (self.timeline.ok || self.ended.is_none());
         if self.request.options.json {
             let text = serde_json::to_string_pretty(&self.timeline)?;
             writeln!(std::io::stdout(), "{text}").context("writing the timeline")?;

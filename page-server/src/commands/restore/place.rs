@@ -26,7 +26,7 @@ pub(super) struct WaitingStreamer {
     pub(super) session: Option<u64>,
     /// Whether CRIU is to be called with `--lazy-pages`.
     pub(super) lazy_pages: bool,
-    _own: Option<TempDir>,
+    own: Option<TempDir>,
 }
 
 const NOT_SERVED: &str = "this image cannot be served; nothing was started";
@@ -56,6 +56,13 @@ impl WaitingStreamer {
         Self::alone(request, given, view).await
     }
 
+    /// Keeps the work directory: the streamer and the agent still use it.
+    pub(super) fn keep_work(&mut self) {
+        if let Some(own) = self.own.take() {
+            let _ = own.keep();
+        }
+    }
+
     async fn by_agent(
         request: &RestoreRequest<'_>,
         given: Option<PathBuf>,
@@ -65,7 +72,7 @@ impl WaitingStreamer {
         // Beside the agent's socket: an agent with a /tmp of its own would not find the directory there.
         let (work, own) = work(given, socket.parent().unwrap_or_else(|| Path::new("/")))?;
         let opened = client.open(request.images, &work, request.options.record).await?;
-        Ok(Self { work, session: Some(opened.session), lazy_pages: opened.lazy_pages, _own: own })
+        Ok(Self { work, session: Some(opened.session), lazy_pages: opened.lazy_pages, own })
     }
 
     async fn alone(
@@ -79,7 +86,7 @@ impl WaitingStreamer {
         }
         let (work, own) = work(given, &std::env::temp_dir())?;
         streamer::start(request.images, &work, &plan, request.options.record, None).await?;
-        Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), _own: own })
+        Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), own })
     }
 }
 
