@@ -93,7 +93,8 @@ fn a_restore_that_waits_for_alive_returns_before_the_load_ends() {
 
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
     let refused = command.arg("--wait=alive").output().unwrap();
-    let message = "rewake: --wait=alive: this command ends with the restored processes; add `-- -d` to restore them in the background\n";
+    let message = "rewake: --wait=alive: this command ends with the restored processes; add `-- -d` to \
+                   restore them in the background\n";
     assert_eq!((refused.status.code(), &*String::from_utf8_lossy(&refused.stderr)), (Some(1), message));
 }
 
