@@ -30,7 +30,7 @@ pub struct Sweeps {
 struct Sweep {
     /// The addresses that its last fault filled.
     range: Range<u64>,
-    direction: Direction,
+    direction: SweepDirection,
     /// Number of pages that its last fault filled.
     window: u64,
     /// The number of its last fault.
@@ -38,7 +38,7 @@ struct Sweep {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Direction {
+enum SweepDirection {
     #[default]
     Up,
     Down,
@@ -57,7 +57,8 @@ impl Sweeps {
         }
         let range = address..address + PAGE_SIZE;
         if let Some(oldest) = self.sweeps.iter_mut().min_by_key(|sweep| sweep.last) {
-            *oldest = Sweep { range: range.clone(), direction: Direction::Up, window: 1, last: self.faults };
+            *oldest =
+                Sweep { range: range.clone(), direction: SweepDirection::Up, window: 1, last: self.faults };
         }
         range
     }
@@ -65,7 +66,7 @@ impl Sweeps {
 
 impl Sweep {
     /// Returns in which direction a fault at `address` continues this sweep; None if it does not.
-    fn continues_at(&self, address: u64) -> Option<Direction> {
+    fn continues_at(&self, address: u64) -> Option<SweepDirection> {
         let Range { start, end } = self.range;
         if start == end {
             None
@@ -73,13 +74,13 @@ impl Sweep {
             // Not all of the window could be filled.
             Some(self.direction)
         } else if address >= end {
-            (address - end < MAX_GAP).then_some(Direction::Up)
+            (address - end < MAX_GAP).then_some(SweepDirection::Up)
         } else {
-            (start - address <= MAX_GAP).then_some(Direction::Down)
+            (start - address <= MAX_GAP).then_some(SweepDirection::Down)
         }
     }
 
-    fn advance(&mut self, address: u64, direction: Direction) -> Range<u64> {
+    fn advance(&mut self, address: u64, direction: SweepDirection) -> Range<u64> {
         if self.direction != direction {
             self.window = 0;
         }
@@ -90,8 +91,8 @@ impl Sweep {
         let end = address + PAGE_SIZE;
         self.direction = direction;
         self.range = match direction {
-            Direction::Up => address..address + bytes,
-            Direction::Down => end.saturating_sub(bytes)..end,
+            SweepDirection::Up => address..address + bytes,
+            SweepDirection::Down => end.saturating_sub(bytes)..end,
         };
         self.range.clone()
     }
