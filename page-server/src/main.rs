@@ -21,6 +21,8 @@ fn main() -> ExitCode {
         Command::Restore(options) => commands::restore::run(options),
         Command::Seal(options) => commands::seal::run(options),
         Command::Verify(options) => commands::verify::run(options),
+        Command::Export(options) => commands::export::run(options),
+        Command::Pull(options) => commands::pull::run(options),
         Command::Streamer(options) => commands::streamer::run(options),
         Command::Status(options) => commands::status::run(options),
         Command::Planner(options) => commands::planner::run(options),

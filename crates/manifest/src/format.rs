@@ -147,7 +147,11 @@ impl ManifestReader {
         Self::of(file, length, &images.path().join(MANIFEST_NAME))
     }
 
-    fn of(file: File, length: u64, path: &Path) -> Result<Self> {
+    /// Reads a manifest of this length that is not in its image's directory yet; `path` is for messages.
+    ///
+    /// # Errors
+    /// As for [`ManifestReader::open`].
+    pub fn of(file: File, length: u64, path: &Path) -> Result<Self> {
         let end = length.saturating_sub(HASH);
         let id = hash_at(&file, end).and_then(|hash| Ok((hash, hash_of(&file, end)?)));
         let (claimed, id) = id.map_err(io("read", path))?;

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A client's side of a connection: it opens one image, and reads ranges of its files. Several reads may be
+//! outstanding; their bytes arrive in order.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+
+use rewake_criu_images::Digest;
+
+use crate::message::{MessageError, closed, receive, send};
+use crate::{Data, MAX_OUTSTANDING, MAX_READ, Open, Opened, Reply, Request, VERSION, hello};
+use crate::{reply::What as Replied, request::What as Requested};
+
+/// A connection with an open image.
+#[derive(Debug)]
+pub struct ImageClient<S> {
+    stream: S,
+    image_id: Digest,
+    manifest_length: u64,
+    /// The lengths of outstanding reads, the oldest first.
+    outstanding: VecDeque<u32>,
+}
+
+impl<S: Read + Write> ImageClient<S> {
+    /// Opens an image of the server, or its `ancestor`-th ancestor.
+    ///
+    /// # Errors
+    /// The peer is no image server or of another version, or it refuses: it has no such image, or one that is
+    /// not sealed.
+    pub fn open(mut stream: S, image: &str, ancestor: u32) -> Result<Self, MessageError> {
+        ask(&mut stream, Requested::Hello(hello()))?;
+        match reply(&mut stream)? {
+            Replied::Hello(theirs) if theirs.version == VERSION => {}
+            Replied::Hello(theirs) => {
+                return Err(MessageError::Version { version: theirs.version, program: theirs.program });
+            }
+            other => return Err(unexpected("a hello", &other)),
+        }
+        ask(&mut stream, Requested::Open(Open { image: image.to_owned(), ancestor }))?;
+        let Opened { image_id, manifest_length } = match reply(&mut stream)? {
+            Replied::Opened(opened) => opened,
+            other => return Err(unexpected("an open image", &other)),
+        };
+        let id = image_id.try_into().map_err(|id: Vec<u8>| MessageError::Unexpected {
+            expected: "an image id of 32 bytes",
+            found: format!("{} bytes", id.len()),
+        })?;
+        Ok(Self { stream, image_id: Digest(id), manifest_length, outstanding: VecDeque::new() })
+    }
+
+    /// Returns the image's id, as the server says. The manifest proves it.
+    pub fn image_id(&self) -> Digest {
+        self.image_id
+    }
+
+    /// Returns the length of the manifest in bytes, as the server says.
+    pub fn manifest_length(&self) -> u64 {
+        self.manifest_length
+    }
+
+    /// Returns whether another read may be requested now.
+    pub fn has_room(&self) -> bool {
+        self.outstanding.len() < MAX_OUTSTANDING
+    }
+
+    /// Returns whether a read is outstanding.
+    pub fn is_waiting(&self) -> bool {
+        !self.outstanding.is_empty()
+    }
+
+    /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names.
+    ///
+    /// # Errors
+    /// The connection fails.
+    ///
+    /// # Panics
+    /// The length is 0 or above [`MAX_READ`], or there is no [room](Self::has_room).
+    pub fn request(&mut self, file: u32, offset: u64, length: u32) -> Result<(), MessageError> {
+        assert!((1..=MAX_READ).contains(&length) && self.has_room(), "a read of {length} bytes");
+        ask(&mut self.stream, Requested::Read(crate::Read { file, offset, length }))?;
+        self.outstanding.push_back(length);
+        Ok(())
+    }
+
+    /// Receives the bytes of the oldest outstanding read.
+    ///
+    /// # Errors
+    /// The connection fails, the server refuses the read, or it sends another number of bytes.
+    ///
+    /// # Panics
+    /// No read is outstanding.
+    pub fn next_data<'a>(&mut self, into: &'a mut Vec<u8>) -> Result<&'a [u8], MessageError> {
+        let length = self.outstanding.pop_front().expect("a read is outstanding");
+        match reply(&mut self.stream)? {
+            Replied::Data(Data { length: sent }) if sent == length => {}
+            Replied::Data(Data { length: sent }) => {
+                return Err(MessageError::Unexpected {
+                    expected: "the bytes of a read",
+                    found: format!("{sent} bytes for a read of {length}"),
+                });
+            }
+            other => return Err(unexpected("the bytes of a read", &other)),
+        }
+        into.resize(length as usize, 0);
+        self.stream.read_exact(into).map_err(closed)?;
+        Ok(into)
+    }
+}
+
+fn ask(stream: &mut impl Write, what: Requested) -> Result<(), MessageError> {
+    send(stream, &Request { what: Some(what) }, &[])
+}
+
+fn reply(stream: &mut impl Read) -> Result<Replied, MessageError> {
+    let reply: Reply = receive(stream)?.ok_or(MessageError::Closed)?;
+    match reply.what {
+        Some(Replied::Refused(reason)) => Err(MessageError::Refused(reason)),
+        Some(what) => Ok(what),
+        None => Err(MessageError::Unexpected { expected: "a reply", found: "nothing".into() }),
+    }
+}
+
+fn unexpected(expected: &'static str, found: &Replied) -> MessageError {
+    let found = match found {
+        Replied::Hello(_) => "a hello",
+        Replied::Opened(_) => "an open image",
+        Replied::Data(_) => "bytes",
+        Replied::Refused(_) => "a refusal",
+    };
+    MessageError::Unexpected { expected, found: found.to_owned() }
+}

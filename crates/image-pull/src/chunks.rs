@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The chunks of an image in the order of its manifest, and where the bytes of each come from.
+
+use std::collections::HashMap;
+
+use rewake_criu_images::Digest;
+use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk, SealedFile};
+
+/// Where bytes are: the number of the file in the manifest, from 1, and the offset in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ChunkPlace {
+    pub(crate) file: u32,
+    pub(crate) offset: u64,
+}
+
+/// What is to be done next.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Make a file of this length, all zeros.
+    File(u32, SealedFile),
+    /// Bring a chunk from the server.
+    Fetch(ChunkPlace, SealedChunk),
+    /// Copy a chunk that an earlier step has brought.
+    Copy(ChunkPlace, SealedChunk, ChunkPlace),
+}
+
+/// The steps of a manifest.
+#[derive(Debug)]
+pub(crate) struct Chunks {
+    manifest: ManifestReader,
+    files: u32,
+    /// The chunks of the segment that was read last, and the offset of the first one that is left.
+    left: std::vec::IntoIter<SealedChunk>,
+    offset: u64,
+    /// Where each chunk is first: 48 bytes for each 2 MiB of the image.
+    first: HashMap<Digest, ChunkPlace>,
+}
+
+impl Chunks {
+    /// `manifest` is at its first file.
+    pub(crate) fn new(manifest: ManifestReader) -> Self {
+        Self { manifest, files: 0, left: Vec::new().into_iter(), offset: 0, first: HashMap::new() }
+    }
+
+    /// Returns the next step; `None` after the last.
+    pub(crate) fn next(&mut self) -> anyhow::Result<Option<Step>> {
+        loop {
+            for chunk in self.left.by_ref() {
+                let place = ChunkPlace { file: self.files, offset: self.offset };
+                self.offset += u64::from(chunk.length);
+                if chunk.is_zero() {
+                    continue;
+                }
+                if let Some(first) = self.first.get(&chunk.digest) {
+                    return Ok(Some(Step::Copy(place, chunk, *first)));
+                }
+                self.first.insert(chunk.digest, place);
+                return Ok(Some(Step::Fetch(place, chunk)));
+            }
+            match self.manifest.next_record()? {
+                None => return Ok(None),
+                Some(ManifestRecord::File(file)) => {
+                    self.files += 1;
+                    return Ok(Some(Step::File(self.files, file)));
+                }
+                Some(ManifestRecord::Segment(segment)) => {
+                    (self.left, self.offset) = (segment.chunks.into_iter(), segment.offset);
+                }
+                // It is the first record, and has been read.
+                Some(ManifestRecord::Parent(_)) => {}
+            }
+        }
+    }
+}

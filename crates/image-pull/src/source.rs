@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The connection to an image server. After a cut there is a new one, and outstanding reads are requested again.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use rewake_criu_images::Digest;
+use rewake_image_protocol::client::ImageClient;
+use rewake_image_protocol::message::MessageError;
+use tracing::warn;
+
+/// Outstanding reads: while one is on its way, the server reads the next. 32 MiB of chunks at most.
+const OUTSTANDING: usize = 16;
+/// New connections in a row that bring no byte, before the copy fails.
+const ATTEMPTS: u32 = 5;
+/// Time before the second such connection; each later one waits twice as long.
+const PAUSE: Duration = Duration::from_millis(250);
+
+/// A stream to an image server.
+pub trait ServerStream: Read + Write {}
+impl<T: Read + Write> ServerStream for T {}
+
+/// An image on another host.
+pub struct ImageSource {
+    connect: Box<dyn FnMut() -> io::Result<Box<dyn ServerStream>>>,
+    image: String,
+    client: ImageClient<Box<dyn ServerStream>>,
+    outstanding: VecDeque<RangeRead>,
+    failures: u32,
+}
+
+/// A range of a file: its number in the manifest, offset and length in bytes.
+type RangeRead = (u32, u64, u32);
+
+impl std::fmt::Debug for ImageSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ImageSource").field("image", &self.image).finish_non_exhaustive()
+    }
+}
+
+impl ImageSource {
+    /// Opens an image of a server; `connect` makes each connection to it.
+    ///
+    /// # Errors
+    /// The server cannot be reached, is of another version, or refuses.
+    pub fn open(
+        mut connect: impl FnMut() -> io::Result<Box<dyn ServerStream>> + 'static,
+        image: &str,
+    ) -> anyhow::Result<Self> {
+        let client = ImageClient::open(connect().context("connecting")?, image, 0)?;
+        Ok(Self {
+            connect: Box::new(connect),
+            image: image.to_owned(),
+            client,
+            outstanding: VecDeque::new(),
+            failures: 0,
+        })
+    }
+
+    /// Returns the image's id, as the server says.
+    pub(crate) fn image_id(&self) -> Digest {
+        self.client.image_id()
+    }
+
+    /// Returns the length of the manifest in bytes, as the server says.
+    pub(crate) fn manifest_length(&self) -> u64 {
+        self.client.manifest_length()
+    }
+
+    /// Returns whether another read may be requested before the next one is received.
+    pub(crate) fn has_room(&self) -> bool {
+        self.outstanding.len() < OUTSTANDING
+    }
+
+    /// Requests a range of a file.
+    pub(crate) fn request(&mut self, file: u32, offset: u64, length: u32) -> anyhow::Result<()> {
+        self.outstanding.push_back((file, offset, length));
+        match self.client.request(file, offset, length) {
+            Ok(()) => Ok(()),
+            Err(error) => self.reconnect(error),
+        }
+    }
+
+    /// Receives the bytes of the oldest outstanding read.
+    pub(crate) fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<()> {
+        loop {
+            match self.client.next_data(into) {
+                Ok(_) => {
+                    self.outstanding.pop_front();
+                    self.failures = 0;
+                    return Ok(());
+                }
+                Err(error) => self.reconnect(error)?,
+            }
+        }
+    }
+
+    /// Connects again after a cut, and requests what is outstanding.
+    fn reconnect(&mut self, error: MessageError) -> anyhow::Result<()> {
+        let mut error = error;
+        loop {
+            let is_cut = matches!(error, MessageError::Closed | MessageError::Io(_));
+            if !is_cut || self.failures >= ATTEMPTS {
+                return Err(error.into());
+            }
+            if self.failures > 0 {
+                thread::sleep(PAUSE * (1 << (self.failures - 1)));
+            }
+            self.failures += 1;
+            warn!("{error}: connecting again, attempt {} of {ATTEMPTS}", self.failures);
+            match self.connect_again() {
+                Ok(()) => return Ok(()),
+                Err(next) => error = next.downcast()?,
+            }
+        }
+    }
+
+    fn connect_again(&mut self) -> anyhow::Result<()> {
+        let stream = (self.connect)().map_err(MessageError::from)?;
+        let mut client = ImageClient::open(stream, &self.image, 0)?;
+        ensure!(
+            client.image_id() == self.client.image_id(),
+            "image {} has been replaced on the server meanwhile: start again",
+            self.image
+        );
+        for &(file, offset, length) in &self.outstanding {
+            client.request(file, offset, length)?;
+        }
+        self.client = client;
+        Ok(())
+    }
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The directory that an image is copied into. Without its manifest it is no image.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+
+use crate::chunks::ChunkPlace;
+use anyhow::{Context as _, bail, ensure};
+use nix::fcntl::OFlag;
+use rewake_criu_images::{Digest, ImageDir};
+use rewake_manifest::{MANIFEST_NAME, ManifestReader, SealedChunk, SealedFile, SealedParent};
+
+/// The manifest until it is put in place.
+const PARTIAL: &str = "rewake-manifest.partial";
+
+/// Files that are kept open: a chunk may be a duplicate of one in any earlier file.
+const OPEN_FILES: usize = 16;
+
+/// The directory.
+#[derive(Debug)]
+pub(crate) struct Target {
+    path: PathBuf,
+    /// The names of the files that were made so far, the first one first.
+    names: Vec<String>,
+    /// The files that were used last, by their numbers, the newest first.
+    open: Vec<(u32, File)>,
+    /// An earlier copy of this image was cut.
+    is_cut: bool,
+    /// Whether the file that was made last is from an earlier copy.
+    existed: bool,
+}
+
+impl Target {
+    /// Opens a directory, or makes it. `None` if it has this image already.
+    ///
+    /// # Errors
+    /// It has another image.
+    pub(crate) fn open(path: &Path, id: Digest) -> anyhow::Result<Option<Self>> {
+        fs::create_dir_all(path).with_context(|| path.display().to_string())?;
+        let images = ImageDir::open(path)?;
+        if path.join(MANIFEST_NAME).exists() {
+            let found = ManifestReader::open(&images)?.id();
+            ensure!(
+                found == id,
+                "{}: it has image {found:.16}, and {id:.16} was to be copied into it: choose another directory",
+                path.display()
+            );
+            return Ok(None);
+        }
+        let earlier = images.file(PARTIAL)?;
+        if earlier.is_none() {
+            let image =
+                fs::read_dir(path)?.flatten().find(|entry| entry.file_name().as_bytes().ends_with(b".img"));
+            ensure!(
+                image.is_none(),
+                "{}: it has files of an image without a manifest: choose an empty directory",
+                path.display()
+            );
+        }
+        let is_cut = earlier.is_some_and(|(partial, file, length)| {
+            ManifestReader::of(file, length, &partial).is_ok_and(|manifest| manifest.id() == id)
+        });
+        Ok(Some(Self { path: path.to_owned(), names: Vec::new(), open: Vec::new(), is_cut, existed: false }))
+    }
+
+    /// Makes the file of the manifest, empty. Returns its path, too.
+    pub(crate) fn manifest(&self) -> anyhow::Result<(File, PathBuf)> {
+        let path = self.path.join(PARTIAL);
+        let file = options().truncate(true).open(&path).with_context(|| path.display().to_string())?;
+        Ok((file, path))
+    }
+
+    /// Makes the link to the parent image, which must be in its place.
+    pub(crate) fn link_parent(&self, parent: &SealedParent) -> anyhow::Result<()> {
+        let link = self.path.join("parent");
+        let target = Path::new(std::ffi::OsStr::from_bytes(&parent.target));
+        match fs::read_link(&link) {
+            Ok(found) if found == target => {}
+            Ok(found) => {
+                bail!("{}: a link to {}, expected {}", link.display(), found.display(), target.display())
+            }
+            Err(_) => symlink(target, &link).with_context(|| link.display().to_string())?,
+        }
+        let found = ImageDir::open(&self.path)?.parent()?.map(|parent| ManifestReader::open(&parent));
+        let found = found.and_then(Result::ok).map(|manifest| manifest.id());
+        let expected = parent.id.map_or_else(|| "that is sealed".to_owned(), |id| format!("{id:.16}"));
+        ensure!(
+            found.is_some() && (parent.id.is_none() || found == parent.id),
+            "{}: expected image {expected}: copy the parent image to {} first",
+            link.display(),
+            self.path.join(target).display()
+        );
+        Ok(())
+    }
+
+    /// Makes the next file. What an earlier copy has written to it stays.
+    pub(crate) fn make(&mut self, file: &SealedFile) -> anyhow::Result<()> {
+        let made = options().open(self.path.join(&file.name))?;
+        let found = made.metadata()?;
+        ensure!(found.is_file(), "expected a regular file");
+        self.existed = self.is_cut && found.len() == file.length;
+        if !self.existed {
+            // Without what another image had here.
+            made.set_len(0)?;
+            made.set_len(file.length)?;
+        }
+        self.names.push(file.name.clone());
+        Ok(())
+    }
+
+    /// Whether a file has this chunk already, from an earlier copy. It must be the file that was made last.
+    pub(crate) fn has(&mut self, at: ChunkPlace, chunk: &SealedChunk, into: &mut Vec<u8>) -> bool {
+        into.resize(chunk.length as usize, 0);
+        self.existed && self.read(at, into).is_ok() && is_right(into, chunk)
+    }
+
+    /// Writes bytes to a file.
+    pub(crate) fn write(&mut self, at: ChunkPlace, bytes: &[u8]) -> anyhow::Result<()> {
+        let written = self.file(at.file)?.write_all_at(bytes, at.offset);
+        written.with_context(|| self.name(at.file))
+    }
+
+    /// Reads bytes that were written.
+    pub(crate) fn read(&mut self, at: ChunkPlace, into: &mut [u8]) -> anyhow::Result<()> {
+        let read = self.file(at.file)?.read_exact_at(into, at.offset);
+        read.with_context(|| self.name(at.file))
+    }
+
+    /// Returns the path of a file, for messages.
+    pub(crate) fn name(&self, number: u32) -> String {
+        self.path.join(&self.names[number as usize - 1]).display().to_string()
+    }
+
+    fn file(&mut self, number: u32) -> anyhow::Result<&File> {
+        if let Some(place) = self.open.iter().position(|(open, _)| *open == number) {
+            self.open[..=place].rotate_right(1);
+        } else {
+            let name = self.name(number);
+            let file = options().open(&name).context(name)?;
+            self.open.truncate(OPEN_FILES - 1);
+            self.open.insert(0, (number, file));
+        }
+        Ok(&self.open[0].1)
+    }
+
+    /// Writes all files to the disk, and puts the manifest in place.
+    pub(crate) fn finish(&self, manifest: &File) -> anyhow::Result<()> {
+        let context = || self.path.display().to_string();
+        for name in &self.names {
+            let synced = File::open(self.path.join(name)).and_then(|file| file.sync_all());
+            synced.with_context(|| self.path.join(name).display().to_string())?;
+        }
+        manifest.sync_all().with_context(context)?;
+        let directory = File::open(&self.path).with_context(context)?;
+        directory.sync_all().with_context(context)?;
+        fs::rename(self.path.join(PARTIAL), self.path.join(MANIFEST_NAME)).with_context(context)?;
+        directory.sync_all().with_context(context)
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+    options.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits());
+    options
+}
+
+/// Whether a chunk has the bytes that its hash proves.
+pub(crate) fn is_right(bytes: &[u8], chunk: &SealedChunk) -> bool {
+    blake3::hash(bytes).as_bytes() == &chunk.digest.0
+}

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Copies of an image from a server of this process, over connections that are cut.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{FileExt as _, symlink};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rewake_criu_images::{Inventory, write};
+use rewake_image_pull::{ImageSource, PullReport, pull};
+use rewake_image_server::connection::serve;
+use rewake_image_server::exports::Exports;
+use rewake_manifest::{seal, verify};
+
+const CHUNK: usize = 2 << 20;
+
+fn inventory(image: &Path, run: u8) {
+    let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: Some(format!("run {run}")) };
+    write::inventory(image, &inventory).unwrap();
+}
+
+/// A directory with the sealed image `web/1`, and room for copies of it.
+struct Scene {
+    dir: tempfile::TempDir,
+}
+
+impl Scene {
+    /// Four chunks of memory without a pagemap: the third is zeros, and the fourth is the first again.
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("exports/web/1");
+        fs::create_dir_all(&image).unwrap();
+        inventory(&image, 1);
+        let chunk = |seed: usize| (0..CHUNK).map(move |at| u8::try_from((at / 7 + at * seed) % 251).unwrap());
+        let memory: Vec<u8> =
+            chunk(1).chain(chunk(2)).chain(std::iter::repeat_n(0, CHUNK)).chain(chunk(1)).collect();
+        fs::write(image.join("pages-1.img"), memory).unwrap();
+        seal(&image).unwrap();
+        Self { dir }
+    }
+
+    fn image(&self) -> PathBuf {
+        self.dir.path().join("exports/web/1")
+    }
+
+    fn copy(&self) -> PathBuf {
+        self.dir.path().join("copies/1")
+    }
+
+    /// Opens an image. Each connection is cut after so many bytes to the client.
+    fn source(&self, image: &str, cut_after: usize) -> anyhow::Result<(ImageSource, Arc<AtomicUsize>)> {
+        let exports = Arc::new(Exports::new(&self.dir.path().join("exports"))?);
+        let connections = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&connections);
+        let connect = move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            let (ours, mut theirs) = UnixStream::pair()?;
+            let exports = Arc::clone(&exports);
+            std::thread::spawn(move || serve(&exports, &mut theirs, |_, _| Ok(())));
+            Ok(Box::new(Cut { stream: ours, left: cut_after }) as Box<_>)
+        };
+        Ok((ImageSource::open(connect, image)?, connections))
+    }
+
+    fn pull(&self) -> anyhow::Result<PullReport> {
+        pull(&mut self.source("web/1", usize::MAX)?.0, &self.copy(), None)
+    }
+
+    fn assert_copied(&self) {
+        let report = verify(&self.copy(), |difference| panic!("{difference}")).unwrap();
+        assert_eq!(report.id, verify(&self.image(), |_| ()).unwrap().id);
+        for name in ["inventory.img", "pages-1.img", "rewake-manifest"] {
+            assert!(
+                fs::read(self.image().join(name)).unwrap() == fs::read(self.copy().join(name)).unwrap(),
+                "{name}"
+            );
+        }
+    }
+}
+
+/// A stream that ends after a number of bytes.
+struct Cut {
+    stream: UnixStream,
+    left: usize,
+}
+
+impl Read for Cut {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let most = into.len().min(self.left);
+        let read = self.stream.read(&mut into[..most])?;
+        self.left -= read;
+        Ok(read)
+    }
+}
+
+impl Write for Cut {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn manifest_length(image: &Path) -> u64 {
+    fs::metadata(image.join("rewake-manifest")).unwrap().len()
+}
+
+fn inventory_length(scene: &Scene) -> u64 {
+    fs::metadata(scene.image().join("inventory.img")).unwrap().len()
+}
+
+#[test]
+fn zeros_are_not_sent_and_duplicates_are_sent_once() {
+    let scene = Scene::new();
+    let report = scene.pull().unwrap();
+    let sent = manifest_length(&scene.image()) + inventory_length(&scene) + 2 * CHUNK as u64;
+    assert_eq!((report.files, report.sent, report.kept), (2, sent, 0));
+    scene.assert_copied();
+    assert_eq!(scene.pull().unwrap().sent, 0, "the directory has the image already");
+}
+
+#[test]
+fn a_copy_continues_after_each_cut() {
+    let scene = Scene::new();
+    let (mut source, connections) = scene.source("web/1", CHUNK + CHUNK / 2).unwrap();
+    pull(&mut source, &scene.copy(), None).unwrap();
+    assert_eq!(connections.load(Ordering::Relaxed), 2, "each brings one of the two chunks");
+    scene.assert_copied();
+}
+
+#[test]
+fn a_peer_that_sends_no_whole_chunk_is_given_up() {
+    let scene = Scene::new();
+    let (mut source, connections) = scene.source("web/1", CHUNK / 2).unwrap();
+    let error = pull(&mut source, &scene.copy(), None).unwrap_err();
+    assert_eq!(format!("{error:#}"), "the peer closed the connection");
+    assert_eq!(connections.load(Ordering::Relaxed), 6, "the first, and five attempts");
+    assert!(!scene.copy().join("rewake-manifest").exists());
+
+    let report = scene.pull().unwrap();
+    assert_eq!(report.kept, inventory_length(&scene), "a cut copy is completed");
+    scene.assert_copied();
+}
+
+#[test]
+fn bytes_that_the_manifest_does_not_prove_are_refused() {
+    let scene = Scene::new();
+    let pages = fs::File::options().write(true).open(scene.image().join("pages-1.img")).unwrap();
+    pages.write_all_at(b"x", CHUNK as u64 + 5).unwrap();
+    let error = format!("{:#}", scene.pull().unwrap_err());
+    let place =
+        format!("pages-1.img: the {CHUNK} bytes from offset {CHUNK} are not those that the manifest proves");
+    assert!(error.contains(&place), "{error}");
+    assert!(!scene.copy().join("rewake-manifest").exists());
+}
+
+#[test]
+fn what_another_image_left_in_the_directory_is_not_kept() {
+    let scene = Scene::new();
+    scene.pull().unwrap();
+    // As if a copy of another image with these bytes had been cut.
+    let pages = fs::File::options().write(true).open(scene.copy().join("pages-1.img")).unwrap();
+    pages.write_all_at(b"x", 2 * CHUNK as u64).unwrap();
+    fs::remove_file(scene.copy().join("rewake-manifest")).unwrap();
+    fs::write(scene.copy().join("rewake-manifest.partial"), "of another image").unwrap();
+    scene.pull().unwrap();
+    scene.assert_copied();
+}
+
+#[test]
+fn a_directory_with_another_image_is_refused() {
+    let scene = Scene::new();
+    fs::create_dir_all(scene.copy()).unwrap();
+    inventory(&scene.copy(), 3);
+    let error = format!("{:#}", scene.pull().unwrap_err());
+    assert!(
+        error.ends_with("it has files of an image without a manifest: choose an empty directory"),
+        "{error}"
+    );
+    seal(&scene.copy()).unwrap();
+    let error = format!("{:#}", scene.pull().unwrap_err());
+    assert!(error.ends_with("choose another directory"), "{error}");
+}
+
+#[test]
+fn another_image_than_the_expected_one_is_refused() {
+    let scene = Scene::new();
+    let id = verify(&scene.image(), |_| ()).unwrap().id.to_string();
+    let go = |expected: &str| {
+        pull(&mut scene.source("web/1", usize::MAX).unwrap().0, &scene.copy(), Some(expected))
+    };
+    for wrong in ["0123456789abcdef", &id[..15], ""] {
+        let error = go(wrong).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("the server has image {id}, expected {wrong:?}")), "{error}");
+        assert!(!scene.copy().exists());
+    }
+    go(&id[..16]).unwrap();
+    scene.assert_copied();
+}
+
+#[test]
+fn only_sealed_images_below_the_directory_are_served() {
+    let scene = Scene::new();
+    let outside = scene.dir.path().join("outside");
+    fs::create_dir(&outside).unwrap();
+    inventory(&outside, 4);
+    seal(&outside).unwrap();
+    let refused = |name: &str| format!("{:#}", scene.source(name, usize::MAX).unwrap_err());
+    for name in ["../outside", "web/../../outside", "/etc", ""] {
+        let expected = format!("refused: {name:?}: expected the name of an image, a path without `..`");
+        assert_eq!(refused(name), expected);
+    }
+    assert!(refused("web/2").starts_with("refused: image web/2: "), "{}", refused("web/2"));
+    fs::create_dir(scene.dir.path().join("exports/web/2")).unwrap();
+    assert!(refused("web/2").contains("rewake seal"), "{}", refused("web/2"));
+}
+
+#[test]
+fn an_incremental_image_needs_its_parent_beside_it() {
+    let scene = Scene::new();
+    let child = scene.dir.path().join("exports/web/2");
+    fs::create_dir(&child).unwrap();
+    inventory(&child, 2);
+    symlink("../1", child.join("parent")).unwrap();
+    seal(&child).unwrap();
+    let copy = scene.dir.path().join("copies/2");
+    let go = || pull(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None);
+    let error = format!("{:#}", go().unwrap_err());
+    assert!(error.contains("copy the parent image to"), "{error}");
+    scene.pull().unwrap();
+    go().unwrap();
+    assert_eq!(fs::read_link(copy.join("parent")).unwrap(), Path::new("../1"));
+    verify(&copy, |difference| panic!("{difference}")).unwrap();
+}

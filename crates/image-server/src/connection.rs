@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The requests of one client, one after another.
+
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt as _;
+
+use anyhow::{Context as _, ensure};
+use rewake_image_protocol::message::{MessageError, receive, send};
+use rewake_image_protocol::reply::What as Reply;
+use rewake_image_protocol::request::What as Request;
+use rewake_image_protocol::{Data, MAX_READ, Open, Opened, Read as RangeRead, VERSION, hello, reply_of};
+
+use crate::exports::{ExportedImage, Exports};
+
+/// Bytes that are read from a file and sent at a time: those of a demand read, in one write.
+const PIECE: usize = 64 << 10;
+
+/// What a connection was used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Served {
+    /// Reads that were answered.
+    pub reads: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Answers a client until it closes the connection. `opened` is called when it has opened an image.
+///
+/// # Errors
+/// The client is of another version, breaks the protocol or is lost, or a request was refused: then it has the reason,
+/// too.
+pub fn serve<S: Read + Write>(
+    exports: &Exports,
+    stream: &mut S,
+    opened: impl FnOnce(&mut S, &str) -> std::io::Result<()>,
+) -> anyhow::Result<Served> {
+    let served = answer(exports, stream, opened);
+    if let Err(error) = &served
+        && error.downcast_ref::<MessageError>().is_none()
+    {
+        // It may be gone.
+        let _ = send(stream, &reply_of(Reply::Refused(format!("{error:#}"))), &[]);
+    }
+    served
+}
+
+fn answer<S: Read + Write>(
+    exports: &Exports,
+    stream: &mut S,
+    opened: impl FnOnce(&mut S, &str) -> std::io::Result<()>,
+) -> anyhow::Result<Served> {
+    match next(stream)? {
+        None => return Ok(Served::default()),
+        Some(Request::Hello(theirs)) => {
+            // Sent first: a client of another version says so, too.
+            send(stream, &reply_of(Reply::Hello(hello())), &[])?;
+            ensure!(
+                theirs.version == VERSION,
+                MessageError::Version { version: theirs.version, program: theirs.program }
+            );
+        }
+        Some(other) => return Err(unexpected("a hello", &other)),
+    }
+    let mut image = match next(stream)? {
+        None => return Ok(Served::default()),
+        Some(Request::Open(Open { image, ancestor })) => {
+            let open = exports.open(&image, ancestor)?;
+            let reply = Opened { image_id: open.id().0.to_vec(), manifest_length: open.manifest_length() };
+            send(stream, &reply_of(Reply::Opened(reply)), &[])?;
+            opened(stream, &image).context("the connection")?;
+            open
+        }
+        Some(other) => return Err(unexpected("the name of an image", &other)),
+    };
+    let (mut served, mut buffer) = (Served::default(), vec![0; PIECE]);
+    while let Some(request) = next(stream)? {
+        let Request::Read(read) = request else { return Err(unexpected("a read", &request)) };
+        send_range(&mut image, read, stream, &mut buffer)?;
+        served.reads += 1;
+        served.bytes += u64::from(read.length);
+    }
+    Ok(served)
+}
+
+fn next(stream: &mut impl Read) -> anyhow::Result<Option<Request>> {
+    let request: Option<rewake_image_protocol::Request> = receive(stream)?;
+    request.map(|request| request.what.context("an empty request")).transpose()
+}
+
+/// Sends a range of a file in pieces. The first one is read before the reply begins.
+fn send_range(
+    image: &mut ExportedImage,
+    read: RangeRead,
+    stream: &mut impl Write,
+    buffer: &mut [u8],
+) -> anyhow::Result<()> {
+    let RangeRead { file: number, offset, length } = read;
+    ensure!((1..=MAX_READ).contains(&length), "a read of {length} bytes: 1 to {MAX_READ} expected");
+    let file = image.file(number)?;
+    let context = || format!("file {number}: {length} bytes from offset {offset}");
+    let size = file.metadata().with_context(context)?.len();
+    let end = offset.checked_add(u64::from(length)).filter(|end| *end <= size);
+    ensure!(end.is_some(), "{}: the file has {size}", context());
+    let mut sent = 0;
+    while sent < length as usize {
+        let piece = buffer.len().min(length as usize - sent);
+        file.read_exact_at(&mut buffer[..piece], offset + sent as u64).with_context(context)?;
+        if sent == 0 {
+            send(stream, &reply_of(Reply::Data(Data { length })), &buffer[..piece])?;
+        } else {
+            stream.write_all(&buffer[..piece]).map_err(MessageError::from)?;
+        }
+        sent += piece;
+    }
+    Ok(())
+}
+
+fn unexpected(expected: &'static str, found: &Request) -> anyhow::Error {
+    let found = match found {
+        Request::Hello(_) => "a hello",
+        Request::Open(_) => "the name of an image",
+        Request::Read(_) => "a read",
+    };
+    MessageError::Unexpected { expected, found: found.to_owned() }.into()
+}

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake pull`: copies a sealed image from another host.
+
+use std::io::{self, Write as _};
+use std::net::{TcpStream, ToSocketAddrs as _};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use rewake_image_pull::{ImageSource, PullReport, pull};
+use rewake_streamer::units;
+
+use crate::cli::{PullArgs, RemoteImage};
+use crate::logging;
+
+/// Time until the server accepts a connection, and in which it must send bytes of a read.
+const SERVER_LIMIT: Duration = Duration::from_secs(60);
+
+/// Runs the command; gives the exit code.
+///
+/// # Errors
+/// See [`pull()`].
+pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
+    logging::start(None, 2)?;
+    let RemoteImage { host, image } = options.image.clone();
+    let (start, port) = (Instant::now(), options.port);
+    let what = format!("{host}:{image}");
+    let mut source = ImageSource::open(move || Ok(Box::new(connect(&host, port)?) as _), &image)
+        .with_context(|| what.clone())?;
+    let report =
+        pull(&mut source, &options.directory, options.id.as_deref()).with_context(|| what.clone())?;
+    let PullReport { id, files, bytes, sent, kept } = report;
+    let (directory, time) = (options.directory.display(), units::seconds(start.elapsed()));
+    let mut out = io::stdout();
+    if sent == 0 {
+        return Ok(writeln!(out, "{directory}: it has image {id:.16} already").map(|()| 0)?);
+    }
+    let [bytes, sent, kept] = [bytes, sent, kept].map(units::bytes);
+    writeln!(
+        out,
+        "{directory}: {files} files, {bytes} in {time}: {sent} were sent, {kept} were here; image {id:.16}"
+    )?;
+    Ok(0)
+}
+
+fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, format!("{host}: no address of that name"));
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, SERVER_LIMIT) {
+            Ok(stream) => {
+                stream.set_nodelay(true)?;
+                stream.set_read_timeout(Some(SERVER_LIMIT))?;
+                return Ok(stream);
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
