@@ -71,7 +71,8 @@ fn planned(draft: Draft) -> Image {
     let memory = memory_file().unwrap();
     draft.write(&memory).unwrap();
     seal(&memory).unwrap();
-    let files = draft.files.into_iter().map(|file| file.file.into()).collect();
+    let leases = draft.leases.into_iter().map(OwnedFd::from);
+    let files = draft.files.into_iter().map(|file| file.file.into()).chain(leases).collect();
     Image::unseal(memory.as_fd(), files).unwrap()
 }
 
