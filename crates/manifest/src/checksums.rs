@@ -4,9 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
+use std::sync::Arc;
 
 use rewake_criu_images::{Digest, ImageDir};
-use rewake_image_io::{BLOCK, checksum_of_zeros};
+use rewake_image_io::{BLOCK, BlockChecksums, checksum_of_zeros};
 
 use crate::directory::{covered_files, open, parent_link};
 use crate::error::{ManifestError, Result, io};
@@ -34,6 +35,16 @@ pub struct MemoryFile {
     pub length: u64,
     /// The checksum of each block.
     pub checksums: Vec<u64>,
+}
+
+impl ImageChecksums {
+    /// Returns the checksums of a memory file; none if it was not sealed with this length.
+    #[must_use]
+    pub fn of(&self, name: &str, length: u64) -> Option<BlockChecksums> {
+        let memory = self.memory.get(name).filter(|memory| memory.length == length)?;
+        let table: Vec<u8> = memory.checksums.iter().flat_map(|checksum| checksum.to_le_bytes()).collect();
+        BlockChecksums::new(Arc::new(table), 0, length)
+    }
 }
 
 /// Reads the checksums of an image's memory; `None` if the image is not sealed.

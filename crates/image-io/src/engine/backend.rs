@@ -160,3 +160,52 @@ impl<M: Memory> Flight<M> {
         Completion { token, class, memory, result }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::file::ImageFile;
+    use crate::verification::{BlockChecksums, block_checksum};
+    use crate::{Acquire, BLOCK, BlockCache, BufferSlice};
+
+    /// A read through the page cache of a sealed file of one block of sevens.
+    fn flight() -> Flight<BufferSlice> {
+        let temp = tempfile::tempfile().unwrap();
+        temp.set_len(BLOCK as u64).unwrap();
+        let file = ImageFile::from_file(temp, "pages-1.img").unwrap();
+        let checksum = block_checksum(&[7; BLOCK]).to_le_bytes();
+        file.verify_with(BlockChecksums::new(Arc::new(checksum), 0, BLOCK as u64).unwrap());
+        let cache = BlockCache::new(2 * BLOCK).unwrap();
+        let Acquire::Load(mut guard) = cache.acquire(&file, 0, &Notifier::new().unwrap()) else {
+            panic!("the cache is empty")
+        };
+        let memory = guard.take_slice().unwrap();
+        Flight::new(Request::fill(1, &file, 0, memory, Class::Demand), ReadMode::Cached, None)
+    }
+
+    /// Ends the system call in flight with a block of this byte.
+    fn step(flight: &mut Flight<BufferSlice>, byte: u8) -> TransferStep {
+        flight.request.memory.fill(byte);
+        flight.step(Ok(BLOCK))
+    }
+
+    #[test]
+    fn a_wrong_block_is_read_once_more_past_the_page_cache() {
+        let mut flight = flight();
+        assert!(!flight.transfer.direct);
+        assert!(matches!(step(&mut flight, 9), TransferStep::Again) && flight.transfer.direct);
+        assert!(matches!(step(&mut flight, 7), TransferStep::Finished(Ok(()))));
+    }
+
+    #[test]
+    fn a_block_that_is_wrong_twice_is_an_error_with_its_place() {
+        let mut flight = flight();
+        assert!(matches!(step(&mut flight, 9), TransferStep::Again));
+        let TransferStep::Finished(Err(error)) = step(&mut flight, 9) else { panic!("it is not over") };
+        assert!(matches!(error, TransferError::Damaged { offset: 0, length: BLOCK, .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("offset 0 of pages-1.img") && text.contains("`rewake verify`"), "{text}");
+    }
+}
