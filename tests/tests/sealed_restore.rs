@@ -106,7 +106,8 @@ fn a_hole_in_the_place_of_sealed_bytes_ends_the_session() {
     let pages = scene.images().join("pages-1.img");
     let middle = fs::metadata(&pages).unwrap().len() / 2 / 65536 * 65536;
     let file = OpenOptions::new().write(true).open(&pages).unwrap();
-    let how = nix::fcntl::FallocateFlags::FALLOC_FL_PUNCH_HOLE | nix::fcntl::FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    let how =
+        nix::fcntl::FallocateFlags::FALLOC_FL_PUNCH_HOLE | nix::fcntl::FallocateFlags::FALLOC_FL_KEEP_SIZE;
     nix::fcntl::fallocate(&file, how, middle.cast_signed(), 4 * 65536).unwrap();
     killed_for_a_wrong_byte(&scene, &scene.images(), &pages);
 }

@@ -36,7 +36,8 @@ impl Image {
     /// Seals the image.
     pub(crate) fn seal(&self, rewake: &Path) -> anyhow::Result<()> {
         let mut command = Command::new(rewake);
-        let exit = Process::spawn(command.arg("seal").arg(&self.dumped.directory))?.wait(self.dumped.limit)?;
+        let exit =
+            Process::spawn(command.arg("seal").arg(&self.dumped.directory))?.wait(self.dumped.limit)?;
         ensure!(exit.success, "rewake seal: {}", exit.status);
         Ok(())
     }

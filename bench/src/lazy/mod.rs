@@ -170,7 +170,11 @@ impl Programs {
     fn find(options: &Options) -> anyhow::Result<Self> {
         let absolute = |path: &PathBuf| path.canonicalize().with_context(|| path.display().to_string());
         let rewake = options.rewake.as_ref().map(absolute).transpose()?;
-        Ok(Self { criu: absolute(&options.criu)?, rewake, servers: if options.sealed { SEALED } else { STOCK } })
+        Ok(Self {
+            criu: absolute(&options.criu)?,
+            rewake,
+            servers: if options.sealed { SEALED } else { STOCK },
+        })
     }
 
     /// The servers, in the order of a round.

@@ -17,8 +17,7 @@ use tempfile::NamedTempFile;
 const LEN: usize = 3 * BLOCK + 5 * PAGE;
 
 fn checksums(bytes: &[u8]) -> BlockChecksums {
-    let table: Vec<u8> =
-        bytes.chunks(BLOCK).flat_map(|block| block_checksum(block).to_le_bytes()).collect();
+    let table: Vec<u8> = bytes.chunks(BLOCK).flat_map(|block| block_checksum(block).to_le_bytes()).collect();
     BlockChecksums::new(Arc::new(table), 0, bytes.len() as u64).unwrap()
 }
 

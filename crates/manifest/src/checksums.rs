@@ -76,7 +76,8 @@ pub fn read_chain(chain: &[&ImageDir]) -> Result<Vec<Option<ImageChecksums>>> {
             return Err(ManifestError::AnotherParent {
                 child: chain[place].path().to_owned(),
                 sealed,
-                found: found.map_or_else(|| "an image without a manifest".to_owned(), |id| format!("{id:.16}")),
+                found: found
+                    .map_or_else(|| "an image without a manifest".to_owned(), |id| format!("{id:.16}")),
             });
         }
     }
@@ -122,8 +123,7 @@ impl Reading<'_> {
         }
         if sealed.memory {
             let of = file.metadata().map_err(io("stat", &self.images.path().join(&name)))?;
-            let memory =
-                MemoryFile { identity: (of.dev(), of.ino()), length: found, checksums: Vec::new() };
+            let memory = MemoryFile { identity: (of.dev(), of.ino()), length: found, checksums: Vec::new() };
             self.read.memory.insert(name.clone(), memory);
         }
         self.sealed.insert(name);
@@ -138,7 +138,8 @@ impl Reading<'_> {
         }
         // All blocks that begin in it are zeros; the last one of the file may be shorter.
         let block = BLOCK as u64;
-        let blocks = segment.offset.div_ceil(block)..(segment.offset + u64::from(segment.length)).div_ceil(block);
+        let blocks =
+            segment.offset.div_ceil(block)..(segment.offset + u64::from(segment.length)).div_ceil(block);
         let zeros = |at: u64| {
             let length = usize::try_from(file.length - at * block).unwrap_or(BLOCK).min(BLOCK);
             checksum_of_zeros(length)

@@ -18,7 +18,7 @@ mod seal;
 mod segment;
 mod verify;
 
-pub use checksums::{ImageChecksums, MemoryFile, read_checksums, read_chain};
+pub use checksums::{ImageChecksums, MemoryFile, read_chain, read_checksums};
 pub use directory::MANIFEST_NAME;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};

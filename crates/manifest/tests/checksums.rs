@@ -7,7 +7,7 @@ use std::path::Path;
 
 use rewake_criu_images::{Generation, ImageDir, Inventory, PageFlags, Pagemap, write};
 use rewake_image_io::{block_checksum, checksum_of_zeros};
-use rewake_manifest::{ImageChecksums, MANIFEST_NAME, ManifestError, read_checksums, read_chain, seal};
+use rewake_manifest::{ImageChecksums, MANIFEST_NAME, ManifestError, read_chain, read_checksums, seal};
 
 const BLOCK: usize = 65_536;
 /// More than two segments, with zeros in the second one, and a short block at the end.
@@ -47,7 +47,9 @@ fn each_block_of_memory_has_its_checksum_also_in_segments_of_zeros() {
     assert_eq!(image.memory.keys().collect::<Vec<_>>(), ["pages-1.img"]);
     let found = &image.memory["pages-1.img"];
     let expected: Vec<u64> = memory().chunks(BLOCK).map(block_checksum).collect();
-    assert!(found.checksums == expected && expected[64..128].iter().all(|of| *of == checksum_of_zeros(BLOCK)));
+    assert!(
+        found.checksums == expected && expected[64..128].iter().all(|of| *of == checksum_of_zeros(BLOCK))
+    );
     let of = fs::metadata(dir.path().join("pages-1.img")).unwrap();
     assert_eq!((found.identity, found.length), ((of.dev(), of.ino()), LENGTH as u64));
     let has = |name, length| image.of(name, length).is_some();

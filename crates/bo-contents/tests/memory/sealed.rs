@@ -9,7 +9,8 @@ const SIZES: [usize; 6] = [4096, 3 * CHUNK + 4096, 65536, 2 * CHUNK, 8192, 5 * C
 /// A sealed image: the fourth buffer is a hole, and the second and the last have one.
 fn sealed() -> (Scene, Vec<Vec<u8>>) {
     let scene = Scene::new(&SIZES);
-    let mut bytes: Vec<Vec<u8>> = SIZES.iter().enumerate().map(|(buffer, size)| pattern(buffer, *size)).collect();
+    let mut bytes: Vec<Vec<u8>> =
+        SIZES.iter().enumerate().map(|(buffer, size)| pattern(buffer, *size)).collect();
     bytes[3].fill(0);
     bytes[1][CHUNK + 5000..2 * CHUNK].fill(0);
     bytes[5][..4 * CHUNK + 777].fill(0);

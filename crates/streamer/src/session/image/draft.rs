@@ -63,7 +63,8 @@ impl Draft {
     pub(crate) fn read(images: &ImageDir) -> anyhow::Result<Self> {
         let parents = images.ancestors();
         let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
-        let leases = chain.iter().filter_map(|images| lease(images).transpose()).collect::<anyhow::Result<_>>()?;
+        let leases =
+            chain.iter().filter_map(|images| lease(images).transpose()).collect::<anyhow::Result<_>>()?;
         let mut draft = Self { directory: images.id(), dump: images.dump_id()?, leases, ..Self::default() };
         let mut first = gpu_registered_ranges(images);
         for task in images.tasks()? {
@@ -102,7 +103,8 @@ impl Draft {
     /// Adds the checksums of the files, from the manifest of the directory that each is in.
     fn add_checksums(&mut self, chain: Vec<Option<ImageChecksums>>) -> anyhow::Result<()> {
         for (name, memory) in chain.into_iter().flatten().flat_map(|image| image.memory) {
-            let Some(file) = self.by_inode.get(&memory.identity).and_then(|at| self.files.get_mut(*at)) else {
+            let Some(file) = self.by_inode.get(&memory.identity).and_then(|at| self.files.get_mut(*at))
+            else {
                 continue;
             };
             ensure!(file.state.key.len == memory.length, "{name}: its length changed while it was opened");
