@@ -24,6 +24,9 @@ use tempfile::TempDir;
 /// Dumps that are killed.
 const KILLS: u32 = 50;
 
+/// How many of them have replaced the image before, at least.
+const MIN_REPLACED: u32 = 1;
+
 /// A directory for images, `2` the one that dumps go to, and a program to dump.
 struct Site {
     dir: TempDir,
@@ -49,8 +52,12 @@ impl Site {
 
     /// `rewake dump` of the target into `2`, not yet started.
     fn dump(&self) -> Command {
+        self.dump_into("2")
+    }
+
+    fn dump_into(&self, name: &str) -> Command {
         let mut command = Command::new(rewake().unwrap());
-        command.args(["dump", "-t", &self.target.id().to_string(), "-D"]).arg(self.images());
+        command.args(["dump", "-t", &self.target.id().to_string(), "-D"]).arg(self.path(name));
         command.env("CRIU", &self.criu).stdin(Stdio::null());
         command
     }
@@ -241,13 +248,16 @@ fn a_dump_that_fails_at_its_end_leaves_image_and_tree() {
         assert!(images.join("dump.log").exists());
         assert_eq!(site.others(), ["script"]);
         // The same script, now content, runs before the image is replaced.
-        write_program(
-            &script,
-            "#!/bin/sh\ntest -e $CRTOOLS_IMAGE_DIR/inventory.img || test $CRTOOLS_SCRIPT_ACTION != post-dump",
-        )
-        .unwrap();
+        // It finds the new image where CRIU says, and in its working directory.
+        let text = format!(
+            "#!/bin/sh\ntest $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0\n\
+             cat $CRTOOLS_IMAGE_DIR/inventory.img > {0}/new && cmp inventory.img {0}/new\n",
+            site.dir.path().display()
+        );
+        write_program(&script, &text).unwrap();
         site.dumped(&["--action-script", script.to_str().unwrap()]);
-        assert!(before != inventory(&images));
+        let after = inventory(&images);
+        assert!(before != after && fs::read(site.path("new")).unwrap() == after);
     }
 }
 
@@ -313,6 +323,12 @@ fn an_incremental_image_keeps_its_relative_parent() {
         let (succeeded, said) = run("verify", &site.images());
         assert!(succeeded && said.matches("as sealed").count() == 2, "{said}");
     }
+    let output = site.dump_into("1").output().unwrap();
+    let words = said(&output);
+    assert!(
+        !output.status.success() && words.contains(&format!("{} is incremental", site.images().display()))
+    );
+    assert!(site.target_runs());
     flip(&site.path("1/pages-1.img"), 9);
     let (succeeded, said) = run("verify", &site.images());
     assert!(!succeeded && said.contains("2/parent/pages-1.img: wrong bytes"), "{said}");
@@ -431,6 +447,8 @@ fn killed_dumps_leave_a_whole_image_and_are_cleaned_up() {
         site.replace_target();
     }
     println!("{replaced} of {kills} killed dumps had replaced the image");
+    // Moments are even over a dump, and the exchange is near its end.
+    assert!(kills < KILLS || (MIN_REPLACED..=kills / 2).contains(&replaced), "{replaced} of {kills}");
     site.dumped(&[]);
     verified(&site.images());
     assert_eq!(site.others(), [""; 0]);

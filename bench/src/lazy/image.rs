@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 
 use crate::criu::{self, quiet};
 use crate::processes::{Process, check_interrupted};
@@ -31,6 +31,23 @@ impl Image {
         let mut toucher = start_toucher(base, &report, size_mib, pause_us)?;
         let dumped = criu::Image::dump(criu, &mut toucher, base.join("img"), time_limit(size_mib))?;
         Ok(Self { dumped, size_mib, report })
+    }
+
+    /// Seals the image.
+    pub(crate) fn seal(&self, rewake: &Path) -> anyhow::Result<()> {
+        let mut command = Command::new(rewake);
+        let exit =
+            Process::spawn(command.arg("seal").arg(&self.dumped.directory))?.wait(self.dumped.limit)?;
+        ensure!(exit.success, "rewake seal: {}", exit.status);
+        Ok(())
+    }
+
+    /// Sets whether the sealed image has its manifest. Without one its blocks are not checked.
+    pub(crate) fn keep_manifest(&self, keeps: bool) -> anyhow::Result<()> {
+        let names = ["rewake-manifest", "away"].map(|name| self.dumped.directory.join(name));
+        let [from, to] = if keeps { [&names[1], &names[0]] } else { [&names[0], &names[1]] };
+        // An image that was not sealed has none.
+        if from.exists() { std::fs::rename(from, to).context("renaming the manifest") } else { Ok(()) }
     }
 
     /// The image that CRIU wrote.

@@ -31,6 +31,9 @@ pub(crate) struct Options {
     /// Memory of the restored process in MiB
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     size_mib: u64,
+    /// Compare rewake with itself: the image as it is, and sealed, so that each block is checked
+    #[arg(long, requires = "rewake")]
+    sealed: bool,
     /// Microseconds that the process sleeps between two accesses. Without a pause, stock CRIU hardly loads in the
     /// background.
     #[arg(long, default_value_t = 0)]
@@ -63,7 +66,24 @@ pub(crate) enum Server {
     Stock,
     /// `rewake lazy-pages`
     Rewake,
+    /// The same, with a manifest in the image
+    Sealed,
 }
+
+impl Server {
+    /// What its column is called.
+    pub(crate) fn heading(self) -> &'static str {
+        match self {
+            Self::Stock => "stock",
+            Self::Rewake => "rewake",
+            Self::Sealed => "rewake, sealed image",
+        }
+    }
+}
+
+/// What a run compares.
+const STOCK: [Server; 2] = [Server::Stock, Server::Rewake];
+const SEALED: [Server; 2] = [Server::Rewake, Server::Sealed];
 
 /// Measures, prints the table, writes the files asked for.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
@@ -100,6 +120,9 @@ fn measure(options: &Options, directory: &Path) -> anyhow::Result<Comparison> {
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     eprintln!("filling and dumping {} MiB", options.size_mib);
     let image = Image::dump(&programs.criu, directory, options.size_mib, options.pause_us)?;
+    if let Some(rewake) = programs.rewake.as_ref().filter(|_| options.sealed) {
+        image.seal(rewake)?;
+    }
     let limits = limits(options, &image, directory)?;
     let mut samples = Vec::new();
     for number in 1..=options.rounds {
@@ -112,11 +135,12 @@ fn measure(options: &Options, directory: &Path) -> anyhow::Result<Comparison> {
             } else {
                 cache::load_files(image.page_files())?;
             }
+            image.keep_manifest(server == Server::Sealed)?;
             let measured = round::run(&image, &programs.criu, server, program, &work, number);
             samples.push(measured.with_context(|| format!("round {number} with {server:?}"))?);
         }
     }
-    Ok(Comparison { setting, cold: options.cold, limits, samples })
+    Ok(Comparison { setting, servers: programs.servers, cold: options.cold, limits, samples })
 }
 
 /// The machine's limits, on the same memory, disk and file, in the same run.
@@ -138,6 +162,7 @@ fn cold_disk(cold: bool, image: &Image, directory: &Path) -> anyhow::Result<Opti
 struct Programs {
     criu: PathBuf,
     rewake: Option<PathBuf>,
+    servers: [Server; 2],
 }
 
 impl Programs {
@@ -145,13 +170,20 @@ impl Programs {
     fn find(options: &Options) -> anyhow::Result<Self> {
         let absolute = |path: &PathBuf| path.canonicalize().with_context(|| path.display().to_string());
         let rewake = options.rewake.as_ref().map(absolute).transpose()?;
-        Ok(Self { criu: absolute(&options.criu)?, rewake })
+        Ok(Self {
+            criu: absolute(&options.criu)?,
+            rewake,
+            servers: if options.sealed { SEALED } else { STOCK },
+        })
     }
 
     /// The servers, in the order of a round.
     fn servers(&self) -> impl Iterator<Item = (Server, &Path)> {
-        let rewake = self.rewake.iter().map(|path| (Server::Rewake, path.as_path()));
-        std::iter::once((Server::Stock, self.criu.as_path())).chain(rewake)
+        let program = |server: Server| match server {
+            Server::Stock => Some(self.criu.as_path()),
+            Server::Rewake | Server::Sealed => self.rewake.as_deref(),
+        };
+        self.servers.into_iter().filter_map(move |server| Some((server, program(server)?)))
     }
 
     /// First line of each program's `--version`.

@@ -104,11 +104,12 @@ pub(crate) fn of_server(samples: &[Sample], server: Server) -> impl Iterator<Ite
     samples.iter().filter(move |sample| sample.server == server)
 }
 
-/// Stock's and rewake's sample of every round that both served.
-pub(crate) fn pairs(samples: &[Sample]) -> impl Iterator<Item = (&Sample, &Sample)> {
-    of_server(samples, Server::Stock).filter_map(move |stock| {
-        let mut rewake = of_server(samples, Server::Rewake).filter(|other| other.round == stock.round);
-        Some((stock, rewake.next()?))
+/// Both servers' samples of every round that both served.
+pub(crate) fn pairs(samples: &[Sample], servers: [Server; 2]) -> impl Iterator<Item = (&Sample, &Sample)> {
+    let [first, second] = servers;
+    of_server(samples, first).filter_map(move |one| {
+        let mut others = of_server(samples, second).filter(|other| other.round == one.round);
+        Some((one, others.next()?))
     })
 }
 
@@ -141,6 +142,8 @@ pub(crate) mod tests {
         }
     }
 
+    const BOTH: [Server; 2] = [Server::Stock, Server::Rewake];
+
     fn named(name: &str) -> &'static Figure<Sample> {
         FIGURES.iter().find(|figure| figure.name == name).unwrap()
     }
@@ -163,16 +166,16 @@ pub(crate) mod tests {
             sample(Server::Stock, 3, 100.0),
         ];
         let expected = Some(Spread { min: 2.0, median: 3.0, max: 4.0 });
-        assert_eq!(named("all memory resident after").gain(pairs(&samples)), expected);
-        assert_eq!(named("rate from restore's start").gain(pairs(&samples)), expected);
+        assert_eq!(named("all memory resident after").gain(pairs(&samples, BOTH)), expected);
+        assert_eq!(named("rate from restore's start").gain(pairs(&samples, BOTH)), expected);
     }
 
     #[test]
     fn a_figure_without_a_good_direction_or_without_samples_has_no_gain() {
         let samples = [sample(Server::Stock, 1, 8.0), sample(Server::Rewake, 1, 2.0)];
-        assert_eq!(named("faults").gain(pairs(&samples)), None);
-        assert_eq!(named("rate from restore's return").gain(pairs(&samples)), None);
-        assert_eq!(named("all memory resident after").gain(pairs(&samples[..1])), None);
+        assert_eq!(named("faults").gain(pairs(&samples, BOTH)), None);
+        assert_eq!(named("rate from restore's return").gain(pairs(&samples, BOTH)), None);
+        assert_eq!(named("all memory resident after").gain(pairs(&samples[..1], BOTH)), None);
     }
 
     #[test]

@@ -7,7 +7,7 @@ mod text;
 use serde::Serialize;
 
 use crate::disk::DiskLimits;
-use crate::lazy::Sample;
+use crate::lazy::{Sample, Server};
 pub(crate) use figures::{Better, Figure, Spread};
 pub(crate) use text::{markdown, number, spread, terminal};
 
@@ -15,6 +15,8 @@ pub(crate) use text::{markdown, number, spread, terminal};
 #[derive(Debug, Serialize)]
 pub(crate) struct Comparison {
     pub(crate) setting: Setting,
+    /// What the two columns compare.
+    pub(crate) servers: [Server; 2],
     /// The image was dropped from the page cache before each restore; otherwise it was all cached.
     pub(crate) cold: bool,
     pub(crate) limits: Limits,

@@ -6,10 +6,8 @@ use std::fmt::Write as _;
 use super::Comparison;
 use super::figures::{FIGURES, Spread, of_server, pairs};
 use crate::disk::ReadLatency;
-use crate::lazy::Server;
 
 const COLUMNS: usize = 5;
-const HEADINGS: [&str; COLUMNS] = ["figure", "unit", "stock", "rewake", "times better"];
 
 /// For a terminal: aligned columns.
 pub(crate) fn terminal(comparison: &Comparison) -> String {
@@ -53,7 +51,7 @@ pub(crate) fn markdown(comparison: &Comparison) -> String {
 fn heading(comparison: &Comparison) -> String {
     let setting = &comparison.setting;
     let cache = if comparison.cold { "not cached" } else { "cached" };
-    let rounds = comparison.samples.iter().filter(|sample| sample.server == Server::Stock).count();
+    let rounds = of_server(&comparison.samples, comparison.servers[0]).count();
     format!(
         "{} MiB, image {cache}, {rounds} rounds; {} x {}, Linux {}; {}",
         setting.size_mib,
@@ -66,17 +64,19 @@ fn heading(comparison: &Comparison) -> String {
 
 /// The heading's cells, then one row for each figure.
 fn rows(comparison: &Comparison) -> Vec<[String; COLUMNS]> {
-    let samples = &comparison.samples;
+    let (samples, servers) = (&comparison.samples, comparison.servers);
+    let [one, two] = servers;
+    let headings = ["figure", "unit", one.heading(), two.heading(), "times better"];
     let figures = FIGURES.iter().map(|figure| {
         [
             figure.name.to_owned(),
             figure.unit.to_owned(),
-            spread(figure.spread(of_server(samples, Server::Stock))),
-            spread(figure.spread(of_server(samples, Server::Rewake))),
-            spread(figure.gain(pairs(samples))),
+            spread(figure.spread(of_server(samples, one))),
+            spread(figure.spread(of_server(samples, two))),
+            spread(figure.gain(pairs(samples, servers))),
         ]
     });
-    std::iter::once(HEADINGS.map(str::to_owned)).chain(figures).collect()
+    std::iter::once(headings.map(str::to_owned)).chain(figures).collect()
 }
 
 /// `median (min .. max)`, or a dash.
@@ -117,7 +117,7 @@ fn notes(comparison: &Comparison) -> Vec<String> {
     }
     let rate = FIGURES.iter().find(|figure| figure.name == "rate from restore's return");
     let limit = comparison.limits.disk.as_ref().map_or(two, |disk| disk.sequential_gb_per_s.min(two));
-    for server in [Server::Stock, Server::Rewake] {
+    for server in comparison.servers {
         if let Some(rate) = rate.and_then(|figure| figure.spread(of_server(&comparison.samples, server))) {
             notes.push(format!(
                 "{server:?} reaches {:.0} % of the lower limit after restore's return.",
@@ -134,6 +134,7 @@ mod tests {
     use super::super::{Limits, Setting};
     use super::*;
     use crate::disk::DiskLimits;
+    use crate::lazy::Server;
 
     fn comparison(cold: bool) -> Comparison {
         let setting = Setting {
@@ -149,6 +150,7 @@ mod tests {
         samples[1].rate_from_return = Some(0.75);
         Comparison {
             setting,
+            servers: [Server::Stock, Server::Rewake],
             cold,
             limits: Limits { fill_gb_per_s: [2.0, 3.0], disk: cold.then_some(disk) },
             samples,

@@ -15,7 +15,7 @@ use crate::pipeline::{ChunkCompletion, Pipeline};
 use crate::report::Moved;
 use crate::slot_quota::{self, Backpressure, SlotUse};
 
-/// Bytes of a page: the unit of O_DIRECT reads.
+/// Bytes of a page.
 const PAGE: u64 = 4096;
 /// The most reads for one chunk. Further data ranges are joined with the last one, including the holes
 /// between them.
@@ -23,7 +23,7 @@ const MAX_READS: usize = 16;
 /// Bytes of the words that a GPU fills with.
 const WORD: u64 = 4;
 
-/// A range of a file that is not a hole, in whole pages.
+/// A range of a file that is not a hole, in whole pages. In a sealed file it is in whole blocks, which are checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DataRange {
     start: u64,
@@ -258,17 +258,18 @@ fn zeros_in(piece: Piece, ranges: &[DataRange]) -> u64 {
     parts(piece, ranges).filter(|(_, data)| !data).map(|(part, _)| part.bytes).sum()
 }
 
-/// Returns the ranges of a chunk to read: whole pages of what is moved, without holes.
+/// Returns the ranges of a chunk to read: whole pages or blocks of what is moved, without holes.
 fn data_ranges(pipeline: &Pipeline<'_>, chunk: Chunk) -> Result<Vec<DataRange>, Error> {
     let file = pipeline.file(chunk);
     let (first, end) = file.range(chunk.number);
+    let unit = file.file.read_unit() as u64;
     let mut ranges: Vec<DataRange> = Vec::new();
     for moved in moved(pipeline, chunk) {
         let mut from = moved.start;
         while from < moved.end
             && let Some((start, stop)) = file.file.data(from, moved.end)?
         {
-            let run = DataRange { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
+            let run = DataRange { start: start - start % unit, end: stop.next_multiple_of(unit) };
             match ranges.last_mut() {
                 Some(last) if run.start <= last.end => last.end = run.end,
                 _ => ranges.push(run),
@@ -284,7 +285,7 @@ fn data_ranges(pipeline: &Pipeline<'_>, chunk: Chunk) -> Result<Vec<DataRange>, 
     // A GPU fills whole words. Buffers of odd sizes, which drivers do not create, are read completely.
     let odd = |piece: Piece| !piece.at.is_multiple_of(WORD) || !piece.bytes.is_multiple_of(WORD);
     if file.pieces(chunk.number).any(odd) {
-        ranges = vec![DataRange { start: first, end: end.next_multiple_of(PAGE) }];
+        ranges = vec![DataRange { start: first, end: end.next_multiple_of(unit) }];
     }
     Ok(ranges)
 }
@@ -324,7 +325,7 @@ fn read_on(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots, slot: Slot) -> bo
             memory: pipeline.io_memory(),
             at: Pipeline::place(slot) + size(from - first),
             bytes: size(run.end - from),
-            needed: size(run.end.min(file.length) - from),
+            needed: size(run.end.min(file.file.len()) - from),
         };
         let Ok(bytes) = pipeline.engine.submit(request) else {
             slots.unfinished.push(slot);

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages_name};
 use rewake_image_io::{ImageFile, read_now};
+use rewake_manifest::ImageChecksums;
 
 use crate::folder::{self as image, DUPLICATES_FILE, EARLIER_DUPLICATES_FILE, FileError};
 
@@ -71,6 +72,10 @@ struct Length {
     found: String,
 }
 
+#[derive(Debug, thiserror::Error)]
+#[error("its image was sealed without it, or with another length: copy the image again")]
+struct Unsealed;
+
 impl GpuPagesFile {
     /// Creates a file of full length. It is a hole, except for the length of the contents.
     pub fn create(
@@ -117,6 +122,17 @@ impl GpuPagesFile {
     ) -> Result<Self, FileError> {
         let name = drm_pages_name(contents.id, contents.minor, buffer);
         Self::open_existing(folder, name, minor, of_buffer(contents, buffer))
+    }
+
+    /// Has every block that is loaded checked with the checksums of its image.
+    ///
+    /// # Errors
+    /// The file was sealed with another length, or not at all.
+    pub fn verify_with(&self, sealed: &ImageChecksums) -> Result<(), FileError> {
+        let checksums = sealed.of(&self.name, self.file.len());
+        let unsealed = || FileError::of("verify", &self.name)(io::Error::other(Unsealed));
+        self.file.verify_with(checksums.ok_or_else(unsealed)?);
+        Ok(())
     }
 
     fn create_with_layout(

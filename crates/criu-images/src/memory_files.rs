@@ -21,6 +21,12 @@ pub const CHUNK: u64 = 2 << 20;
 /// Bytes before the first buffer of a file of GPU memory.
 const HEADER: u64 = RenderContents::PAGES_OFFSET;
 
+/// Whether a file of this name holds memory, of CPUs or GPUs. No other place decides that.
+fn holds_memory(name: &str) -> bool {
+    let starts = ["pages-", "amdgpu-pages-", "amdgpu-drm-pages-"];
+    name.ends_with(".img") && starts.iter().any(|start| name.starts_with(start))
+}
+
 /// The memory files of an image directory, by name.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct MemoryFiles(BTreeMap<String, Vec<u64>>);
@@ -86,26 +92,28 @@ impl ImageDir {
     /// # Errors
     /// A pagemap or an image of a GPU process is damaged or cannot be read.
     pub fn memory_files(&self, names: &BTreeSet<String>) -> Result<MemoryFiles> {
-        let mut files = BTreeMap::new();
+        let memory = names.iter().filter(|name| holds_memory(name));
+        let mut files: BTreeMap<String, Vec<u64>> = memory.map(|name| (name.clone(), Vec::new())).collect();
         for name in names {
-            if name.starts_with("pages-") {
-                files.entry(name.clone()).or_insert_with(Vec::new);
-            } else if name.starts_with("amdgpu-drm-pages-") {
-                files.insert(name.clone(), vec![HEADER]);
-            } else if pagemap_owner(name).is_some() {
-                if let Some((pages, starts)) = self.pagemap_starts(name)? {
-                    files.insert(pages, starts);
-                }
-            } else if let Some(GpuFile::Kfd(id)) = GpuFile::of_name(name)
-                && let Some(image) = self.kfd(id)?
-            {
-                files.extend(
-                    gpus(&image).into_iter().map(|gpu| (gpu_pages_name(id, gpu), buffer_starts(&image, gpu))),
-                );
+            for (pages, starts) in self.starts_in(name)? {
+                files.entry(pages).and_modify(|of| *of = starts);
             }
         }
-        files.retain(|name, _| names.contains(name));
         Ok(MemoryFiles(files))
+    }
+
+    /// Returns what a file says of memory files: where their chunks begin.
+    fn starts_in(&self, name: &str) -> Result<Vec<(String, Vec<u64>)>> {
+        if name.starts_with("amdgpu-drm-pages-") {
+            return Ok(vec![(name.to_owned(), vec![HEADER])]);
+        }
+        if pagemap_owner(name).is_some() {
+            return Ok(self.pagemap_starts(name)?.into_iter().collect());
+        }
+        let Some(GpuFile::Kfd(id)) = GpuFile::of_name(name) else { return Ok(Vec::new()) };
+        let Some(image) = self.kfd(id)? else { return Ok(Vec::new()) };
+        let of = |gpu| (gpu_pages_name(id, gpu), buffer_starts(&image, gpu));
+        Ok(gpus(&image).into_iter().map(of).collect())
     }
 
     /// Finds the memory at an offset of a file among `names`; `None` where the image does not say.
@@ -274,6 +282,20 @@ mod tests {
         fs::rename(dir.path().join("pagemap-7.img"), dir.path().join("pagemap-shmem-12.img")).unwrap();
         let place = images.memory_at(&names(dir.path()), "pages-3.img", PAGE).unwrap().unwrap();
         assert_eq!(place.to_string(), "shared memory shmem-12, offset 0x201000");
+    }
+
+    #[test]
+    fn a_name_alone_says_that_a_file_holds_memory() {
+        let dir = tempfile::tempdir().unwrap();
+        let memory = ["pages-9.img", "amdgpu-pages-4-0012.img", "amdgpu-drm-pages-5-128-0000.img"];
+        for name in memory.into_iter().chain(["core-1.img", "pages-1.img.old", "ghost-file-1.img"]) {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        let names = names(dir.path());
+        let files = ImageDir::open(dir.path()).unwrap().memory_files(&names).unwrap();
+        let found: Vec<&str> = names.iter().map(String::as_str).filter(|name| files.has(name)).collect();
+        assert_eq!(found, [memory[2], memory[1], memory[0]]);
+        assert_eq!(files.starts(memory[0]), [0; 0]);
     }
 
     #[test]

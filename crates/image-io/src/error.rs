@@ -63,6 +63,21 @@ pub enum TransferError {
         /// Calls issued.
         calls: u32,
     },
+    /// A block is not what was sealed.
+    #[error(
+        "reading {length} bytes at offset {offset} of {}: some are not those that were sealed, also when they are \
+         read past the page cache; run `rewake verify` on the image directory for all that is damaged, and restore \
+         from another copy",
+        file.display()
+    )]
+    Damaged {
+        /// Name the file was opened by.
+        file: PathBuf,
+        /// Byte offset in the file where the block begins.
+        offset: u64,
+        /// Bytes of the block.
+        length: usize,
+    },
     /// The contents of the file may have changed since it was opened.
     #[error(
         "{}: the file changed while it was served: {what}; leave the files of an image as they are until all \

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, PosixFadviseAdvice, fcntl, posix_fadvise};
@@ -25,6 +25,7 @@ use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
 use crate::shared_readers;
 use crate::units::BLOCK;
+use crate::verification::BlockChecksums;
 
 /// How to read a range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,6 +64,8 @@ pub struct ImageFile {
     kept: AtomicBool,
     is_remote: bool,
     regions: CacheRegions,
+    /// None: its bytes cannot be checked.
+    checksums: OnceLock<BlockChecksums>,
     /// The data range that was found last. The file system scans a whole range to find its end.
     data: Mutex<Range<u64>>,
 }
@@ -125,6 +128,7 @@ impl ImageFile {
             direct_refused,
             joined,
             kept,
+            checksums: OnceLock::new(),
             data: Mutex::default(),
         })
     }
@@ -161,11 +165,35 @@ impl ImageFile {
         }
     }
 
-    /// Returns the next range between `offset` and `end` that is not a hole.
+    /// Has every block that is read from now on checked. Only the first call has an effect.
+    pub fn verify_with(&self, checksums: BlockChecksums) {
+        // The bytes that a file must have do not change while it is open.
+        let _ = self.checksums.set(checksums);
+    }
+
+    /// Whether blocks of it are checked.
+    #[must_use]
+    pub fn is_sealed(&self) -> bool {
+        self.checksums.get().is_some()
+    }
+
+    pub(crate) fn checksums(&self) -> Option<&BlockChecksums> {
+        self.checksums.get()
+    }
+
+    /// Returns the next range between `offset` and `end` that is not a hole. A hole in the place of sealed bytes
+    /// counts as data.
     ///
     /// # Errors
     /// The file system cannot say, or the file has changed since it was opened.
     pub fn data(&self, offset: u64, end: u64) -> Result<Option<(u64, u64)>, TransferError> {
+        let found = self.stored_data(offset, end)?;
+        let hole = offset..found.map_or(end, |(start, _)| start);
+        Ok(self.sealed_data(hole).or(found))
+    }
+
+    /// Returns the next range that the file system has bytes of.
+    fn stored_data(&self, offset: u64, end: u64) -> Result<Option<(u64, u64)>, TransferError> {
         let seek = |from: u64, whence| match lseek(&self.buffered, from.cast_signed(), whence) {
             Ok(at) => Ok(Some(at.cast_unsigned())),
             Err(Errno::ENXIO) => Ok(None),

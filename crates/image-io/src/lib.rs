@@ -12,7 +12,7 @@
 //! Invariants:
 //! - *Never invented bytes*: only the owner of a buffer can publish it, and a read that is `Ok` has filled
 //!   all of it. A file that ends early is an error that names the file, never zeros. A file that may have
-//!   been written to since it was opened is an error, too.
+//!   been written to since it was opened is an error, too. So is a block of a sealed file that has other bytes.
 //! - *Bounded memory*: all buffers lie in one mapping whose size is the budget.
 //! - *Single flight*: a block that several callers need is read once.
 
@@ -30,6 +30,7 @@ mod page_cache;
 mod shared_readers;
 mod slots;
 mod units;
+mod verification;
 
 pub use buffer::BufferSlice;
 pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, LoadGuard};
@@ -43,3 +44,4 @@ pub use identity::{FileKey, FileState};
 pub use memory::Memory;
 pub use slots::DEMAND_BUFFERS;
 pub use units::{BLOCK, PAGE};
+pub use verification::{BlockChecksums, ChecksumTable, block_checksum, checksum_of_zeros};

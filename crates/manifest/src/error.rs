@@ -4,9 +4,10 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rewake_criu_images::ImageError;
+use rewake_criu_images::{Digest, ImageError};
 
 use crate::directory::MANIFEST_NAME;
+use crate::verify::ImageDifference;
 
 /// Why an image was not sealed, or not verified. Every message has the file, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -70,6 +71,33 @@ pub enum ManifestError {
         file: PathBuf,
         /// What changed.
         what: String,
+    },
+    /// The image is not what was sealed.
+    #[error(
+        "{}/{difference}: nothing is restored from an image that is not as it was sealed; `rewake verify` lists all \
+         that differs; copy the image again, or remove {MANIFEST_NAME} if it was changed on purpose",
+        directory.display()
+    )]
+    Differs {
+        /// The image directory.
+        directory: PathBuf,
+        /// What differs.
+        difference: ImageDifference,
+    },
+    /// The parent is another image than the one that a child was sealed with.
+    #[error(
+        "{}: its parent is another image than when it was sealed: expected {sealed:.16}, found {found}; a dump into the \
+         parent's directory replaces what this image needs: restore with a copy of the old parent; if the parent is \
+         the right one and was sealed anew, remove {MANIFEST_NAME} here and run `rewake seal`",
+        child.display()
+    )]
+    AnotherParent {
+        /// The directory of the child.
+        child: PathBuf,
+        /// The parent's id when the child was sealed.
+        sealed: Digest,
+        /// The id of the parent now, or that it has none.
+        found: String,
     },
     /// A file has a name that CRIU does not give.
     #[error("{}: the name is not UTF-8, so it is no file of CRIU's: remove it", file.display())]

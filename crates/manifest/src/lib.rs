@@ -3,11 +3,12 @@
 //!
 //! * [`seal()`] reads an image and writes its manifest. [`verify()`] reads both and reports what differs.
 //! * [`ManifestReader`] reads a manifest record by record: a manifest may be longer than memory is.
-//! * [`block_checksum`] is the check of one block, for those who read blocks.
+//! * [`read_checksums`] gives a restore what it checks blocks of memory with.
 //!
 //! `docs/manifest.md` describes the format and what it guarantees.
 #![forbid(unsafe_code)]
 
+mod checksums;
 mod directory;
 mod error;
 mod format;
@@ -17,9 +18,10 @@ mod seal;
 mod segment;
 mod verify;
 
+pub use checksums::{ImageChecksums, MemoryFile, read_chain, read_checksums};
 pub use directory::MANIFEST_NAME;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 pub use seal::{SealReport, seal};
-pub use segment::{SealedChunk, SealedSegment, block_checksum};
+pub use segment::{SealedChunk, SealedSegment};
 pub use verify::{ImageDifference, VerifyReport, verify};

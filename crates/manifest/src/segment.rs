@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::unistd::{Whence, lseek};
 use rewake_criu_images::{CHUNK, Digest};
-use rewake_image_io::BLOCK;
+use rewake_image_io::{BLOCK, block_checksum};
 
 /// Bytes of a block.
 const BLOCK_BYTES: u64 = BLOCK as u64;
@@ -54,12 +54,6 @@ pub struct SealedSegment {
     pub chunks: Vec<SealedChunk>,
     /// The checksums of the blocks that begin in it; none in a file that holds no memory.
     pub checksums: Vec<u64>,
-}
-
-/// Returns the checksum of a block: CRC-64/NVME. It finds damage, and no attacker: for that there are hashes.
-#[must_use]
-pub fn block_checksum(bytes: &[u8]) -> u64 {
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes)
 }
 
 /// Where a segment is.
@@ -247,11 +241,6 @@ mod tests {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(bytes).unwrap();
         file
-    }
-
-    #[test]
-    fn a_checksum_is_the_crc_that_nvme_and_s3_have() {
-        assert_eq!(block_checksum(b"123456789"), 0xae8b_1486_0a79_9888);
     }
 
     #[test]

@@ -12,7 +12,9 @@ use nix::sys::socket::{
     setsockopt, socketpair, sockopt,
 };
 use rewake_bo_contents::{GpuPagesFile, ProcessBuffers};
+use rewake_criu_images::ImageDir;
 use rewake_criu_plugin::{Answer, Host};
+use rewake_manifest::read_checksums;
 use rewake_plugin_protocol::MAX_DESCRIPTORS;
 
 use super::Restore;
@@ -78,6 +80,9 @@ impl Restore {
 
     fn receive_all(&self, host: &Host) -> Answer<Vec<UnloadedBuffers>> {
         let folder = host.image_dir()?;
+        let images = ImageDir::of(folder.try_clone_to_owned()?, "the image directory")?;
+        let sealed = read_checksums(&images)?;
+        let verify = |file: &GpuPagesFile| sealed.as_ref().map_or(Ok(()), |sealed| file.verify_with(sealed));
         let mut memory = Vec::new();
         for (index, (id, image)) in self.images.kfd.iter().enumerate() {
             let Some(stored) = self.shared_state.contents(index) else { continue };
@@ -96,6 +101,7 @@ impl Restore {
             let dmabufs = dmabufs.ok_or(HandoverError::NodeGarbled(node.id))?;
             memory.push(UnloadedBuffers { process: None, files: node.files(folder, &dmabufs)?, dmabufs });
         }
+        memory.iter().flat_map(|of| &of.files).try_for_each(verify)?;
         Ok(memory)
     }
 }

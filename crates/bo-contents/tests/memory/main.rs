@@ -3,6 +3,7 @@
 
 mod duplicates;
 mod scene;
+mod sealed;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

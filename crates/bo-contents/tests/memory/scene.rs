@@ -6,10 +6,13 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
+use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_bo_contents::{BackgroundLoad, GpuPagesFile, LoadEvent, MemoryDevice, ProcessBuffers, Report};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
+use rewake_criu_images::{ImageDir, Inventory, write};
 use rewake_image_io::io_budget::IoBudget;
+use rewake_manifest::read_checksums;
 
 pub(crate) const CHUNK: usize = 2 << 20;
 const HEADER: u64 = 8;
@@ -57,10 +60,7 @@ impl Scene {
 
     /// Writes bytes of a buffer to its file.
     pub(crate) fn put(&self, buffer: usize, at: usize, bytes: &[u8]) {
-        let gpu = self.image.buffers[buffer].gpu_id;
-        let (stretches, _) = self.image.pages(gpu);
-        let offset = stretches.iter().find(|stretch| stretch.buffer == buffer).unwrap().file_offset;
-        let file = File::options().write(true).open(self.folder.path().join(pages_name(3, gpu))).unwrap();
+        let (file, offset) = self.place(buffer);
         file.write_all_at(bytes, offset + at as u64).unwrap();
     }
 
@@ -83,8 +83,50 @@ impl Scene {
 
     pub(crate) fn files(&self) -> [GpuPagesFile; 2] {
         let folder = File::open(self.folder.path()).unwrap();
-        let file = |gpu| GpuPagesFile::open(folder.as_fd(), 3, &self.image, gpu, 120 + gpu).unwrap();
+        let sealed = read_checksums(&ImageDir::open(self.folder.path()).unwrap()).unwrap();
+        let file = |gpu| {
+            let file = GpuPagesFile::open(folder.as_fd(), 3, &self.image, gpu, 120 + gpu).unwrap();
+            sealed.iter().for_each(|sealed| file.verify_with(sealed).unwrap());
+            file
+        };
         [file(7), file(8)]
+    }
+
+    /// Seals the image: a load checks each block from now on.
+    pub(crate) fn seal(&self) {
+        let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: None };
+        write::inventory(self.folder.path(), &inventory).unwrap();
+        rewake_manifest::seal(self.folder.path()).unwrap();
+    }
+
+    /// Makes holes of some bytes of a buffer's file.
+    pub(crate) fn punch(&self, buffer: usize, at: usize, bytes: usize) {
+        let (file, offset) = self.place(buffer);
+        let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let offset = (offset + at as u64).cast_signed();
+        fallocate(file, how, offset, i64::try_from(bytes).unwrap()).unwrap();
+    }
+
+    /// The file of a buffer, and its first byte there.
+    fn place(&self, buffer: usize) -> (File, u64) {
+        let gpu = self.image.buffers[buffer].gpu_id;
+        let (stretches, _) = self.image.pages(gpu);
+        let offset = stretches.iter().find(|stretch| stretch.buffer == buffer).unwrap().file_offset;
+        (File::options().write(true).open(self.folder.path().join(pages_name(3, gpu))).unwrap(), offset)
+    }
+
+    /// Loads an image with a wrong byte. Returns the buffers that became resident, and the error.
+    pub(crate) fn load_damaged(&self) -> (Vec<usize>, String) {
+        let files = self.files();
+        let processes = [ProcessBuffers { files: &files, dmabufs: &self.memfds }];
+        let loading = BackgroundLoad::into_memory(&processes, &self.device, None).unwrap();
+        let mut whole = Vec::new();
+        let buffer = |of| match of {
+            LoadEvent::Buffer { number, .. } => whole.push(number),
+            LoadEvent::Process { .. } => panic!("the process is resident"),
+        };
+        let error = loading.run(buffer).unwrap_err();
+        (whole, error.to_string())
     }
 
     /// Loads all buffers. Returns them in the order in which they became resident.

@@ -50,6 +50,8 @@ pub(super) struct Flight<M> {
     transfer: FileTransfer,
     /// Whether another thread of the kernel copies the bytes from the page cache.
     pub(super) by_worker: bool,
+    /// Whether its bytes were wrong once.
+    is_second_try: bool,
     permit: Option<Permit>,
 }
 
@@ -71,11 +73,11 @@ impl<M: Memory> Flight<M> {
         let Request { direction, offset, at, bytes, needed, ref memory, .. } = request;
         let inside = at.checked_add(bytes).is_some_and(|end| end <= memory.bytes());
         assert!(inside && needed <= bytes, "{bytes} bytes at {at}, {needed} needed");
-        let place_allows = at.is_multiple_of(PAGE);
-        let mode = if mode == ReadMode::Direct && !place_allows { ReadMode::Buffered } else { mode };
+        let mode =
+            if mode == ReadMode::Direct && !at.is_multiple_of(PAGE) { ReadMode::Buffered } else { mode };
         let transfer = FileTransfer::new(direction, offset, bytes, needed, mode);
         let by_worker = mode != ReadMode::Direct && bytes >= PARALLEL_BYTES;
-        Self { request, transfer, by_worker, permit }
+        Self { request, transfer, by_worker, is_second_try: false, permit }
     }
 
     /// Makes no direct calls from here on.
@@ -122,9 +124,29 @@ impl<M: Memory> Flight<M> {
         usize::try_from(got).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Takes the result of a call.
+    /// Takes the result of a call. Blocks that are not those that were sealed are read once more, past the page
+    /// cache: its copy may be the damaged one.
     pub(super) fn step(&mut self, got: io::Result<usize>) -> TransferStep {
-        self.transfer.step(&self.request.file, got)
+        let step = self.transfer.step(&self.request.file, got);
+        if !matches!(step, TransferStep::Finished(Ok(()))) || self.request.direction == Direction::Write {
+            return step;
+        }
+        let verified = self.verify();
+        if verified.is_ok() || std::mem::replace(&mut self.is_second_try, true) {
+            return TransferStep::Finished(verified);
+        }
+        let Request { direction, offset, bytes, needed, .. } = self.request;
+        self.transfer = FileTransfer::new(direction, offset, bytes, needed, ReadMode::Direct);
+        TransferStep::Again
+    }
+
+    fn verify(&self) -> Result<(), TransferError> {
+        let Request { ref file, ref memory, offset, at, needed, .. } = self.request;
+        let start = memory.start().as_ptr().wrapping_add(at);
+        // SAFETY: `new` has checked that the bytes lie in the memory, which this flight owns. The kernel has ended
+        // its call, so nothing writes to them.
+        let bytes = unsafe { std::slice::from_raw_parts(start, needed) };
+        file.verify(offset, bytes)
     }
 
     /// Keeps the memory and the file for ever: the kernel may still use them. Gives the permit back.
@@ -136,5 +158,54 @@ impl<M: Memory> Flight<M> {
     pub(super) fn done(self, result: Result<(), TransferError>) -> Completion<M> {
         let Request { token, class, memory, .. } = self.request;
         Completion { token, class, memory, result }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::file::ImageFile;
+    use crate::verification::{BlockChecksums, block_checksum};
+    use crate::{Acquire, BLOCK, BlockCache, BufferSlice};
+
+    /// A read through the page cache of a sealed file of one block of sevens.
+    fn flight() -> Flight<BufferSlice> {
+        let temp = tempfile::tempfile().unwrap();
+        temp.set_len(BLOCK as u64).unwrap();
+        let file = ImageFile::from_file(temp, "pages-1.img").unwrap();
+        let checksum = block_checksum(&[7; BLOCK]).to_le_bytes();
+        file.verify_with(BlockChecksums::new(Arc::new(checksum), 0, BLOCK as u64).unwrap());
+        let cache = BlockCache::new(2 * BLOCK).unwrap();
+        let Acquire::Load(mut guard) = cache.acquire(&file, 0, &Notifier::new().unwrap()) else {
+            panic!("the cache is empty")
+        };
+        let memory = guard.take_slice().unwrap();
+        Flight::new(Request::fill(1, &file, 0, memory, Class::Demand), ReadMode::Cached, None)
+    }
+
+    /// Ends the system call in flight with a block of this byte.
+    fn step(flight: &mut Flight<BufferSlice>, byte: u8) -> TransferStep {
+        flight.request.memory.fill(byte);
+        flight.step(Ok(BLOCK))
+    }
+
+    #[test]
+    fn a_wrong_block_is_read_once_more_past_the_page_cache() {
+        let mut flight = flight();
+        assert!(!flight.transfer.direct);
+        assert!(matches!(step(&mut flight, 9), TransferStep::Again) && flight.transfer.direct);
+        assert!(matches!(step(&mut flight, 7), TransferStep::Finished(Ok(()))));
+    }
+
+    #[test]
+    fn a_block_that_is_wrong_twice_is_an_error_with_its_place() {
+        let mut flight = flight();
+        assert!(matches!(step(&mut flight, 9), TransferStep::Again));
+        let TransferStep::Finished(Err(error)) = step(&mut flight, 9) else { panic!("it is not over") };
+        assert!(matches!(error, TransferError::Damaged { offset: 0, length: BLOCK, .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("offset 0 of pages-1.img") && text.contains("`rewake verify`"), "{text}");
     }
 }

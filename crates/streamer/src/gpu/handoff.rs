@@ -2,8 +2,9 @@
 //! Receives what the plugin hands over: `proto/handover.proto`.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
@@ -14,6 +15,7 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
+use rewake_manifest::{ImageChecksums, read_checksums};
 use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
 use rewake_plugin_protocol::{Channel, Error, Listener, VERSION};
 use tracing::{info, warn};
@@ -26,6 +28,7 @@ use super::queue_monitor::QueueMonitor;
 use super::working_set::{self, BufferId, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
+use crate::session::image::lease::lease;
 
 /// The name of the image directory in messages: it arrives as a descriptor without a path.
 const FOLDER: &str = "the image directory";
@@ -36,6 +39,8 @@ pub(super) struct Handoff {
     channel: Channel,
     /// The image directory.
     images: Option<OwnedFd>,
+    /// A dump that replaces the image keeps its files for that long.
+    lease: Option<File>,
     processes: Vec<GpuProcess>,
     /// Monitors the queues from before the gates are closed; `None` where the driver sends no events.
     pub(super) monitor: Option<QueueMonitor>,
@@ -79,7 +84,8 @@ pub(super) fn accept(
 ) -> anyhow::Result<Option<Handoff>> {
     loop {
         let Some(channel) = listener.accept()? else { return Ok(None) };
-        let mut handoff = Handoff { channel, images: None, processes: Vec::new(), monitor: None, hold: None };
+        let mut handoff =
+            Handoff { channel, images: None, lease: None, processes: Vec::new(), monitor: None, hold: None };
         // A peer only checked whether a streamer listens.
         let first = match handoff.receive() {
             Err(Error::Closed) => continue,
@@ -118,19 +124,21 @@ impl Handoff {
         // Opening `/dev/kfd` blocks while the driver tears down an ended process; here no process waits for
         // it.
         let driver = Kfd::open().map_err(anyhow::Error::from);
+        let mut sealed = None;
         loop {
             let (what, mut with) = self.receive()?;
             match what {
                 to_server::What::Image(_) => {
                     self.images = with.pop();
                     check_image(self.images.as_ref(), images)?;
+                    sealed = self.open_image()?;
                 }
                 to_server::What::Process(process) => {
                     let folder = self
                         .images
                         .as_ref()
                         .context("the plugin sent a process before its image directory")?;
-                    self.processes.push(GpuProcess::open(folder, &process, with)?);
+                    self.processes.push(GpuProcess::open(folder, &process, with, sealed.as_ref())?);
                 }
                 to_server::What::Buffers(buffers) => self.last()?.take(&buffers, with)?,
                 to_server::What::Placeholders(_) => {
@@ -154,6 +162,14 @@ impl Handoff {
                 other => bail!(unexpected("what is to be loaded", &other)),
             }
         }
+    }
+
+    /// Leases the image, and reads the checksums of its memory.
+    fn open_image(&mut self) -> anyhow::Result<Option<ImageChecksums>> {
+        let Some(folder) = &self.images else { return Ok(None) };
+        let images = ImageDir::of(folder.try_clone()?, path_of(folder))?;
+        self.lease = lease(&images)?;
+        Ok(read_checksums(&images)?)
     }
 
     fn last(&mut self) -> anyhow::Result<&mut GpuProcess> {
@@ -290,13 +306,20 @@ impl Handoff {
 }
 
 impl GpuProcess {
-    fn open(folder: &OwnedFd, process: &proto::Process, with: Vec<OwnedFd>) -> anyhow::Result<Self> {
+    fn open(
+        folder: &OwnedFd,
+        process: &proto::Process,
+        with: Vec<OwnedFd>,
+        sealed: Option<&ImageChecksums>,
+    ) -> anyhow::Result<Self> {
         let images = ImageDir::of(folder.try_clone()?, Path::new(FOLDER))?;
         let image = images.kfd(process.kfd)?;
         let image = image.with_context(|| format!("{} is not in {FOLDER}", kfd_name(process.kfd)))?;
         let mut files = Vec::new();
         for gpu in &process.gpus {
-            files.push(GpuPagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
+            let file = GpuPagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?;
+            sealed.map_or(Ok(()), |sealed| file.verify_with(sealed))?;
+            files.push(file);
         }
         let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
         let (count, wanted) = (with.len(), process.gpus.len() + 1);
@@ -366,8 +389,7 @@ impl GpuProcess {
 /// Checks that the plugin's image directory has the image whose CPU memory this streamer serves, or a copy.
 fn check_image(handed: Option<&OwnedFd>, served: Option<&ImageDir>) -> anyhow::Result<()> {
     let (Some(handed), Some(served)) = (handed, served) else { return Ok(()) };
-    let path = std::fs::read_link(format!("/proc/self/fd/{}", handed.as_raw_fd())).unwrap_or_default();
-    let handed = ImageDir::of(handed.try_clone()?, path)?;
+    let handed = ImageDir::of(handed.try_clone()?, path_of(handed))?;
     ensure!(
         handed.id() == served.id() || handed.dump_id()? == served.dump_id()?,
         "`criu restore` restores the image in {}, and this streamer serves the CPU memory of another dump: give \
@@ -375,6 +397,11 @@ fn check_image(handed: Option<&OwnedFd>, served: Option<&ImageDir>) -> anyhow::R
         handed.path().display()
     );
     Ok(())
+}
+
+/// The path of an open directory, for messages.
+fn path_of(directory: &OwnedFd) -> PathBuf {
+    std::fs::read_link(format!("/proc/self/fd/{}", directory.as_raw_fd())).unwrap_or_default()
 }
 
 fn unexpected(expected: &str, found: &to_server::What) -> String {

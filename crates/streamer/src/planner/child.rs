@@ -46,7 +46,8 @@ fn plan(images: &Path, out: &File, channel: &Channel) -> anyhow::Result<()> {
     confine(&directories).context("confining the planner")?;
     let draft = Draft::read(&images)?;
     draft.write(out).context("writing the plan")?;
-    let files: Vec<_> = draft.files.iter().map(|file| file.file.as_fd()).collect();
+    let leases = draft.leases.iter().map(|lease| lease.as_fd());
+    let files: Vec<_> = draft.files.iter().map(|file| file.file.as_fd()).chain(leases).collect();
     files.chunks(MAX_DESCRIPTORS).try_for_each(|some| report(step::FILES, some))?;
     report(step::DONE, &[])
 }

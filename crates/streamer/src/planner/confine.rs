@@ -39,6 +39,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_readlinkat,
     libc::SYS_getdents64,
     libc::SYS_close,
+    libc::SYS_flock,
     // The plan, the reports, and the last words.
     libc::SYS_write,
     libc::SYS_writev,

@@ -7,8 +7,9 @@
 //!
 //! 1. It opens the image directory and its parents, and sends their descriptors. It has read no file by then.
 //! 2. It confines itself ([`confine`]): limits, Landlock, seccomp.
-//! 3. It parses the image and writes the plan into a memory file that the streamer made.
-//! 4. It sends the descriptors of the pages files.
+//! 3. It leases the image, parses it and its manifest, and writes the plan into a memory file that the streamer
+//!    made. The plan has the checksums of the image's blocks.
+//! 4. It sends the descriptors of the pages files and leases.
 //!
 //! The streamer seals the memory file and reads it like a successor does
 //! ([`sealed`](crate::session::image)): it checks every number again. It also checks that every pages file is
@@ -56,10 +57,10 @@ pub const TIME: Duration = Duration::from_secs(20);
 /// of memory with a gap in each 64 KiB.
 pub const MEMORY: u64 = 4 << 30;
 
-/// Length of a plan: an extent takes 28 bytes, so 2^24 take 448 MiB.
+/// Length of a plan: an extent takes 28 bytes, so 2^24 take 448 MiB. The checksums of 1 TiB take 128 MiB.
 pub const PLAN: u64 = 1 << 30;
 
-/// Pages files of a plan: each takes a descriptor of the streamer.
+/// Pages files and leases of a plan: each takes a descriptor of the streamer.
 const MAX_FILES: usize = 1 << 16;
 
 /// Bytes of the planner's last words that an error shows.
@@ -72,7 +73,7 @@ const EXIT: Duration = Duration::from_millis(100);
 mod step {
     /// The directories were opened.
     pub(super) const DIRECTORIES: u32 = 1;
-    /// Some pages files; more follow.
+    /// Some pages files, then leases; more follow.
     pub(super) const FILES: u32 = 2;
     /// The plan is written.
     pub(super) const DONE: u32 = 3;

@@ -6,6 +6,7 @@
 //! ([`Image::open`]). A successor gets both ([`Image::seal`]). No path is looked up a second time (I7).
 
 pub(crate) mod draft;
+pub(crate) mod lease;
 mod opened_by;
 pub(crate) mod sealed;
 
@@ -46,6 +47,8 @@ pub struct Image {
     digest: Digest,
     /// See [`rewake_criu_images::ImageDir::dump_id`].
     dump: Digest,
+    /// The leases of the image and its parents.
+    leases: Vec<OwnedFd>,
     /// The memory file that has all of this; none in tests.
     sealed: Option<OwnedFd>,
 }

@@ -214,6 +214,13 @@ fn names(directory: &Path) -> anyhow::Result<Vec<OsString>> {
 /// Checks that a directory with an image can be replaced as a whole.
 fn check_replaceable(target: &Path) -> anyhow::Result<()> {
     let shown = target.display();
+    if let Some(child) = child_beside(target)? {
+        bail!(
+            "-D {shown}: the image in {} is incremental and needs its pages: dump into another directory, or remove \
+             that image first",
+            child.display()
+        );
+    }
     ensure!(
         !is_mount_point(target)?,
         "-D {shown}: it has an image and is a mount point, so no new image can take its place in one step: use a \
@@ -229,6 +236,13 @@ fn check_replaceable(target: &Path) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns an image beside this one that has it as its parent.
+fn child_beside(target: &Path) -> anyhow::Result<Option<PathBuf>> {
+    let Some(folder) = target.parent() else { return Ok(None) };
+    let is_child = |path: &PathBuf| path.join("parent").canonicalize().is_ok_and(|parent| parent == target);
+    Ok(names(folder)?.into_iter().map(|name| folder.join(name)).find(is_child))
 }
 
 fn is_mount_point(directory: &Path) -> anyhow::Result<bool> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rewake_image_io::io_budget::PIECE;
 use rewake_image_io::{
-    Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request,
+    Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request, TransferError,
 };
 use rewake_pager::{BLOCK_PAGES, BlockIx, Finish, PageIx};
 
@@ -44,8 +44,11 @@ pub(super) struct Claim {
 /// A block whose read from the disk is in flight.
 #[derive(Debug)]
 pub(super) struct BlockRead {
-    claim: Claim,
-    guard: LoadGuard,
+    pub(super) space: Arc<AddressSpace>,
+    pub(super) block: BlockIx,
+    pub(super) guard: LoadGuard,
+    /// Whether this reactor has claimed the block. Else it only serves page faults.
+    pub(super) is_claimed: bool,
 }
 
 /// A claimed block whose bytes are in memory.
@@ -237,9 +240,11 @@ impl Reactor {
             block.fill(0);
         }
         let ahead = !self.shared.budget.is_busy();
+        let range = offset..offset + block.len() as u64;
         // A read error is reported by the read that follows.
-        let read =
-            |block: &mut [u8]| file.read_cached(offset, block, ahead).is_ok_and(|read| read == block.len());
+        let read = |block: &mut [u8]| {
+            file.read_verified(range, block, ahead).is_ok_and(|read| read == (0..block.len()))
+        };
         self.cold = !is_hole && !read(block);
         if self.cold {
             return self.acquire(claim);
@@ -283,7 +288,8 @@ impl Reactor {
         let entry = self.loads.vacant_entry();
         match self.engine.submit(Request::fill(entry.key() as u64, file, guard.offset(), buffer, class)) {
             Ok(_) => {
-                entry.insert(BlockRead { claim, guard });
+                let Claim { space, block } = claim;
+                entry.insert(BlockRead { space, block, guard, is_claimed: true });
                 true
             }
             Err(_no_room) => {
@@ -296,18 +302,31 @@ impl Reactor {
     /// Handles a finished read of a block.
     pub(super) fn block_read(&mut self, done: Completion<BufferSlice>) {
         let Ok(key) = usize::try_from(done.token) else { return };
-        let Some(BlockRead { claim, guard }) = self.loads.try_remove(key) else { return };
+        let Some(BlockRead { space, block, guard, is_claimed }) = self.loads.try_remove(key) else { return };
+        let claim = Claim { space, block };
         match done.result {
-            Ok(()) => {
+            Ok(()) if is_claimed => {
                 self.enqueue(claim, guard, done.memory, done.class == Class::Demand);
+                self.retry_blocked();
+            }
+            Ok(()) => {
+                // It stays in the block cache until the page faults have been served.
+                let _loaded = guard.publish(done.memory);
                 self.retry_blocked();
             }
             Err(error) => {
                 guard.fail();
-                claim.space.session.fail(&error.to_string());
-                self.shared.attention_all();
+                self.read_failed(&claim.space, claim.address(), &error);
             }
         }
+    }
+
+    /// Fails the session: bytes cannot be had. `address` is where they belong.
+    pub(super) fn read_failed(&self, space: &AddressSpace, address: Option<u64>, error: &TransferError) {
+        let pid = space.counts.pid;
+        let place = address.map_or_else(String::new, |address| format!(", address {address:#x}"));
+        space.session.fail(&format!("memory of process {pid}{place}: {error}"));
+        self.shared.attention_all();
     }
 
     fn enqueue(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice, on_demand: bool) {
@@ -324,6 +343,14 @@ impl Claim {
         let layout = self.space.layout();
         let block = layout.plan().block(self.block);
         (Arc::clone(&self.space.files[block.file as usize]), block.index, block.first)
+    }
+
+    /// The address of its first missing page.
+    fn address(&self) -> Option<u64> {
+        let (_, _, first) = self.place();
+        let mut runs = Vec::new();
+        self.space.layout().runs(self.block, first, BLOCK_PAGES, &mut runs);
+        runs.first().map(|run| run.target)
     }
 }
 

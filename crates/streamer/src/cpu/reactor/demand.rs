@@ -9,7 +9,8 @@ use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, 
 use rewake_pager::{Locate, MAX_WINDOW, PAGE_SIZE, Place, ResidencyMap};
 
 use super::Reactor;
-use crate::cpu::space::{AddressSpace, Filled, pages_len};
+use super::background::BlockRead;
+use crate::cpu::space::{AddressSpace, Filled};
 
 /// A page fault at `address`, which a thread waits for.
 #[derive(Debug)]
@@ -24,8 +25,8 @@ pub(super) struct Demand {
 
 /// Where a page's bytes are.
 enum PageSource {
-    /// In the reactor's page buffer.
-    Loaded,
+    /// In the reactor's window buffer, from this byte on.
+    Loaded(usize),
     /// In a block of the block cache.
     Block(BlockRef),
     /// In a block that some reactor is reading.
@@ -35,8 +36,11 @@ enum PageSource {
 }
 
 /// Bytes of the longest window of a sweep.
-pub(super) const WINDOW: usize = 64 * PAGE;
+const WINDOW: usize = 64 * PAGE;
 const _: () = assert!(WINDOW as u64 == MAX_WINDOW * PAGE_SIZE);
+
+/// Bytes of the buffer for a window and the whole blocks that it lies in.
+pub(super) const WINDOW_BUFFER: usize = WINDOW + 2 * BLOCK;
 
 /// The bit that marks tokens of demand reads. The other bits are the index of the [`Demand`].
 pub(super) const DEMAND_TOKEN: u64 = 1 << 63;
@@ -73,9 +77,9 @@ impl Reactor {
         };
         layout.promote(place.block);
         match self.bytes_at_hand(file, place) {
-            PageSource::Loaded => {
-                let filled =
-                    space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
+            PageSource::Loaded(at) => {
+                let page = &self.window[at..at + PAGE];
+                let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(page));
                 drop(layout);
                 self.served(demand, filled);
             }
@@ -93,6 +97,8 @@ impl Reactor {
                 let in_order = sweeps && self.demand_load(&space, place.block, Class::Background);
                 if in_order || self.demand_load(&space, place.block, Class::Demand) {
                     self.blocked.push(demand);
+                } else if file.is_sealed() {
+                    self.load_block(demand, file, place);
                 } else {
                     self.read_page(demand, file, place);
                 }
@@ -114,27 +120,27 @@ impl Reactor {
         }
         let mut run = layout.missing_run(address, window)?;
         let file = space.files.get(run.file as usize)?;
-        let bytes = &mut self.window[..pages_len(run.pages)];
+        let range = run.file_offset..run.file_offset + run.pages * PAGE_SIZE;
         // A read error is reported by the read that follows.
-        let read = file.read_cached(run.file_offset, bytes, true).ok()?;
-        run.pages = read as u64 / PAGE_SIZE;
+        let read = file.read_verified(range, &mut self.window, true).ok()?;
+        run.pages = read.len() as u64 / PAGE_SIZE;
         if address >= run.target + run.pages * PAGE_SIZE {
             // The disk is read ahead of the sweep, in long pieces.
             layout.follow(run.page, false);
             return None;
         }
         layout.follow(run.page, true);
-        Some(space.fill_window(layout, &run, address, &self.window))
+        Some(space.fill_window(layout, &run, address, &self.window[read]))
     }
 
-    /// Copies the page's bytes into `self.page` if they are in the page cache; else looks for their block.
+    /// Copies the page's bytes into `self.window` if they are in the page cache; else looks for their block.
     fn bytes_at_hand(&mut self, file: &Arc<ImageFile>, place: Place) -> PageSource {
+        let range = place.file_offset..place.file_offset + PAGE_SIZE;
         // A read error is reported by the read that follows.
-        if file
-            .read_cached(place.file_offset, &mut self.page[..], false)
-            .is_ok_and(|read| read == self.page.len())
+        if let Ok(read) = file.read_verified(range, &mut self.window, false)
+            && read.len() == PAGE
         {
-            return PageSource::Loaded;
+            return PageSource::Loaded(read.start);
         }
         match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
             Acquire::Hit(block) if block.len() >= in_block(place.file_offset) + PAGE => {
@@ -145,6 +151,33 @@ impl Reactor {
             Acquire::Pending => PageSource::InFlight,
             // This drops the guard of a load: no thread waits for the whole block.
             Acquire::Load(_) | Acquire::Full => PageSource::OnDisk,
+        }
+    }
+
+    /// Reads the block of a page of a sealed file, which another reactor has claimed: a page alone cannot be checked.
+    fn load_block(&mut self, demand: Demand, file: &Arc<ImageFile>, place: Place) {
+        let mut guard = match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
+            Acquire::Load(guard) => guard,
+            // A reactor has begun to read it.
+            Acquire::Pending => return self.blocked.push(demand),
+            // It is ready now, or no buffer is free.
+            Acquire::Hit(_) | Acquire::Full => return self.deferred.push(demand),
+        };
+        let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
+        let entry = self.loads.vacant_entry();
+        match self.engine.submit(Request::fill(
+            entry.key() as u64,
+            file,
+            guard.offset(),
+            buffer,
+            Class::Demand,
+        )) {
+            Ok(_) => {
+                let space = Arc::clone(&demand.space);
+                entry.insert(BlockRead { space, block: place.block, guard, is_claimed: false });
+                self.blocked.push(demand);
+            }
+            Err(_full) => self.deferred.push(demand),
         }
     }
 
@@ -178,9 +211,7 @@ impl Reactor {
         let Ok(key) = usize::try_from(done.token & !DEMAND_TOKEN) else { return };
         let Some(demand) = self.demands.try_remove(key) else { return };
         if let Err(error) = done.result {
-            demand.space.session.fail(&error.to_string());
-            self.shared.attention_all();
-            return;
+            return self.read_failed(&demand.space, Some(demand.address), &error);
         }
         let space = Arc::clone(&demand.space);
         let layout = space.layout();

@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use background::{BlockRead, Claim, Pace, StepOutcome, Work};
-use demand::{DEMAND_TOKEN, Demand, WINDOW};
+use demand::{DEMAND_TOKEN, Demand, WINDOW_BUFFER};
 use memmap2::{Advice, MmapMut};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::io_budget::Lane;
-use rewake_image_io::{BLOCK, BufferSlice, Completion, Engine, PAGE};
+use rewake_image_io::{BLOCK, BufferSlice, Completion, Engine};
 use rewake_pager::Run;
 use rewake_process::Notifier;
 use slab::Slab;
@@ -74,8 +74,7 @@ pub(super) struct Reactor {
     current: Option<Work>,
     pace: Pace,
     runs: Vec<Run>,
-    page: Box<[u8; PAGE]>,
-    /// The bytes of a sweep's window.
+    /// The bytes of a sweep's window, or of a page and its block.
     window: MmapMut,
     /// The bytes of a background block that the page cache has.
     block: MmapMut,
@@ -121,7 +120,7 @@ impl Reactor {
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("making an epoll")?;
         let waker = shared.handles.get(index).context("no handle for this reactor")?.waker.clone();
-        let [window, block] = [WINDOW, BLOCK].map(|bytes| -> anyhow::Result<MmapMut> {
+        let [window, block] = [WINDOW_BUFFER, BLOCK].map(|bytes| -> anyhow::Result<MmapMut> {
             let buffer = MmapMut::map_anon(bytes).context("mapping a buffer")?;
             // A core dump of this process must not have memory of other processes.
             buffer.advise(Advice::DontDump).context("excluding memory from core dumps")?;
@@ -147,7 +146,6 @@ impl Reactor {
             current: None,
             pace: Pace::default(),
             runs: Vec::new(),
-            page: Box::new([0; PAGE]),
             window,
             block,
             spins: 0,

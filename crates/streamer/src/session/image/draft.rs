@@ -6,11 +6,13 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, ImageDir, LazyExtent, LazyPlan};
 use rewake_image_io::FileState;
+use rewake_manifest::{ImageChecksums, read_chain};
 use rewake_pager::{Extent, Plan};
 
+use super::lease::lease;
 use crate::session::gpu_pinned::gpu_registered_ranges;
 
 /// What a session needs of an image, as its planner found it.
@@ -25,6 +27,10 @@ pub(crate) struct Draft {
     pub(crate) files: Vec<DraftFile>,
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     pub(crate) tasks: BTreeMap<u32, Option<DraftTask>>,
+    /// The leases of the image and its parents.
+    pub(crate) leases: Vec<File>,
+    /// The checksums of the files' blocks.
+    pub(crate) checksums: Vec<u64>,
     /// The index in `files` of each inode's file.
     by_inode: BTreeMap<(u64, u64), usize>,
 }
@@ -35,6 +41,8 @@ pub(crate) struct DraftFile {
     pub(crate) file: File,
     pub(crate) path: PathBuf,
     pub(crate) state: FileState,
+    /// The place in [`Draft::checksums`] of its first block; none if its image is not sealed.
+    pub(crate) checksums: Option<usize>,
 }
 
 /// The missing pages of one task.
@@ -53,7 +61,11 @@ impl Draft {
     /// # Errors
     /// Fails when a file is missing, damaged or truncated, or when the image lacks pages.
     pub(crate) fn read(images: &ImageDir) -> anyhow::Result<Self> {
-        let mut draft = Self { directory: images.id(), dump: images.dump_id()?, ..Self::default() };
+        let parents = images.ancestors();
+        let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
+        let leases =
+            chain.iter().filter_map(|images| lease(images).transpose()).collect::<anyhow::Result<_>>()?;
+        let mut draft = Self { directory: images.id(), dump: images.dump_id()?, leases, ..Self::default() };
         let mut first = gpu_registered_ranges(images);
         for task in images.tasks()? {
             let first = first.remove(&task.pid).unwrap_or_default();
@@ -62,6 +74,7 @@ impl Draft {
             draft.tasks.insert(task.pid, plan);
         }
         draft.digest = images.digest();
+        draft.add_checksums(read_chain(&chain)?)?;
         Ok(draft)
     }
 
@@ -87,12 +100,26 @@ impl Draft {
         Ok(DraftTask { extents: plan.into_extents(), files, first })
     }
 
+    /// Adds the checksums of the files, from the manifest of the directory that each is in.
+    fn add_checksums(&mut self, chain: Vec<Option<ImageChecksums>>) -> anyhow::Result<()> {
+        for (name, memory) in chain.into_iter().flatten().flat_map(|image| image.memory) {
+            let Some(file) = self.by_inode.get(&memory.identity).and_then(|at| self.files.get_mut(*at))
+            else {
+                continue;
+            };
+            ensure!(file.state.key.len == memory.length, "{name}: its length changed while it was opened");
+            file.checksums = Some(self.checksums.len());
+            self.checksums.extend(memory.checksums);
+        }
+        Ok(())
+    }
+
     /// Returns the index of an open file. A file that another task has already is closed.
     fn file(&mut self, file: File, path: PathBuf) -> anyhow::Result<usize> {
         let state = FileState::of(&file).with_context(|| format!("stat {}", path.display()))?;
         let at = *self.by_inode.entry((state.key.dev, state.key.ino)).or_insert(self.files.len());
         if at == self.files.len() {
-            self.files.push(DraftFile { file, path, state });
+            self.files.push(DraftFile { file, path, state, checksums: None });
         }
         Ok(at)
     }

@@ -9,12 +9,17 @@
 //! ```text
 //! MAGIC [8], VERSION u32, digest of the image [32], id of the dump [32]
 //! directory: dev ino u64
-//! files u32, each: dev ino len u64, mtime ctime (i64 s, i64 ns), links u64, mode uid gid u32, name, path
+//! leases u32, checksums u64: their numbers
+//! files u32, each: dev ino len u64, mtime ctime (i64 s, i64 ns), links u64, mode uid gid u32, name, path,
+//!     is sealed u32, first checksum u64
 //! tasks u32, each: pid u32, has memory u32, and if it has:
 //!     files u32, each: index u32      first u32, each: start end u64
 //!     extents u64, each: target offset pages u64, file u32
+//! checksums, each: u64
 //! name, path: length u32, bytes
 //! ```
+//!
+//! The checksums are not read: each worker maps them.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -27,23 +32,25 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
+use memmap2::Mmap;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
-use rewake_image_io::{FileKey, FileState, ImageFile, keep_in_page_cache};
+use rewake_image_io::{BlockChecksums, ChecksumTable, FileKey, FileState, ImageFile, keep_in_page_cache};
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
 use super::draft::{Draft, DraftTask};
 use super::{Image, TaskPlan};
 
 const MAGIC: [u8; 8] = *b"rewakepl";
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 /// The longest name or path, in bytes.
 const MAX_NAME: u32 = 4096;
 /// The bytes of a record of each kind.
 const INDEX: u64 = 4;
 const RANGE: u64 = 16;
 const EXTENT: u64 = 28;
+const CHECKSUM: u64 = 8;
 
 /// Makes an empty memory file for a plan.
 ///
@@ -76,17 +83,19 @@ impl Draft {
 }
 
 impl Image {
-    /// Returns the sealed memory file, and the descriptors of the pages files in its order, for a successor.
+    /// Returns the sealed memory file, and for a successor the descriptors of the pages files in its order and those
+    /// of the leases.
     ///
     /// # Errors
     /// Fails with EMFILE.
     pub fn seal(&self) -> io::Result<(OwnedFd, Vec<BorrowedFd<'_>>)> {
         let sealed = self.sealed.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        Ok((sealed.try_clone()?, self.files.iter().map(|file| file.as_fd()).collect()))
+        let files = self.files.iter().map(|file| file.as_fd());
+        Ok((sealed.try_clone()?, files.chain(self.leases.iter().map(OwnedFd::as_fd)).collect()))
     }
 
-    /// Reads a sealed memory file. `files` are the descriptors of the pages files, in its order. It looks up
-    /// no path.
+    /// Reads a sealed memory file. `files` are the descriptors of the pages files, in its order, and those of the
+    /// leases. It looks up no path.
     ///
     /// # Errors
     /// Fails when `plan` is not sealed, is damaged or has another version. Also when a descriptor refers to
@@ -100,13 +109,20 @@ impl Image {
             "the plan of an image is not sealed: expected the memory file that `rewake` made"
         );
         let len = memory.metadata().context("the sealed plan of an image")?.len();
-        let mut input = Input { bytes: BufReader::new(At { memory: &memory, offset: 0 }), left: len };
-        let image = input.image(files).with_context(|| {
+        let mut input = Input { bytes: BufReader::new(At { memory: &memory, offset: 0 }), len, left: len };
+        let table = checksum_table(&memory).context("mapping the sealed plan of an image")?;
+        let image = input.image(files, &table).with_context(|| {
             let at = len - input.left;
             format!("the sealed plan of an image, {len} bytes, at byte {at}; restore the image again")
         })?;
         Ok(Self { sealed: Some(plan), ..image })
     }
+}
+
+/// Maps a sealed memory file: its checksums are read where they are.
+fn checksum_table(memory: &File) -> io::Result<ChecksumTable> {
+    // SAFETY: the file is sealed against writing and shrinking, so its bytes neither change nor disappear.
+    Ok(Arc::new(unsafe { Mmap::map(memory) }?))
 }
 
 fn seals() -> SealFlag {
@@ -124,10 +140,14 @@ impl<W: Write> Output<W> {
         self.0.write_all(&draft.dump.0)?;
         self.u64(draft.directory.0)?;
         self.u64(draft.directory.1)?;
+        self.count(draft.leases.len())?;
+        self.u64(draft.checksums.len() as u64)?;
         self.count(draft.files.len())?;
         for file in &draft.files {
             self.state(&file.state)?;
             self.text(file.path.as_os_str().as_bytes())?;
+            self.u32(u32::from(file.checksums.is_some()))?;
+            self.u64(file.checksums.unwrap_or_default() as u64)?;
         }
         self.count(draft.tasks.len())?;
         for (pid, task) in &draft.tasks {
@@ -137,7 +157,7 @@ impl<W: Write> Output<W> {
                 self.task(task)?;
             }
         }
-        Ok(())
+        draft.checksums.iter().try_for_each(|checksum| self.u64(*checksum))
     }
 
     fn state(&mut self, state: &FileState) -> io::Result<()> {
@@ -208,26 +228,32 @@ impl Read for At<'_> {
 /// read.
 struct Input<'a> {
     bytes: BufReader<At<'a>>,
+    len: u64,
     left: u64,
 }
 
 impl Input<'_> {
-    fn image(&mut self, descriptors: Vec<OwnedFd>) -> anyhow::Result<Image> {
+    fn image(&mut self, mut descriptors: Vec<OwnedFd>, table: &ChecksumTable) -> anyhow::Result<Image> {
         ensure!(self.array()? == MAGIC, "expected the magic number of a plan");
         let version = self.u32()?;
         ensure!(version == VERSION, "expected version {VERSION}, found {version}: another `rewake` made it");
         let (digest, dump) = (Digest(self.array()?), Digest(self.array()?));
         let directory = (self.u64()?, self.u64()?);
+        let (leases, checksums) = (self.u32()?, self.u64()?);
+        let first = checksums.checked_mul(CHECKSUM).and_then(|bytes| self.len.checked_sub(bytes));
+        let first = first.with_context(|| format!("{checksums} checksums in {} bytes", self.len))?;
         let count = self.u32()?;
         ensure!(
-            count as usize == descriptors.len(),
-            "expected {count} pages files, found {} descriptors",
+            u64::from(count) + u64::from(leases) == descriptors.len() as u64,
+            "expected {count} pages files and {leases} leases, found {} descriptors",
             descriptors.len()
         );
-        let mut image = Image { digest, dump, directory, ..Image::default() };
+        let leases = descriptors.split_off(count as usize);
+        let mut image = Image { digest, dump, directory, leases, ..Image::default() };
         let mut inodes = HashSet::new();
         for descriptor in descriptors {
             let file = self.file(descriptor)?;
+            self.verify(&file, table, first)?;
             ensure!(
                 inodes.insert((file.key().dev, file.key().ino)),
                 "{} appears twice",
@@ -247,8 +273,23 @@ impl Input<'_> {
             };
             ensure!(image.plans.insert(pid, plan).is_none(), "task {pid} appears twice");
         }
-        ensure!(self.left == 0, "expected the end, found {} bytes more", self.left);
+        let left = self.len - first;
+        ensure!(self.left == left, "expected {left} bytes of checksums, found {}", self.left);
         Ok(image)
+    }
+
+    /// Has the blocks of a sealed file checked with the checksums of the table, which begin at byte `first`.
+    fn verify(&mut self, file: &ImageFile, table: &ChecksumTable, first: u64) -> anyhow::Result<()> {
+        let (is_sealed, at) = (self.u32()?, self.u64()?);
+        if is_sealed == 0 {
+            return Ok(());
+        }
+        let start = at.checked_mul(CHECKSUM).and_then(|bytes| bytes.checked_add(first));
+        let start = start.and_then(|start| usize::try_from(start).ok());
+        let checksums = start.and_then(|start| BlockChecksums::new(Arc::clone(table), start, file.len()));
+        let beyond = || format!("the checksums of {} from number {at} on", file.name().display());
+        file.verify_with(checksums.with_context(beyond)?);
+        Ok(())
     }
 
     fn file(&mut self, descriptor: OwnedFd) -> anyhow::Result<Arc<ImageFile>> {

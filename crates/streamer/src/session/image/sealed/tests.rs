@@ -54,6 +54,7 @@ fn write_image(dir: &Path, byte: u8) {
 fn opened() -> (tempfile::TempDir, Image) {
     let root = tempfile::tempdir().unwrap();
     write_image(&root.path().join("image"), 1);
+    rewake_manifest::seal(&root.path().join("image")).unwrap();
     let mut draft = draft(&root.path().join("image"));
     // These ranges normally come from GPU images, which this image lacks.
     if let Some(Some(task)) = draft.tasks.get_mut(&8) {
@@ -71,7 +72,8 @@ fn planned(draft: Draft) -> Image {
     let memory = memory_file().unwrap();
     draft.write(&memory).unwrap();
     seal(&memory).unwrap();
-    let files = draft.files.into_iter().map(|file| file.file.into()).collect();
+    let leases = draft.leases.into_iter().map(OwnedFd::from);
+    let files = draft.files.into_iter().map(|file| file.file.into()).chain(leases).collect();
     Image::unseal(memory.as_fd(), files).unwrap()
 }
 
@@ -116,7 +118,7 @@ fn content(image: &Image) -> Vec<Content> {
 fn a_successor_serves_the_same_plans_from_the_same_files() {
     let (_root, image) = opened();
     let (plan, files) = plan_and_files(&image);
-    assert_eq!(files.len(), 2);
+    assert_eq!(files.len(), 3, "two pages files and a lease");
     let successor = unseal(&plan, files).unwrap();
     assert_eq!(content(&successor), content(&image));
     assert_eq!(
@@ -147,6 +149,56 @@ fn a_successor_does_not_depend_on_the_path() {
     }
 }
 
+/// The bytes of a task's first page, if the page cache has them and they are those that were sealed.
+fn first_page(image: &Image, pid: u32) -> Vec<u8> {
+    let file = &image.plan(pid).unwrap().files[0];
+    assert!(file.is_sealed());
+    let mut buffer = vec![0; PAGE + 2 * rewake_image_io::BLOCK];
+    let read = file.read_verified(0..PAGE as u64, &mut buffer, false).unwrap();
+    buffer[read].to_vec()
+}
+
+#[test]
+fn a_successor_checks_blocks_with_the_checksums_of_each_file() {
+    let (root, image) = opened();
+    let (plan, files) = plan_and_files(&image);
+    let successor = unseal(&plan, files).unwrap();
+    for (pid, byte) in [(7, 1), (8, 2)] {
+        assert_eq!(first_page(&image, pid), [byte; PAGE]);
+        assert_eq!(first_page(&successor, pid), [byte; PAGE]);
+    }
+    drop((image, successor));
+    fs::write(root.path().join("image/pages-2.img"), [3; 3 * PAGE]).unwrap();
+    let wrong = planned(draft(&root.path().join("image")));
+    assert_eq!(first_page(&wrong, 7), [1; PAGE]);
+    assert_eq!(first_page(&wrong, 8), [0; 0], "a byte that was not sealed is not given");
+}
+
+#[test]
+fn an_image_without_a_manifest_is_served_unchecked() {
+    let root = tempfile::tempdir().unwrap();
+    write_image(root.path(), 1);
+    let image = planned(draft(root.path()));
+    assert!(image.files().iter().all(|file| !file.is_sealed()));
+}
+
+#[test]
+fn a_plan_and_its_successors_lease_the_image() {
+    let (root, image) = opened();
+    let is_leased = || File::open(root.path().join("image/inventory.img")).unwrap().try_lock().is_err();
+    let (plan, files) = plan_and_files(&image);
+    drop(image);
+    assert!(is_leased(), "by the descriptors for a successor");
+    let successor = unseal(&plan, files).unwrap();
+    assert!(is_leased());
+    drop(successor);
+    assert!(!is_leased());
+    let removing = File::open(root.path().join("image/inventory.img")).unwrap();
+    removing.lock().unwrap();
+    let error = Draft::read(&ImageDir::open(root.path().join("image")).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("another image is taking its place"), "{error}");
+}
+
 #[test]
 fn a_file_that_two_tasks_share_is_passed_once() {
     let root = tempfile::tempdir().unwrap();
@@ -155,7 +207,7 @@ fn a_file_that_two_tasks_share_is_passed_once() {
     fs::hard_link(root.path().join("pages-1.img"), root.path().join("pages-2.img")).unwrap();
     let image = planned(draft(root.path()));
     let (plan, files) = plan_and_files(&image);
-    assert_eq!(files.len(), 1);
+    assert_eq!(files.len(), 2, "a pages file and a lease");
     let successor = unseal(&plan, files).unwrap();
     assert!(Arc::ptr_eq(&successor.plan(7).unwrap().files[0], &successor.plan(8).unwrap().files[0]));
 }
@@ -169,7 +221,7 @@ fn descriptors_of_other_files_are_refused_by_name() {
     let error = refused(files);
     assert!(error.contains("pages-1.img: it is another file"), "{error}");
     assert!(error.contains("restore the image again"), "{error}");
-    assert!(refused(Vec::new()).contains("expected 2 pages files, found 0 descriptors"));
+    assert!(refused(Vec::new()).contains("expected 2 pages files and 1 leases, found 0 descriptors"));
 
     std::thread::sleep(Duration::from_millis(20));
     let (_, files) = plan_and_files(&image);
@@ -197,7 +249,7 @@ fn a_plan_of_another_version_says_so() {
     let mut bytes = bytes_of(&plan);
     bytes[8] = 1;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
-    assert!(error.contains("expected version 3, found 1: another `rewake` made it"), "{error}");
+    assert!(error.contains("expected version 4, found 1: another `rewake` made it"), "{error}");
 }
 
 #[test]
@@ -242,8 +294,9 @@ fn counts_beyond_the_end_are_refused_before_allocation() {
     let (_root, image) = opened();
     let (plan, _) = plan_and_files(&image);
     let bytes = bytes_of(&plan);
-    // The last task's counts of ranges and extents, at offsets from the end: the zombie has 8 bytes.
-    let extents = bytes.len() - 8 - usize::try_from(EXTENT).unwrap() - 8;
+    // The last task's counts of ranges and extents, at offsets from the end: the zombie has 8 bytes, and two blocks
+    // have checksums.
+    let extents = bytes.len() - 2 * 8 - 8 - usize::try_from(EXTENT).unwrap() - 8;
     let ranges = extents - 2 * usize::try_from(RANGE).unwrap() - 4;
     for (at, len) in [(extents, 8), (ranges, 4)] {
         let mut bytes = bytes.clone();

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a restore checks the memory of an image with: the checksums of all blocks, in 8 bytes for 64 KiB.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::sync::Arc;
+
+use rewake_criu_images::{Digest, ImageDir};
+use rewake_image_io::{BLOCK, BlockChecksums, checksum_of_zeros};
+
+use crate::directory::{covered_files, open, parent_link};
+use crate::error::{ManifestError, Result, io};
+use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
+use crate::segment::SealedSegment;
+use crate::verify::ImageDifference;
+
+/// The checksums of a sealed image.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ImageChecksums {
+    /// The image's id.
+    pub id: Digest,
+    /// The parent image that it was sealed with.
+    pub parent: Option<SealedParent>,
+    /// The files that hold memory, by name.
+    pub memory: BTreeMap<String, MemoryFile>,
+}
+
+/// A file that holds memory.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct MemoryFile {
+    /// Device and inode.
+    pub identity: (u64, u64),
+    /// Its length in bytes.
+    pub length: u64,
+    /// The checksum of each block.
+    pub checksums: Vec<u64>,
+}
+
+impl ImageChecksums {
+    /// Returns the checksums of a memory file; none if it was not sealed with this length.
+    #[must_use]
+    pub fn of(&self, name: &str, length: u64) -> Option<BlockChecksums> {
+        let memory = self.memory.get(name).filter(|memory| memory.length == length)?;
+        let table: Vec<u8> = memory.checksums.iter().flat_map(|checksum| checksum.to_le_bytes()).collect();
+        BlockChecksums::new(Arc::new(table), 0, length)
+    }
+}
+
+/// Reads the checksums of an image's memory; `None` if the image is not sealed.
+///
+/// # Errors
+/// The manifest is damaged. Or the directory has other files than were sealed, files of another length, or another
+/// parent.
+pub fn read_checksums(images: &ImageDir) -> Result<Option<ImageChecksums>> {
+    let manifest = match ManifestReader::open(images) {
+        Ok(manifest) => manifest,
+        Err(ManifestError::NotSealed { .. }) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mut reading = Reading { images, read: ImageChecksums::default(), sealed: BTreeSet::new() };
+    reading.all(manifest)?;
+    Ok(Some(reading.read))
+}
+
+/// Reads the checksums of an image and of its parents: of each directory in `chain`, whose parent is the next one.
+///
+/// # Errors
+/// As for [`read_checksums`]. Or a parent is another image than the child was sealed with.
+pub fn read_chain(chain: &[&ImageDir]) -> Result<Vec<Option<ImageChecksums>>> {
+    let all = chain.iter().map(|images| read_checksums(images)).collect::<Result<Vec<_>>>()?;
+    for (place, child) in all.iter().enumerate() {
+        let sealed = child.as_ref().and_then(|child| child.parent.as_ref()?.id);
+        let found = all.get(place + 1).and_then(|parent| parent.as_ref()).map(|parent| parent.id);
+        if let Some(sealed) = sealed.filter(|sealed| found != Some(*sealed)) {
+            return Err(ManifestError::AnotherParent {
+                child: chain[place].path().to_owned(),
+                sealed,
+                found: found
+                    .map_or_else(|| "an image without a manifest".to_owned(), |id| format!("{id:.16}")),
+            });
+        }
+    }
+    Ok(all)
+}
+
+/// A manifest that is being read.
+struct Reading<'a> {
+    images: &'a ImageDir,
+    read: ImageChecksums,
+    /// The names of all files so far.
+    sealed: BTreeSet<String>,
+}
+
+impl Reading<'_> {
+    fn all(&mut self, mut manifest: ManifestReader) -> Result<()> {
+        self.read.id = manifest.id();
+        let mut file = SealedFile::default();
+        while let Some(record) = manifest.next_record()? {
+            match record {
+                ManifestRecord::Parent(parent) => self.read.parent = Some(parent),
+                ManifestRecord::File(next) => {
+                    self.file(&next)?;
+                    file = next;
+                }
+                ManifestRecord::Segment(segment) if file.memory => self.segment(&file, &segment),
+                ManifestRecord::Segment(_) => {}
+            }
+        }
+        if let Some(added) = covered_files(self.images)?.difference(&self.sealed).next() {
+            return Err(self.differs(ImageDifference::Added { file: added.clone() }));
+        }
+        self.check_parent()
+    }
+
+    fn file(&mut self, sealed: &SealedFile) -> Result<()> {
+        let name = sealed.name.clone();
+        let Some((file, found)) = open(self.images, &name)? else {
+            return Err(self.differs(ImageDifference::Missing { file: name }));
+        };
+        if found != sealed.length {
+            return Err(self.differs(ImageDifference::Length { file: name, sealed: sealed.length, found }));
+        }
+        if sealed.memory {
+            let of = file.metadata().map_err(io("stat", &self.images.path().join(&name)))?;
+            let memory = MemoryFile { identity: (of.dev(), of.ino()), length: found, checksums: Vec::new() };
+            self.read.memory.insert(name.clone(), memory);
+        }
+        self.sealed.insert(name);
+        Ok(())
+    }
+
+    fn segment(&mut self, file: &SealedFile, segment: &SealedSegment) {
+        let Some(memory) = self.read.memory.get_mut(&file.name) else { return };
+        if !segment.chunks.is_empty() {
+            memory.checksums.extend(&segment.checksums);
+            return;
+        }
+        // All blocks that begin in it are zeros; the last one of the file may be shorter.
+        let block = BLOCK as u64;
+        let blocks =
+            segment.offset.div_ceil(block)..(segment.offset + u64::from(segment.length)).div_ceil(block);
+        let zeros = |at: u64| {
+            let length = usize::try_from(file.length - at * block).unwrap_or(BLOCK).min(BLOCK);
+            checksum_of_zeros(length)
+        };
+        memory.checksums.extend(blocks.map(zeros));
+    }
+
+    /// Checks that the link leads where it did.
+    fn check_parent(&self) -> Result<()> {
+        let found = parent_link(self.images)?;
+        let sealed = self.read.parent.as_ref().map(|parent| &*parent.target);
+        let what = match (sealed, found.as_ref().map(|link| link.as_bytes())) {
+            (sealed, found) if sealed == found => return Ok(()),
+            (None, Some(_)) => "not sealed: the link was added later",
+            (Some(_), None) => "missing",
+            _ => "leads elsewhere than when it was sealed",
+        };
+        Err(self.differs(ImageDifference::Parent { what: what.to_owned() }))
+    }
+
+    fn differs(&self, difference: ImageDifference) -> ManifestError {
+        ManifestError::Differs { directory: self.images.path().to_owned(), difference }
+    }
+}
