@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use super::Image;
 
 /// The cache file and its presence map.
 #[derive(Debug)]
-pub struct CacheFile {
+pub(crate) struct CacheFile {
     /// The file.
     pub(crate) file: Arc<ImageFile>,
     /// The presence map's memory file.
@@ -113,10 +113,5 @@ impl Image {
             end = first + pages;
         }
         Ok(FetchPlan { peer, layout: cache.layout, cache: len, extents })
-    }
-
-    /// Returns the numbers of the cache file's descriptors, for the fd store.
-    pub(crate) fn cache_numbers(&self) -> Option<[i32; 2]> {
-        self.cache.as_ref().map(|cache| cache.descriptors().map(|descriptor| descriptor.as_raw_fd()))
     }
 }
