@@ -45,6 +45,9 @@ pub enum Command {
     /// For streamers: parses an image, and plans its restore, in a confined process
     #[command(hide = true)]
     Planner(PlannerArgs),
+    /// For streamers: brings pages from a page server, in a confined process
+    #[command(hide = true)]
+    Fetcher,
     /// For streamers: gives targets a session's fd store
     #[command(hide = true)]
     Park(ParkArgs),
@@ -97,20 +100,22 @@ pub struct LazyPagesArgs {
     pub(crate) remote: Remote,
 }
 
-/// Options of `criu lazy-pages` that are known and not served yet: refused by name rather than misread.
+/// Options of `criu lazy-pages` for a page server. Those that are known and not served yet are refused by name rather
+/// than misread.
 #[derive(Debug, Args)]
 pub struct Remote {
-    /// Not yet: get pages from a remote page server
-    #[arg(long, hide = true)]
+    /// Get lazy pages from a page server: `criu page-server --lazy-pages`, `criu dump --lazy-pages`, or
+    /// `rewake page-server --lazy-pages`
+    #[arg(long)]
     pub page_server: bool,
-    /// Not yet: its address
-    #[arg(long, hide = true, value_name = "ADDRESS")]
+    /// Address of the page server; with a slash in it, the path of a unix socket [default: 127.0.0.1]
+    #[arg(long, value_name = "ADDR", requires = "page_server")]
     pub address: Option<String>,
-    /// Not yet: its port
-    #[arg(long, hide = true, value_name = "PORT")]
+    /// Port of the page server
+    #[arg(long, value_name = "PORT", requires = "page_server", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
-    /// Not yet: its socket
-    #[arg(long, hide = true, value_name = "FD")]
+    /// Use this socket, which is connected with the page server
+    #[arg(long, value_name = "FD", requires = "page_server", conflicts_with_all = ["address", "port"])]
     pub ps_socket: Option<i32>,
     /// Not yet: encrypt the connection
     #[arg(long, hide = true)]
@@ -124,14 +129,7 @@ impl Remote {
     /// The first option given that is not served yet.
     #[must_use]
     pub fn refused(&self) -> Option<&'static str> {
-        let given = [
-            (self.page_server, "--page-server"),
-            (self.address.is_some(), "--address"),
-            (self.port.is_some(), "--port"),
-            (self.ps_socket.is_some(), "--ps-socket"),
-            (self.tls, "--tls"),
-            (self.auto_dedup, "--auto-dedup"),
-        ];
+        let given = [(self.tls, "--tls"), (self.auto_dedup, "--auto-dedup")];
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
 }
@@ -201,6 +199,9 @@ pub struct PlannerArgs {
     /// Directory of the images
     #[arg(value_name = "IMG")]
     pub images_dir: PathBuf,
+    /// A page server has the lazy pages
+    #[arg(long)]
+    pub remote: bool,
 }
 
 /// Options of `rewake park`. The fd store is standard input.

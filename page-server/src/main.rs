@@ -26,6 +26,7 @@ fn main() -> ExitCode {
         Command::Streamer(options) => commands::streamer::run(options),
         Command::Status(options) => commands::status::run(options),
         Command::Planner(options) => commands::planner::run(options),
+        Command::Fetcher => rewake_fetcher::process::run(),
         Command::Park(options) => commands::park::run(options),
         Command::Recover(options) => commands::recover::run(options),
         Command::Inspect(options) => commands::inspect::run(options),

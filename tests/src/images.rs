@@ -251,6 +251,27 @@ pub fn drop_lazy_pages(images: &Path, pid: Pid) -> anyhow::Result<()> {
     fs::write(&pages, kept).context("write the pages that are left")
 }
 
+/// Writes other bytes into the lazy pages of all tasks: a restore that reads one of them from these files fails.
+///
+/// # Errors
+/// The images cannot be read or written.
+pub fn spoil_lazy_pages(images: &Path) -> anyhow::Result<()> {
+    for entry in fs::read_dir(images)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if !name.starts_with("pagemap-") || name.starts_with("pagemap-shmem-") {
+            continue;
+        }
+        let map = Pagemap::read(&path)?;
+        let pages = OpenOptions::new().write(true).open(pages_path(images, &map))?;
+        for (entry, at) in map.placed().filter(|(entry, _)| entry.flags & LAZY != 0) {
+            let bytes = vec![0xa5; usize::try_from(entry.pages)? * PAGE];
+            pages.write_all_at(&bytes, at * PAGE as u64)?;
+        }
+    }
+    Ok(())
+}
+
 /// Shortens a file to `length` bytes.
 ///
 /// # Errors

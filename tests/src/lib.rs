@@ -27,6 +27,7 @@ pub mod daemon;
 pub mod fuse;
 pub mod held;
 pub mod images;
+pub mod lazy_source;
 pub mod limit;
 pub mod page_server;
 pub mod pattern;

@@ -158,7 +158,7 @@ impl Drop for PageServer {
 }
 
 /// A port that no process uses at the moment.
-fn free_port() -> anyhow::Result<u16> {
+pub(crate) fn free_port() -> anyhow::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a free port")?.local_addr()?.port())
 }
 

@@ -34,7 +34,7 @@ pub use inventory::{IMAGE_VERSION, Inventory};
 pub use memory_files::{CHUNK, MemoryFiles, MemoryPlace};
 pub use mm::{MAX_VMAS, Mm, Vma};
 pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry, PagemapId};
-pub use plan::{LazyExtent, LazyPlan, PagesFile, pages_name};
+pub use plan::{LazyExtent, LazyPlan, PagesFile, RemotePlan, pages_name};
 pub use stats::PageStats;
 pub use tasks::{MAX_TASKS, Task, TaskState};
 

@@ -8,7 +8,7 @@ use crate::PAGE;
 use crate::dir::ImageDir;
 use crate::error::{ImageError, Result};
 use crate::mm::Vma;
-use crate::pagemap::{PageFlags, Pagemap, PagemapEntry, PagemapId};
+use crate::pagemap::{Generation, PageFlags, Pagemap, PagemapEntry, PagemapId};
 
 /// An open file of pages: `pages-N.img`, or the contents of a GPU's buffers.
 #[derive(Debug)]
@@ -53,7 +53,36 @@ pub struct LazyPlan {
     pub remote_pages: u64,
 }
 
+/// The lazy pages of a task, for a restore that gets all of them from a page server.
+#[derive(Debug)]
+pub struct RemotePlan {
+    /// The lazy pages in ascending order of address, wherever the image has them. `file_offset` counts them from 0,
+    /// without gaps; `file` is 0. No extent crosses a border between mappings.
+    pub extents: Vec<LazyExtent>,
+    /// The age of the CRIU that wrote the pagemap; none without pages.
+    pub generation: Option<Generation>,
+}
+
 impl ImageDir {
+    /// Finds a task's lazy pages, for a restore that gets all of them from a page server. No pages file is needed.
+    ///
+    /// # Errors
+    /// A file is missing or damaged; or a lazy page lies where lazy restore cannot put it.
+    pub fn remote_plan(&self, pid: u32) -> Result<RemotePlan> {
+        let mm = self.mm(pid)?;
+        let map = self.pagemap(pid)?.ok_or_else(|| self.no_pagemap(pid))?;
+        let pagemap = self.path().join(pagemap_name(pid));
+        let mut planner =
+            ExtentPlanner { pagemap, levels: &[], vmas: &mm.vmas, extents: Vec::new(), remote: 0 };
+        let mut file_offset = 0;
+        for entry in map.entries.iter().filter(|entry| entry.flags.has(PageFlags::LAZY)) {
+            planner.push(0, file_offset, entry.vaddr, entry.end())?;
+            file_offset += entry.pages * PAGE;
+        }
+        let generation = (!map.entries.is_empty()).then_some(map.generation);
+        Ok(RemotePlan { extents: planner.extents, generation })
+    }
+
     /// Finds the places of a task's lazy pages.
     ///
     /// # Errors
@@ -71,14 +100,15 @@ impl ImageDir {
         Ok(LazyPlan { files, extents, remote_pages })
     }
 
+    fn no_pagemap(&self, pid: u32) -> ImageError {
+        let expected = "the pages of a task that has memory";
+        ImageError::Missing { file: self.path().join(pagemap_name(pid)), expected }
+    }
+
     /// Reads the task's pages in this directory, then in the parents as far as they can have lazy pages.
     fn chain(&self, pid: u32) -> Result<(Vec<Level>, Vec<PagesFile>)> {
         let (mut levels, mut files) = (Vec::new(), Vec::new());
-        let missing = || ImageError::Missing {
-            file: self.path().join(pagemap_name(pid)),
-            expected: "the pages of a task that has memory",
-        };
-        let map = self.pagemap(pid)?.ok_or_else(missing)?;
+        let map = self.pagemap(pid)?.ok_or_else(|| self.no_pagemap(pid))?;
         let lazy = PageFlags::PARENT | PageFlags::LAZY;
         let mut ancestor = self.add_level(map, &mut levels, &mut files, lazy)?;
         while let Some(dir) = ancestor {

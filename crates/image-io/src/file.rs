@@ -20,6 +20,7 @@ use nix::unistd::{Whence, lseek};
 
 use crate::cache_regions::CacheRegions;
 use crate::error::{StoreError, TransferError};
+use crate::fetch_source::FetchSource;
 use crate::free_memory;
 use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
@@ -66,6 +67,8 @@ pub struct ImageFile {
     regions: CacheRegions,
     /// None: its bytes cannot be checked.
     checksums: OnceLock<BlockChecksums>,
+    /// For a cache file: where missing bytes come from.
+    source: Option<Arc<FetchSource>>,
     /// The data range that was found last. The file system scans a whole range to find its end.
     data: Mutex<Range<u64>>,
 }
@@ -83,7 +86,24 @@ impl ImageFile {
             return Err(StoreError::NotRegular { file: name });
         }
         let state = FileState::of(&file).map_err(open)?;
-        Ok(Self::with(file, name, state.clone(), state))
+        Ok(Self::with(file, name, state.clone(), state, None))
+    }
+
+    /// Takes over a cache file that a fetcher writes. It is read through the page cache, where its bytes are when they
+    /// have arrived.
+    ///
+    /// # Errors
+    /// As for [`ImageFile::from_file`].
+    pub fn fetched(
+        file: File,
+        name: impl Into<PathBuf>,
+        source: Arc<FetchSource>,
+    ) -> Result<Arc<Self>, StoreError> {
+        let name = name.into();
+        let state = FileState::of(&file).map_err(|error| StoreError::Open { file: name.clone(), error })?;
+        let file = Self::with(file, name, state.clone(), state, Some(source));
+        file.kept.store(true, Ordering::Relaxed);
+        Ok(file)
     }
 
     /// Takes over a file that another [`ImageFile`] had opened in `state`, from any process, and joins it.
@@ -94,7 +114,7 @@ impl ImageFile {
         let name = name.into();
         match state.follow(&file) {
             Ok(now) => {
-                let file = Self::with(file, name, state.clone(), now.unwrap_or(state));
+                let file = Self::with(file, name, state.clone(), now.unwrap_or(state), None);
                 file.join();
                 Ok(file)
             }
@@ -102,14 +122,20 @@ impl ImageFile {
         }
     }
 
-    fn with(file: File, name: PathBuf, state: FileState, seen: FileState) -> Arc<Self> {
+    fn with(
+        file: File,
+        name: PathBuf,
+        state: FileState,
+        seen: FileState,
+        source: Option<Arc<FetchSource>>,
+    ) -> Arc<Self> {
         let open = |flags| {
             // Opens by /proc: the same inode, even when the path now names another file or none.
             let path = format!("/proc/self/fd/{}", file.as_raw_fd());
             let mut options = OpenOptions::new();
             options.read(true).write(is_writable(&file)).custom_flags(flags).open(path).ok()
         };
-        let direct = open(libc::O_DIRECT);
+        let direct = if source.is_some() { None } else { open(libc::O_DIRECT) };
         let exact =
             open(0).filter(|exact| posix_fadvise(exact, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).is_ok());
         let [cachestat_works, nowait_works] = [(); 2].map(|()| AtomicBool::new(true));
@@ -129,6 +155,7 @@ impl ImageFile {
             joined,
             kept,
             checksums: OnceLock::new(),
+            source,
             data: Mutex::default(),
         })
     }
@@ -138,6 +165,16 @@ impl ImageFile {
     pub fn join(&self) {
         let joined = !self.is_remote && shared_readers::join(&self.buffered);
         self.joined.store(joined, Ordering::Relaxed);
+    }
+
+    /// Returns where missing bytes of a cache file come from; none for a file that has all of them.
+    pub fn source(&self) -> Option<&Arc<FetchSource>> {
+        self.source.as_ref()
+    }
+
+    /// Whether the file has these bytes. Those of a cache file that have not arrived must not be read.
+    pub fn has(&self, offset: u64, len: usize) -> bool {
+        self.source.as_ref().is_none_or(|source| source.presence().has(offset, len))
     }
 
     /// Whether its bytes come from another host, or may.
@@ -150,6 +187,10 @@ impl ImageFile {
     /// # Errors
     /// [`TransferError::Changed`], with what changed. Bytes read since the last check must not be used.
     pub fn check_unchanged(&self) -> Result<(), TransferError> {
+        if self.source.is_some() {
+            // The presence map says what of it may be used. It has no name by which other programs could open it.
+            return Ok(());
+        }
         // The lock is not held over the system call, except after a change.
         let known = lock(&self.seen).key;
         if self.buffered.metadata().is_ok_and(|now| FileKey::of(&now) == known) {
@@ -206,6 +247,9 @@ impl ImageFile {
                 source: errno.into(),
             }),
         };
+        if self.source.is_some() {
+            return Ok((offset < end).then_some((offset, end)));
+        }
         let known = lock(&self.data).clone();
         if known.contains(&offset) {
             return Ok(Some((offset, known.end.min(end))));
@@ -254,12 +298,19 @@ impl ImageFile {
     }
 
     /// Reads bytes that the page cache has, and never waits for the disk. Returns the number of bytes up to the first
-    /// page that it does not have: 0 also in a region that is mostly on the disk. With `ahead`, and where the file is
+    /// page that it does not have: 0 also in a region that is mostly on the disk, or where bytes have not arrived. With
+    /// `ahead`, and where the file is
     /// kept in the page cache, the kernel then begins to read the others, and those after them.
     ///
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.
     pub fn read_cached(&self, offset: u64, into: &mut [u8], ahead: bool) -> Result<usize, TransferError> {
+        let arrived =
+            self.source.as_ref().map_or(into.len(), |source| source.presence().prefix(offset, into.len()));
+        if arrived == 0 {
+            return Ok(0);
+        }
+        let into = &mut into[..arrived];
         if self.is_cold(offset) || !ahead && self.is_kept() && self.is_missing(offset, into.len()) {
             return Ok(0);
         }

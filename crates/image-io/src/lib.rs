@@ -9,6 +9,9 @@
 //! transferred in chunks of 2 MiB, between files and staging memory that copy engines access. No other
 //! session needs a chunk after its copy, so the cache does not keep it.
 //!
+//! A file may be a local copy some of whose pages have not arrived yet ([`FetchSource`]). Such pages are not read:
+//! they are requested, and read when they have arrived.
+//!
 //! Invariants:
 //! - *Never invented bytes*: only the owner of a buffer can publish it, and a read that is `Ok` has filled
 //!   all of it. A file that ends early is an error that names the file, never zeros. A file that may have
@@ -21,12 +24,14 @@ mod cache;
 mod cache_regions;
 mod engine;
 mod error;
+mod fetch_source;
 mod file;
 mod free_memory;
 mod identity;
 pub mod io_budget;
 mod memory;
 mod page_cache;
+mod presence;
 mod shared_readers;
 mod slots;
 mod units;
@@ -39,9 +44,11 @@ pub use engine::{
     MAX_SHORT_CALLS, Request, SimPlan, read_now,
 };
 pub use error::{StoreError, TransferError};
+pub use fetch_source::{FETCH_REQUEST_LEN, FetchRequest, FetchSource, SentRequest};
 pub use file::{ImageFile, ReadMode, keep_in_page_cache};
 pub use identity::{FileKey, FileState};
 pub use memory::Memory;
+pub use presence::{PresenceMap, PresenceWriter, presence_file};
 pub use slots::DEMAND_BUFFERS;
 pub use units::{BLOCK, PAGE};
 pub use verification::{BlockChecksums, ChecksumTable, block_checksum, checksum_of_zeros};

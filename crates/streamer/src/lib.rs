@@ -7,12 +7,14 @@
 //! * [`planner`]: the confined process that parses an image.
 //! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
 //! * [`cpu`]: page faults and the background load of CPU memory.
+//! * [`fetch`]: the fetcher of a session whose memory comes from a page server.
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
 //! * [`control`]: what the agent, streamers and their clients send to each other.
 //! * [`record`]: the events of a session with their times.
 
 pub mod control;
 pub mod cpu;
+pub mod fetch;
 pub mod gpu;
 pub mod ledger;
 pub mod planner;

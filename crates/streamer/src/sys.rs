@@ -147,6 +147,12 @@ pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<usize> {
     usize::try_from(bytes).map_err(io::Error::other)
 }
 
+/// Signals an eventfd.
+pub fn write_eventfd(eventfd: &OwnedFd) {
+    // One whose counter is full is readable all the same.
+    let _ = nix::unistd::write(eventfd, &1u64.to_ne_bytes());
+}
+
 /// Makes a second descriptor of the same open file, closed on exec.
 ///
 /// # Errors

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake lazy-pages`: the streamer with the options of `criu lazy-pages`, for one restore.
 
+use std::net::ToSocketAddrs as _;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context as _, bail, ensure};
 
 use super::criu_server::{Directories, complain, enter};
-use super::{detach, to_notify};
-use crate::cli::LazyPagesArgs;
+use super::{detach, given, to_notify};
+use crate::cli::{LazyPagesArgs, Remote};
+use rewake_fetcher::plan::PagePeer;
+use rewake_streamer::fetch::PageServerPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
 
@@ -17,8 +20,9 @@ use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
 /// Options or directories are wrong, the image cannot be served, or another streamer serves there already.
 pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     if let Some(option) = options.remote.refused() {
-        bail!("{option}: not supported yet: `rewake lazy-pages` serves images of a local directory");
+        bail!("{option}: not supported yet");
     }
+    let page_server = page_server(&options.remote)?;
     let server = &options.server;
     let Directories { images, work } = enter(server)?;
     let mut notify = to_notify(server.status_fd);
@@ -32,6 +36,7 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
         work,
         records_working_set: false,
         keeps_record: false,
+        server: page_server,
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;
     let code = supervisor::supervise(notify, |start| {
@@ -41,4 +46,27 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
         })
     })?;
     Ok(asked_to_stop_is_well(code))
+}
+
+/// Finds the page server that has the lazy pages; none: the image has them.
+///
+/// # Errors
+/// It has no address.
+fn page_server(options: &Remote) -> anyhow::Result<Option<PageServerPeer>> {
+    if !options.page_server {
+        return Ok(None);
+    }
+    let (peer, connected) = match (options.ps_socket, options.address.as_deref()) {
+        (Some(socket), _) => (PagePeer::Connected, Some(given(socket))),
+        (None, Some(path)) if path.contains('/') => (PagePeer::Unix(path.into()), None),
+        (None, address) => {
+            let address = address.unwrap_or("127.0.0.1");
+            let port = options.port.context("--page-server: its port is needed: --port PORT")?;
+            let found = (address, port).to_socket_addrs().with_context(|| format!("--address {address}"))?;
+            let found: Vec<_> = found.collect();
+            ensure!(!found.is_empty(), "--address {address}: no address of that name");
+            (PagePeer::Tcp(found), None)
+        }
+    };
+    Ok(Some(PageServerPeer { peer, connected }))
 }

@@ -10,5 +10,5 @@ use crate::cli::PlannerArgs;
 /// # Errors
 /// No streamer listens.
 pub fn run(options: &PlannerArgs) -> anyhow::Result<u8> {
-    child::run(&options.images_dir)
+    child::run(&options.images_dir, options.remote)
 }

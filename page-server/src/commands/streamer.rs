@@ -24,6 +24,7 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         work: directory(&options.work_dir, "-W")?,
         records_working_set: options.record,
         keeps_record: true,
+        server: None,
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;
     supervisor::supervise(to_notify(options.status_fd), |start| restore.serve(start).unwrap_or(1))

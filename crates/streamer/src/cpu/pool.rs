@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Starts the reactor threads and assigns address spaces to them.
 
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -75,6 +76,14 @@ impl ReactorPool {
         let Some(handle) = self.shared.handles.get(space.home) else { return };
         handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(request);
         handle.waker.wake();
+    }
+
+    /// Returns the eventfds of the reactors, by their numbers: they wake them.
+    ///
+    /// # Errors
+    /// EMFILE.
+    pub fn wakers(&self) -> std::io::Result<Vec<OwnedFd>> {
+        self.shared.handles.iter().map(|handle| handle.waker.as_fd().try_clone_to_owned()).collect()
     }
 
     /// Returns the I/O budget of the reactors, which other readers of the same disk share.

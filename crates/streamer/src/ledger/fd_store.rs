@@ -56,11 +56,26 @@ pub enum EntryKind {
     /// The end of one rotation of the queue, without descriptors. `index` counts rotations, `life` is the
     /// pid.
     Mark = 6,
+    /// What a fetcher works with: its plan, the cache file, the presence map.
+    Remote = 7,
+    /// The socket to a fetcher. `index` counts them.
+    Fetcher = 8,
+    /// A duplicate of the connection of the fetcher with the same `index`.
+    Peer = 9,
 }
 
 impl EntryKind {
-    const ALL: [Self; 6] =
-        [Self::Writer, Self::Space, Self::Plan, Self::Files, Self::Placeholders, Self::Mark];
+    const ALL: [Self; 9] = [
+        Self::Writer,
+        Self::Space,
+        Self::Plan,
+        Self::Files,
+        Self::Placeholders,
+        Self::Mark,
+        Self::Remote,
+        Self::Fetcher,
+        Self::Peer,
+    ];
 }
 
 /// Names the descriptors that a message carries.

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, IntoRawFd as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -17,6 +17,7 @@ use rewake_plugin_protocol::{FileId, Phase, SessionNote, Store};
 use crate::ledger::fd_store::{EntryKind, FdStore, MAX_DESCRIPTORS, StoreEntry, peek_all};
 use crate::ledger::{SessionSlot, Starter};
 use crate::session::image::Image;
+use crate::session::image::cache_file::CacheFile;
 
 /// Makes an empty fd store, and puts its descriptors into the session's slot.
 ///
@@ -55,16 +56,20 @@ pub fn of_image(slot: &SessionSlot, image: &Image) -> io::Result<FdStore> {
 /// The store has no plan, or a file changed.
 pub fn image(store: &FdStore) -> anyhow::Result<Image> {
     let stored = peek_all(store.descriptor()).context("reading the session's fd store")?;
-    let (mut plan, mut files) = (None, BTreeMap::new());
+    let (mut plan, mut files, mut remote) = (None, BTreeMap::new(), None);
     for (entry, descriptors) in stored {
         match entry.kind {
             EntryKind::Plan => plan = descriptors.into_iter().next(),
             EntryKind::Files => drop(files.insert(entry.index, descriptors)),
+            EntryKind::Remote => remote = <[OwnedFd; 3]>::try_from(descriptors).ok(),
             _ => {}
         }
     }
     let plan = plan.context("the session's fd store has no plan")?;
-    Image::unseal(plan.as_fd(), files.into_values().flatten().collect())
+    Image::unseal_with(plan.as_fd(), files.into_values().flatten().collect(), |draft| {
+        let [_, cache, presence] = remote.context("the session's fd store lacks the cache file")?;
+        CacheFile::inherit(cache, presence, draft.len, draft.layout)
+    })
 }
 
 /// Makes the note of a session for CRIU's plugins.

@@ -39,12 +39,17 @@ use nix::unistd::Pid;
 use rewake_plugin_protocol::Channel;
 use rewake_process::proc;
 
+use crate::session::image::cache_file::CacheFile;
+use crate::session::image::draft::DraftCache;
 use crate::session::image::{Image, sealed};
 use crate::supervise::launch;
 use crate::sys;
 
 /// The hidden command that is the planner.
 pub const COMMAND: &str = "planner";
+
+/// Its option for an image whose lazy pages a page server has.
+const REMOTE: &str = "--remote";
 
 /// CPU time of a planner, and wall time in which it may use none: its file system does not answer then. A plan of
 /// 2^24 extents takes 4 s without optimisation, and longer on a busy machine.
@@ -97,7 +102,16 @@ struct PlannerReport {
 /// # Errors
 /// The image cannot be served, or the planner exceeded a limit.
 pub fn plan(images: &Path) -> anyhow::Result<Image> {
-    Planner::start(images)?.finish()
+    Planner::start(images, &[])?.finish(|_| bail!("a plan with a cache file, which is not to have one"))
+}
+
+/// Plans the restore of an image whose lazy pages a page server has. It makes the cache file for them in the directory
+/// `cache`.
+///
+/// # Errors
+/// As for [`plan`]; or the directory has no space for the cache file.
+pub fn plan_remote(images: &Path, cache: &Path) -> anyhow::Result<Image> {
+    Planner::start(images, &[REMOTE])?.finish(|draft| CacheFile::create(cache, draft.len, draft.layout))
 }
 
 /// A planner that runs.
@@ -116,13 +130,13 @@ struct Planner<'a> {
 }
 
 impl<'a> Planner<'a> {
-    fn start(images: &'a Path) -> anyhow::Result<Self> {
+    fn start(images: &'a Path, options: &[&str]) -> anyhow::Result<Self> {
         let (ours, its) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .context("making a socket for the planner")?;
         let memory = || sealed::memory_file().context("making a memory file for the planner");
         let (plan, words) = (memory()?, memory()?);
         let mut command = Command::new(launch::program()?);
-        command.arg(COMMAND).arg(images).env_clear();
+        command.arg(COMMAND).args(options).arg(images).env_clear();
         command.stdin(Stdio::from(its)).stdout(plan.try_clone()?).stderr(words.try_clone()?);
         let deadline = Instant::now() + TIME;
         let child = command.spawn().context("starting the planner")?;
@@ -130,10 +144,13 @@ impl<'a> Planner<'a> {
         Ok(Self { images, child, channel, plan, words, deadline, used: 0 })
     }
 
-    fn finish(mut self) -> anyhow::Result<Image> {
+    fn finish(
+        mut self,
+        cache: impl FnOnce(DraftCache) -> anyhow::Result<CacheFile>,
+    ) -> anyhow::Result<Image> {
         let (directories, files) = self.receive_all()?;
         sealed::seal(&self.plan).context("sealing the planner's plan")?;
-        let image = Image::unseal(self.plan.as_fd(), files)?;
+        let image = Image::unseal_with(self.plan.as_fd(), files, cache)?;
         check_places(&image, &directories).context("checking the planner's plan")?;
         Ok(image)
     }

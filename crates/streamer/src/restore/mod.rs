@@ -22,6 +22,7 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
+use crate::fetch::PageServerPeer;
 use crate::gpu::{self, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome};
 use crate::record::model::State;
@@ -42,6 +43,8 @@ pub struct RestoreOptions {
     pub records_working_set: bool,
     /// Whether the record is left in the work directory. It always is if the image has GPU memory.
     pub keeps_record: bool,
+    /// The page server that has the lazy pages; none: the image has them.
+    pub server: Option<PageServerPeer>,
     /// The streamer ends when no restore has connected within this time.
     pub connect_timeout: Option<Duration>,
 }
@@ -67,6 +70,12 @@ impl StreamedRestore {
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
         };
         let gpus = options.images.as_ref().map_or(Ok(true), has_gpus)?;
+        if gpus && options.server.is_some() {
+            bail!(
+                "the image has GPU memory, which CRIU's page protocol cannot carry: copy the whole image, and restore \
+                 it without --page-server"
+            );
+        }
         if gpus {
             ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
         }
@@ -204,7 +213,10 @@ impl StreamedRestore {
             // The last worker died when the session had ended, and may not have kept the record.
             timeline.handed_over();
         }
-        let Some(mut session) = worker.open(images, &self.options.work).await? else { return Ok(()) };
+        let Some(mut session) = worker.open(images, &self.options.work, self.options.server.as_ref()).await?
+        else {
+            return Ok(());
+        };
         timeline.brings(&session.session);
         start.ready();
         let outcome = worker.serve(&mut session).await;

@@ -5,6 +5,7 @@
 //! a confined process, and returns its plans in a sealed memory file with the descriptors of the pages files
 //! ([`Image::open`]). A successor gets both ([`Image::seal`]). No path is looked up a second time (I7).
 
+pub(crate) mod cache_file;
 pub(crate) mod draft;
 pub(crate) mod lease;
 mod opened_by;
@@ -17,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use cache_file::CacheFile;
 use rewake_criu_images::Digest;
 use rewake_image_io::ImageFile;
 use rewake_pager::Plan;
@@ -42,6 +44,8 @@ pub struct Image {
     plans: BTreeMap<u32, Option<TaskPlan>>,
     /// The pages files of all tasks, each once.
     files: Vec<Arc<ImageFile>>,
+    /// Has the lazy pages, if a page server has them.
+    cache: Option<CacheFile>,
     /// Device and inode of the image directory.
     directory: (u64, u64),
     digest: Digest,
@@ -63,14 +67,19 @@ impl Image {
         planner::plan(path)
     }
 
-    /// [`Image::open`] for the control thread, which serves other requests meanwhile.
+    /// [`Image::open`] for the control thread, which serves other requests meanwhile. With `cache`, a directory, lazy
+    /// pages come from a page server, and a cache file there gets them.
     ///
     /// # Errors
     /// As for [`Image::open`].
-    pub async fn open_in_background(path: PathBuf) -> anyhow::Result<Self> {
+    pub async fn open_in_background(path: PathBuf, cache: Option<PathBuf>) -> anyhow::Result<Self> {
         let (sender, opened) = oneshot::channel();
+        let plan = move || match &cache {
+            Some(cache) => planner::plan_remote(&path, cache),
+            None => Self::open(&path),
+        };
         // A receiver that has ended was asked to stop.
-        let open = move || drop(sender.send(Self::open(&path)));
+        let open = move || drop(sender.send(plan()));
         sys::thread_without_signals("planner", open).context("starting a thread")?;
         opened.await.context("the thread that plans the restore has ended")?
     }

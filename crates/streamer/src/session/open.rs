@@ -5,6 +5,7 @@
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -12,6 +13,7 @@ use anyhow::{Context as _, bail};
 use rewake_plugin_protocol::SessionNote;
 use tracing::warn;
 
+use crate::fetch::Fetch;
 use crate::ledger::{NO_FD, SessionSlot, SessionState};
 use crate::session::Session;
 use crate::session::image::Image;
@@ -29,6 +31,8 @@ pub struct OpenSession {
     pub(crate) slot: &'static SessionSlot,
     pub(crate) listener: Option<UnixListener>,
     pub(crate) connection: Option<OwnedFd>,
+    /// The process that brings pages from a page server; none if all bytes of the image are local.
+    pub(crate) fetch: Option<Rc<Fetch>>,
     /// The note that CRIU's plugins read.
     pub(crate) note: Option<SessionNote>,
     /// Whether a dead worker has handled the message in the inbox, and died before it could note that.

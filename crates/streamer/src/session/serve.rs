@@ -4,6 +4,7 @@
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -14,6 +15,7 @@ use rewake_plugin_protocol::{Phase, SessionNote};
 use tracing::{info, warn};
 
 use crate::cpu::{ReactorPool, address_spaces};
+use crate::fetch::{Fetch, PageServerPeer};
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
@@ -73,25 +75,38 @@ impl Worker {
     /// # Errors
     /// Fails when the image cannot be served, the socket cannot be bound, or the session has failed before.
     /// Where a session cannot be taken over, its processes are killed.
-    pub async fn open(&self, images: &Path, work: &Path) -> anyhow::Result<Option<OpenSession>> {
+    pub async fn open(
+        &self,
+        images: &Path,
+        work: &Path,
+        server: Option<&PageServerPeer>,
+    ) -> anyhow::Result<Option<OpenSession>> {
         address_spaces::reap_abandoned(self.ledger);
         if let Some(inherited) = self.inherit()? {
             return Ok(Some(inherited));
         }
         match self.ledger.session().outcome() {
-            SessionOutcome::Open => self.listen(images, work).await.map(Some),
+            SessionOutcome::Open => self.listen(images, work, server).await.map(Some),
             SessionOutcome::Served => Ok(None),
             SessionOutcome::Failed => bail!("the restore had failed already: see above"),
         }
     }
 
-    async fn listen(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
-        let image = Image::open_in_background(images.to_owned()).await?;
+    async fn listen(
+        &self,
+        images: &Path,
+        work: &Path,
+        server: Option<&PageServerPeer>,
+    ) -> anyhow::Result<OpenSession> {
+        let image = Image::open_in_background(images.to_owned(), server.map(|_| work.to_owned())).await?;
         let listener = socket::listen(work)?;
         let slot = self.ledger.session();
         slot.set_paths(images, work)?;
         let store = session_store::of_image(slot, &image).context("making the session's fd store");
         let session = Session::new(images.to_owned()).with_store(store.inspect_err(|_| slot.free())?);
+        let session = Arc::new(session);
+        let fetch = Fetch::start(&session, &image, server, self.pool.wakers()?).await;
+        let fetch = fetch.inspect_err(|_| slot.free())?.map(Rc::new);
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         slot.set_state(SessionState::Listening);
         let note = self.publish(&session);
@@ -102,8 +117,8 @@ impl Worker {
             "listening for {}",
             images.display()
         );
-        let (session, listener) = (Arc::new(session), Some(listener));
-        Ok(OpenSession { image, slot, listener, connection: None, session, note, arrived: false })
+        let listener = Some(listener);
+        Ok(OpenSession { image, slot, listener, connection: None, session, fetch, note, arrived: false })
     }
 
     /// Takes over the session of a dead worker; none if there is nothing to serve.
@@ -156,9 +171,10 @@ impl Worker {
         for request in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(request);
         }
+        let fetch = Fetch::inherit(&session, &image, self.pool.wakers()?)?.map(Rc::new);
         let note = self.publish(&session);
         info!("taken over in state {:?}", slot.state());
-        Ok(OpenSession { image, slot, listener, connection, session, note, arrived })
+        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived })
     }
 
     /// Writes the session's note. Returns none, and logs a warning, when it cannot be written.
@@ -191,7 +207,11 @@ impl Worker {
 
     async fn run(&self, open: &mut OpenSession) -> anyhow::Result<SessionSummary> {
         let session = Arc::clone(&open.session);
-        let outcome = self.follow(open).await;
+        let fetch = open.fetch.clone();
+        let outcome = tokio::select! {
+            outcome = self.follow(open) => outcome,
+            error = lost_pages(fetch.as_deref()) => Err(error),
+        };
         if let Err(error) = &outcome {
             session.fail(&format!("{error:#}"));
         }
@@ -205,6 +225,9 @@ impl Worker {
         // follow from it.
         if let Some(reason) = session.failure() {
             bail!("{reason}");
+        }
+        if let Some(fetch) = fetch {
+            fetch.finish().await?;
         }
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Ok(SessionSummary {
@@ -377,6 +400,14 @@ impl Worker {
     fn plan<'a>(&self, open: &'a OpenSession, image_pid: i32) -> anyhow::Result<&'a TaskPlan> {
         let plan = u32::try_from(image_pid).ok().and_then(|pid| open.image.plan(pid));
         plan.with_context(|| format!("task {image_pid} has no memory in {}", open.session.images.display()))
+    }
+}
+
+/// Returns when pages of a page server cannot be had.
+async fn lost_pages(fetch: Option<&Fetch>) -> anyhow::Error {
+    match fetch {
+        Some(fetch) => fetch.watch().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -102,6 +102,7 @@ impl Reactor {
         for claim in std::mem::take(&mut self.waiting) {
             self.acquire(claim);
         }
+        self.load_arrived();
         self.claim_ahead();
         self.engine.flush();
         let Some(work) = self.current.take().or_else(|| self.ready.pop_front()) else {
@@ -147,7 +148,7 @@ impl Reactor {
 
     /// Claims blocks until the page cache has one, or enough are ready or in flight.
     fn claim_ahead(&mut self) {
-        while self.current.is_none() && self.wants_more() {
+        while (self.current.is_none() || self.is_fetched) && self.wants_more() {
             // Only reads from the disk use the budget.
             let first_only = self.shared.budget.holds_background();
             let needs_disk = self.cold && self.spaces.iter().any(|space| has_work(space, first_only));
@@ -160,6 +161,9 @@ impl Reactor {
 
     /// Returns whether to claim more blocks. Only reads from the disk are started ahead.
     fn wants_more(&self) -> bool {
+        if self.absent_blocks.len() >= READ_AHEAD {
+            return false;
+        }
         let pending = self.loads.len() + self.waiting.len();
         if self.cold {
             pending + self.ready.len() + BATCH <= READ_AHEAD
@@ -212,6 +216,10 @@ impl Reactor {
         }
         let claim = Claim { space: Arc::clone(space), block };
         let (file, index, next) = claim.place();
+        if !has_block(&file, index) {
+            space.layout().release(block, Finish::Retry);
+            return false;
+        }
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
                 self.ready.push_front(Work { claim, next, bytes: BlockBytes::Cache(block) });
@@ -231,9 +239,15 @@ impl Reactor {
 
     /// Reads a claimed block if the page cache has it. Otherwise finds it in the block cache, or reads it from the
     /// disk. Returns false when no buffer is free.
-    fn load(&mut self, claim: Claim) -> bool {
+    pub(super) fn load(&mut self, claim: Claim) -> bool {
         let (file, index, next) = claim.place();
         let offset = index * BLOCK as u64;
+        self.is_fetched = file.source().is_some();
+        // One that has arrived waits, too, while another block is filled.
+        if self.is_fetched && (self.current.is_some() || !has_block(&file, index)) {
+            self.await_block(claim, file, offset);
+            return true;
+        }
         let block = &mut self.block[..file.block_len(index)];
         let is_hole = file.data(offset, offset + block.len() as u64).is_ok_and(|data| data.is_none());
         if is_hole {
@@ -337,7 +351,17 @@ impl Reactor {
     }
 }
 
+/// Whether a file has all bytes of a block.
+fn has_block(file: &ImageFile, index: u64) -> bool {
+    file.has(index * BLOCK as u64, file.block_len(index))
+}
+
 impl Claim {
+    /// The address space of the block.
+    pub(super) fn space(&self) -> &AddressSpace {
+        &self.space
+    }
+
     /// The file of the block, its number in the file, and its first page.
     fn place(&self) -> (Arc<ImageFile>, u64, PageIx) {
         let layout = self.space.layout();

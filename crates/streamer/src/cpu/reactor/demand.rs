@@ -76,6 +76,10 @@ impl Reactor {
             unreachable!("the plan was made with these files")
         };
         layout.promote(place.block);
+        if !file.has(place.file_offset, PAGE) {
+            drop(layout);
+            return self.await_page(demand, file, place.file_offset);
+        }
         match self.bytes_at_hand(file, place) {
             PageSource::Loaded(at) => {
                 let page = &self.window[at..at + PAGE];

@@ -2,6 +2,7 @@
 //! Runs the loop of a reactor thread: events and completions first, then one bounded piece of background
 //! work.
 
+mod absent;
 mod background;
 mod demand;
 
@@ -12,6 +13,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use absent::{AbsentBlock, AbsentPage};
 use anyhow::Context as _;
 use background::{BlockRead, Claim, Pace, StepOutcome, Work};
 use demand::{DEMAND_TOKEN, Demand, WINDOW_BUFFER};
@@ -67,8 +69,12 @@ pub(super) struct Reactor {
     deferred: Vec<Demand>,
     /// Page faults whose block some reactor is reading.
     blocked: Vec<Demand>,
+    /// Page faults whose pages have not arrived from a page server.
+    absent_pages: Vec<AbsentPage>,
     loads: Slab<BlockRead>,
     waiting: Vec<Claim>,
+    /// Claimed blocks that have not arrived from a page server.
+    absent_blocks: Vec<AbsentBlock>,
     ready: std::collections::VecDeque<Work>,
     /// The block that is being filled.
     current: Option<Work>,
@@ -86,6 +92,8 @@ pub(super) struct Reactor {
     engine_ready: bool,
     /// Whether the last block was not in the page cache.
     cold: bool,
+    /// Whether the last block was one of a cache file.
+    is_fetched: bool,
     /// Whether an address space could not be ended yet.
     unended: bool,
     /// The session, if its fd store still has retired address spaces.
@@ -140,8 +148,10 @@ impl Reactor {
             demands: Slab::new(),
             deferred: Vec::new(),
             blocked: Vec::new(),
+            absent_pages: Vec::new(),
             loads: Slab::new(),
             waiting: Vec::new(),
+            absent_blocks: Vec::new(),
             ready: std::collections::VecDeque::new(),
             current: None,
             pace: Pace::default(),
@@ -153,6 +163,7 @@ impl Reactor {
             held_back: false,
             engine_ready: false,
             cold: false,
+            is_fetched: false,
             unended: false,
             unforgotten: None,
             crowded: false,
@@ -231,6 +242,7 @@ impl Reactor {
     fn handle_wakeup(&mut self) {
         self.waker.drain();
         self.retry_blocked();
+        self.serve_arrived();
         let Some(handle) = self.shared.handles.get(self.index) else { return };
         let requests = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
         let attention = handle.attention.swap(false, Ordering::AcqRel);

@@ -7,10 +7,11 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_images::{Digest, ImageDir, LazyExtent, LazyPlan};
-use rewake_image_io::FileState;
+use rewake_criu_images::{Digest, Generation, ImageDir, LazyExtent, LazyPlan, RemotePlan};
+use rewake_image_io::{BLOCK, FileState};
 use rewake_manifest::{ImageChecksums, read_chain};
-use rewake_pager::{Extent, Plan};
+use rewake_page_protocol::HeaderLayout;
+use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
 use super::lease::lease;
 use crate::session::gpu_pinned::gpu_registered_ranges;
@@ -31,6 +32,8 @@ pub(crate) struct Draft {
     pub(crate) leases: Vec<File>,
     /// The checksums of the files' blocks.
     pub(crate) checksums: Vec<u64>,
+    /// The cache file, if a page server has the lazy pages. Its index is the number of pages files.
+    pub(crate) cache: Option<DraftCache>,
     /// The index in `files` of each inode's file.
     by_inode: BTreeMap<(u64, u64), usize>,
 }
@@ -43,6 +46,15 @@ pub(crate) struct DraftFile {
     pub(crate) state: FileState,
     /// The place in [`Draft::checksums`] of its first block; none if its image is not sealed.
     pub(crate) checksums: Option<usize>,
+}
+
+/// A cache file that is to be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DraftCache {
+    /// Its length in bytes.
+    pub(crate) len: u64,
+    /// The headers of the CRIU that made the image.
+    pub(crate) layout: HeaderLayout,
 }
 
 /// The missing pages of one task.
@@ -63,9 +75,28 @@ impl Draft {
     pub(crate) fn read(images: &ImageDir) -> anyhow::Result<Self> {
         let parents = images.ancestors();
         let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
-        let leases =
-            chain.iter().filter_map(|images| lease(images).transpose()).collect::<anyhow::Result<_>>()?;
-        let mut draft = Self { directory: images.id(), dump: images.dump_id()?, leases, ..Self::default() };
+        let mut draft = Self { leases: leases(&chain)?, ..Self::of(images)? }.tasks(images)?;
+        draft.add_checksums(read_chain(&chain)?)?;
+        Ok(draft)
+    }
+
+    /// [`Draft::read`], for a session that gets all lazy pages from a page server. What the server sends has no
+    /// checksums.
+    ///
+    /// # Errors
+    /// Fails when a file is missing or damaged.
+    pub(crate) fn read_remote(images: &ImageDir) -> anyhow::Result<Self> {
+        // CRIU 4.2 and later, where no pagemap says another age.
+        let cache = Some(DraftCache { len: 0, layout: HeaderLayout::Wide });
+        Self { cache, leases: leases(&[images])?, ..Self::of(images)? }.tasks(images)
+    }
+
+    fn of(images: &ImageDir) -> anyhow::Result<Self> {
+        Ok(Self { directory: images.id(), dump: images.dump_id()?, ..Self::default() })
+    }
+
+    fn tasks(self, images: &ImageDir) -> anyhow::Result<Self> {
+        let mut draft = self;
         let mut first = gpu_registered_ranges(images);
         for task in images.tasks()? {
             let first = first.remove(&task.pid).unwrap_or_default();
@@ -74,27 +105,23 @@ impl Draft {
             draft.tasks.insert(task.pid, plan);
         }
         draft.digest = images.digest();
-        draft.add_checksums(read_chain(&chain)?)?;
         Ok(draft)
     }
 
     fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<DraftTask> {
+        if let Some(cache) = &mut self.cache {
+            return cache.task(images, pid, first);
+        }
         let LazyPlan { files, extents, remote_pages } = images.lazy_plan(pid)?;
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         if remote_pages > 0 {
             bail!(
-                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): \
-                 they can only come from that dump's page server, which is not supported yet",
+                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): they can only \
+                 come from that dump's page server (`rewake lazy-pages --page-server --address A --port P`)",
                 pagemap()
             );
         }
-        let extent = |extent: LazyExtent| Extent {
-            target: extent.vaddr,
-            file: extent.file,
-            file_offset: extent.file_offset,
-            pages: extent.pages,
-        };
-        let plan = Plan::new(extents.into_iter().map(extent).collect()).with_context(pagemap)?;
+        let plan = Plan::new(extents.into_iter().map(|of| extent(of, 0)).collect()).with_context(pagemap)?;
         let files = files.into_iter().map(|file| self.file(file.file, file.path));
         let files = files.collect::<anyhow::Result<_>>()?;
         Ok(DraftTask { extents: plan.into_extents(), files, first })
@@ -123,4 +150,31 @@ impl Draft {
         }
         Ok(at)
     }
+}
+
+impl DraftCache {
+    /// Gives a task's lazy pages a place at the end of the cache file, from a border of blocks on: no block has pages of
+    /// two tasks.
+    fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<DraftTask> {
+        let RemotePlan { extents, generation } = images.remote_plan(pid)?;
+        if generation == Some(Generation::Narrow) {
+            self.layout = HeaderLayout::Narrow;
+        }
+        let base = self.len;
+        let extents: Vec<Extent> = extents.into_iter().map(|of| extent(of, base)).collect();
+        let pages: u64 = extents.iter().map(|extent| extent.pages).sum();
+        self.len = (base + pages * PAGE_SIZE).next_multiple_of(BLOCK as u64);
+        let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
+        let plan = Plan::new(extents).with_context(pagemap)?;
+        Ok(DraftTask { extents: plan.into_extents(), files: vec![0], first })
+    }
+}
+
+/// Leases an image and its parents.
+fn leases(chain: &[&ImageDir]) -> anyhow::Result<Vec<File>> {
+    chain.iter().filter_map(|images| lease(images).transpose()).collect()
+}
+
+fn extent(of: LazyExtent, base: u64) -> Extent {
+    Extent { target: of.vaddr, file: of.file, file_offset: base + of.file_offset, pages: of.pages }
 }

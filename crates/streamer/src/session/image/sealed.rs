@@ -10,6 +10,7 @@
 //! MAGIC [8], VERSION u32, digest of the image [32], id of the dump [32]
 //! directory: dev ino u64
 //! leases u32, checksums u64: their numbers
+//! cache file: length of a header u32 (0: there is none), bytes u64
 //! files u32, each: dev ino len u64, mtime ctime (i64 s, i64 ns), links u64, mode uid gid u32, name, path,
 //!     is sealed u32, first checksum u64
 //! tasks u32, each: pid u32, has memory u32, and if it has:
@@ -37,9 +38,11 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
 use rewake_image_io::{BlockChecksums, ChecksumTable, FileKey, FileState, ImageFile, keep_in_page_cache};
+use rewake_page_protocol::HeaderLayout;
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
-use super::draft::{Draft, DraftTask};
+use super::cache_file::CacheFile;
+use super::draft::{Draft, DraftCache, DraftTask};
 use super::{Image, TaskPlan};
 
 const MAGIC: [u8; 8] = *b"rewakepl";
@@ -101,6 +104,20 @@ impl Image {
     /// Fails when `plan` is not sealed, is damaged or has another version. Also when a descriptor refers to
     /// another file, or the contents of the file may have changed.
     pub fn unseal(plan: BorrowedFd<'_>, files: Vec<OwnedFd>) -> anyhow::Result<Self> {
+        Self::unseal_with(plan, files, |_| {
+            bail!("its pages come from a page server, and it has no cache file")
+        })
+    }
+
+    /// [`Image::unseal`], for a plan that may have a cache file: `cache` makes it, or gives the one of another worker.
+    ///
+    /// # Errors
+    /// As for [`Image::unseal`], and those of `cache`.
+    pub(crate) fn unseal_with(
+        plan: BorrowedFd<'_>,
+        files: Vec<OwnedFd>,
+        cache: impl FnOnce(DraftCache) -> anyhow::Result<CacheFile>,
+    ) -> anyhow::Result<Self> {
         let plan = plan.try_clone_to_owned().context("the sealed plan of an image")?;
         let memory = File::from(plan.try_clone().context("the sealed plan of an image")?);
         let sealed = fcntl(&memory, FcntlArg::F_GET_SEALS).context("the sealed plan of an image")?;
@@ -111,7 +128,7 @@ impl Image {
         let len = memory.metadata().context("the sealed plan of an image")?.len();
         let mut input = Input { bytes: BufReader::new(At { memory: &memory, offset: 0 }), len, left: len };
         let table = checksum_table(&memory).context("mapping the sealed plan of an image")?;
-        let image = input.image(files, &table).with_context(|| {
+        let image = input.image(files, &table, cache).with_context(|| {
             let at = len - input.left;
             format!("the sealed plan of an image, {len} bytes, at byte {at}; restore the image again")
         })?;
@@ -142,6 +159,8 @@ impl<W: Write> Output<W> {
         self.u64(draft.directory.1)?;
         self.count(draft.leases.len())?;
         self.u64(draft.checksums.len() as u64)?;
+        self.count(draft.cache.map_or(0, |cache| cache.layout.len()))?;
+        self.u64(draft.cache.map_or(0, |cache| cache.len))?;
         self.count(draft.files.len())?;
         for file in &draft.files {
             self.state(&file.state)?;
@@ -233,7 +252,12 @@ struct Input<'a> {
 }
 
 impl Input<'_> {
-    fn image(&mut self, mut descriptors: Vec<OwnedFd>, table: &ChecksumTable) -> anyhow::Result<Image> {
+    fn image(
+        &mut self,
+        mut descriptors: Vec<OwnedFd>,
+        table: &ChecksumTable,
+        cache: impl FnOnce(DraftCache) -> anyhow::Result<CacheFile>,
+    ) -> anyhow::Result<Image> {
         ensure!(self.array()? == MAGIC, "expected the magic number of a plan");
         let version = self.u32()?;
         ensure!(version == VERSION, "expected version {VERSION}, found {version}: another `rewake` made it");
@@ -242,6 +266,7 @@ impl Input<'_> {
         let (leases, checksums) = (self.u32()?, self.u64()?);
         let first = checksums.checked_mul(CHECKSUM).and_then(|bytes| self.len.checked_sub(bytes));
         let first = first.with_context(|| format!("{checksums} checksums in {} bytes", self.len))?;
+        let cache = self.cache()?.map(cache).transpose()?;
         let count = self.u32()?;
         ensure!(
             u64::from(count) + u64::from(leases) == descriptors.len() as u64,
@@ -262,13 +287,16 @@ impl Input<'_> {
             image.files.push(file);
         }
         keep_in_page_cache(image.files.iter().map(|file| &**file));
+        let all: Vec<_> =
+            image.files.iter().chain(cache.as_ref().map(|cache| &cache.file)).cloned().collect();
+        image.cache = cache;
         let tasks = self.u32()?;
         ensure!(tasks as usize <= MAX_TASKS, "{tasks} tasks, more than MAX_TASKS = {MAX_TASKS}");
         for _ in 0..tasks {
             let pid = self.u32()?;
             let plan = match self.u32()? {
                 0 => None,
-                1 => Some(self.task(&image.files).with_context(|| format!("task {pid}"))?),
+                1 => Some(self.task(&all).with_context(|| format!("task {pid}"))?),
                 other => bail!("task {pid}: expected 0 or 1 for its memory, found {other}"),
             };
             ensure!(image.plans.insert(pid, plan).is_none(), "task {pid} appears twice");
@@ -290,6 +318,16 @@ impl Input<'_> {
         let beyond = || format!("the checksums of {} from number {at} on", file.name().display());
         file.verify_with(checksums.with_context(beyond)?);
         Ok(())
+    }
+
+    fn cache(&mut self) -> anyhow::Result<Option<DraftCache>> {
+        let (header, len) = (self.u32()? as usize, self.u64()?);
+        let layouts = [HeaderLayout::Narrow, HeaderLayout::Wide];
+        match layouts.into_iter().find(|layout| layout.len() == header) {
+            Some(layout) => Ok(Some(DraftCache { len, layout })),
+            None if (header, len) == (0, 0) => Ok(None),
+            None => bail!("headers of {header} bytes, and a cache file of {len} bytes"),
+        }
     }
 
     fn file(&mut self, descriptor: OwnedFd) -> anyhow::Result<Arc<ImageFile>> {

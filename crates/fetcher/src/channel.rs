@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The socket between a streamer and its fetcher: SOCK_SEQPACKET, a message each time.
+//!
+//! The streamer sends orders ([`Order`]); its reactors send [`FetchRequest`]s on the same socket. The fetcher sends
+//! reports ([`FetchReport`]).
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use rewake_image_io::FetchRequest;
+
+/// Readers that a fetcher wakes at most: one bit of a word for each.
+pub const MAX_READERS: usize = 64;
+/// Descriptors of a message at most: [`Order::Start`] has four more than readers.
+const MAX_DESCRIPTORS: usize = MAX_READERS + 4;
+/// Bytes of a message at most.
+const MAX_MESSAGE: usize = 4096;
+
+/// A message of the streamer.
+#[derive(Debug)]
+pub enum Order {
+    /// Fetch pages.
+    Request(FetchRequest),
+    /// The first message.
+    Start {
+        /// Whether an earlier fetcher had a connection: then the peer gets time to listen again.
+        again: bool,
+        /// The plan.
+        plan: OwnedFd,
+        /// The cache file.
+        cache: OwnedFd,
+        /// The presence map.
+        presence: OwnedFd,
+        /// The connection of `--ps-socket`.
+        connected: Option<OwnedFd>,
+    },
+    /// Wake these readers from now on: eventfds.
+    Readers(Vec<OwnedFd>),
+    /// All memory is resident: send the last message, and end.
+    Finish,
+}
+
+/// A message of the fetcher.
+#[derive(Debug)]
+pub enum FetchReport {
+    /// It has connected. The descriptor is a duplicate of the connection.
+    Connected(OwnedFd),
+    /// It cannot fetch, and ends.
+    Failed {
+        /// Whether a new connection may help.
+        again: bool,
+        /// What happened.
+        reason: String,
+    },
+    /// The peer has received the last message.
+    Closed,
+}
+
+const START: u8 = 2;
+const READERS: u8 = 3;
+const FINISH: u8 = 4;
+const CONNECTED: u8 = 5;
+const FAILED: u8 = 6;
+const CLOSED: u8 = 7;
+
+/// Sends [`Order::Start`].
+///
+/// # Errors
+/// The fetcher has ended.
+pub fn send_start(
+    socket: BorrowedFd<'_>,
+    again: bool,
+    [plan, cache, presence]: [BorrowedFd<'_>; 3],
+    connected: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    let descriptors: Vec<BorrowedFd<'_>> = [plan, cache, presence].into_iter().chain(connected).collect();
+    send(socket, &[START, again.into()], &descriptors)
+}
+
+/// Sends [`Order::Readers`].
+///
+/// # Errors
+/// The fetcher has ended.
+pub fn send_readers(socket: BorrowedFd<'_>, readers: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send(socket, &[READERS], readers)
+}
+
+/// Sends [`Order::Finish`].
+///
+/// # Errors
+/// The fetcher has ended.
+pub fn send_finish(socket: BorrowedFd<'_>) -> io::Result<()> {
+    send(socket, &[FINISH], &[])
+}
+
+/// Sends [`FetchReport::Connected`].
+pub(crate) fn report_connected(socket: BorrowedFd<'_>, connection: BorrowedFd<'_>) -> io::Result<()> {
+    send(socket, &[CONNECTED], &[connection])
+}
+
+/// Sends [`FetchReport::Failed`].
+pub(crate) fn report_failed(socket: BorrowedFd<'_>, again: bool, reason: &str) -> io::Result<()> {
+    let reason = &reason[..reason.floor_char_boundary(MAX_MESSAGE - 2)];
+    send(socket, &[&[FAILED, again.into()], reason.as_bytes()].concat(), &[])
+}
+
+/// Sends [`FetchReport::Closed`].
+pub(crate) fn report_closed(socket: BorrowedFd<'_>) -> io::Result<()> {
+    send(socket, &[CLOSED], &[])
+}
+
+/// Receives an order, without waiting. None: none has arrived.
+///
+/// # Errors
+/// EOF: the streamer has ended. InvalidData: a message that is no order.
+pub(crate) fn receive_order(socket: BorrowedFd<'_>) -> io::Result<Option<Order>> {
+    let Some((bytes, descriptors)) = receive(socket)? else { return Ok(None) };
+    let mut descriptors = descriptors.into_iter();
+    let mut next = || descriptors.next().ok_or_else(foreign);
+    Ok(Some(match bytes.as_slice() {
+        [FetchRequest::KIND, ..] => Order::Request(FetchRequest::decode(&bytes).ok_or_else(foreign)?),
+        [START, again] => Order::Start {
+            again: *again != 0,
+            plan: next()?,
+            cache: next()?,
+            presence: next()?,
+            connected: descriptors.next(),
+        },
+        [READERS] => Order::Readers(descriptors.collect()),
+        [FINISH] => Order::Finish,
+        _ => return Err(foreign()),
+    }))
+}
+
+/// Receives a report, without waiting. None: none has arrived.
+///
+/// # Errors
+/// EOF: the fetcher has ended. InvalidData: a message that is no report.
+pub fn receive_report(socket: BorrowedFd<'_>) -> io::Result<Option<FetchReport>> {
+    let Some((bytes, descriptors)) = receive(socket)? else { return Ok(None) };
+    Ok(Some(match bytes.as_slice() {
+        [CONNECTED] => FetchReport::Connected(descriptors.into_iter().next().ok_or_else(foreign)?),
+        [FAILED, again, reason @ ..] => {
+            let text = String::from_utf8_lossy(reason);
+            let reason = text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
+            FetchReport::Failed { again: *again != 0, reason }
+        }
+        [CLOSED] => FetchReport::Closed,
+        _ => return Err(foreign()),
+    }))
+}
+
+fn foreign() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "a message that streamer and fetcher do not have")
+}
+
+fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let numbers: Vec<RawFd> = descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
+    let rights = [ControlMessage::ScmRights(&numbers)];
+    let rights = if numbers.is_empty() { &[][..] } else { &rights[..] };
+    loop {
+        match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(bytes)], rights, MsgFlags::MSG_NOSIGNAL, None)
+        {
+            Err(Errno::EINTR) => {}
+            sent => return Ok(sent.map(drop)?),
+        }
+    }
+}
+
+fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
+    let mut buffer = [0; MAX_MESSAGE];
+    let mut space = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
+    let mut slices = [IoSliceMut::new(&mut buffer)];
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = match recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags) {
+        Err(Errno::EAGAIN | Errno::EINTR) => return Ok(None),
+        message => message?,
+    };
+    let (length, flags) = (message.bytes, message.flags);
+    let mut descriptors = Vec::new();
+    for control in message.cmsgs().into_iter().flatten() {
+        if let ControlMessageOwned::ScmRights(numbers) = control {
+            // SAFETY: the kernel has just made them for this message: open, and nothing owns them.
+            descriptors.extend(numbers.into_iter().map(|number| unsafe { OwnedFd::from_raw_fd(number) }));
+        }
+    }
+    if flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC) {
+        return Err(foreign());
+    }
+    // No message is empty.
+    if length == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(Some((buffer[..length].to_vec(), descriptors)))
+}

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The connection with the peer.
+//!
+//! A CRIU that dumped its program waits for the last message, and takes a plain end of the connection for it: it then
+//! kills the program. So a TCP connection is set to be reset when its last descriptor is closed, which CRIU takes for
+//! a failure, unless [`PageStream::end`] was called. The streamer has a duplicate, and closes it when the restored
+//! processes have ended.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::libc::linger;
+use nix::sys::socket::{AddressFamily, SockaddrLike as _, SockaddrStorage, getsockname, setsockopt, sockopt};
+
+use crate::plan::PagePeer;
+
+/// Time for one attempt to connect.
+const CONNECT_TIME: Duration = Duration::from_secs(10);
+/// Time in which a peer that was connected before must listen again.
+const RECONNECT_TIME: Duration = Duration::from_secs(5);
+/// Time between two attempts.
+const RECONNECT_PAUSE: Duration = Duration::from_millis(100);
+/// Time for one write: requests are short, and few are in flight.
+const SEND_TIME: Duration = Duration::from_secs(30);
+/// Seconds without a byte after which the kernel asks a TCP peer whether it still exists, the seconds between two such
+/// questions, and how many may stay unanswered.
+const KEEPALIVE: [u32; 3] = [30, 10, 3];
+
+/// What carries the bytes.
+#[derive(Debug)]
+pub(crate) enum PageStream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl PageStream {
+    /// Connects to the peer. If it was connected before (`again`), it gets time to listen again.
+    pub(crate) fn connect(peer: &PagePeer, connected: Option<OwnedFd>, again: bool) -> anyhow::Result<Self> {
+        let connect = || match peer {
+            PagePeer::Tcp(addresses) => connect_tcp(addresses).map(Self::Tcp),
+            PagePeer::Unix(path) => UnixStream::connect(path).map(Self::Unix),
+            PagePeer::Connected => Err(io::ErrorKind::NotConnected.into()),
+        };
+        if let Some(socket) = connected {
+            return Self::given(socket);
+        }
+        let deadline = Instant::now() + RECONNECT_TIME;
+        loop {
+            match connect() {
+                Ok(stream) => {
+                    stream.prepare().context("setting up the connection")?;
+                    return Ok(stream);
+                }
+                Err(_) if again && *peer != PagePeer::Connected && Instant::now() < deadline => {
+                    sleep(RECONNECT_PAUSE);
+                }
+                Err(error) if again => bail!(
+                    "connecting again: {error}: pages can be fetched on only if the page server serves several \
+                     connections (`rewake page-server --lazy-pages --keep-listening`)"
+                ),
+                Err(error) => return Err(error).context("connecting: does the page server listen there?"),
+            }
+        }
+    }
+
+    fn given(socket: OwnedFd) -> anyhow::Result<Self> {
+        let name: SockaddrStorage =
+            getsockname(socket.as_raw_fd()).context("--ps-socket: expected a socket")?;
+        let stream = match name.family() {
+            Some(AddressFamily::Inet | AddressFamily::Inet6) => Self::Tcp(socket.into()),
+            Some(AddressFamily::Unix) => Self::Unix(socket.into()),
+            family => bail!("--ps-socket: expected a TCP or unix socket, found {family:?}"),
+        };
+        match &stream {
+            Self::Tcp(stream) => stream.set_nonblocking(false),
+            Self::Unix(stream) => stream.set_nonblocking(false),
+        }
+        .context("--ps-socket")?;
+        stream.prepare().context("--ps-socket")?;
+        Ok(stream)
+    }
+
+    fn prepare(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => {
+                stream.set_nodelay(true)?;
+                stream.set_write_timeout(Some(SEND_TIME))?;
+                setsockopt(stream, sockopt::KeepAlive, &true)?;
+                setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE[0])?;
+                setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE[1])?;
+                setsockopt(stream, sockopt::TcpKeepCount, &KEEPALIVE[2])?;
+                setsockopt(stream, sockopt::Linger, &linger { l_onoff: 1, l_linger: 0 })?;
+            }
+            Self::Unix(stream) => stream.set_write_timeout(Some(SEND_TIME))?,
+        }
+        Ok(())
+    }
+
+    /// Ends the connection well.
+    pub(crate) fn end(self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => {
+                setsockopt(&stream, sockopt::Linger, &linger { l_onoff: 0, l_linger: 0 })?;
+                stream.shutdown(Shutdown::Write)
+            }
+            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
+        }
+    }
+}
+
+fn connect_tcp(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in addresses {
+        match TcpStream::connect_timeout(address, CONNECT_TIME) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+impl Read for PageStream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.read(buffer),
+            Self::Unix(stream) => stream.read(buffer),
+        }
+    }
+}
+
+impl Write for PageStream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.write(bytes),
+            Self::Unix(stream) => stream.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsFd for PageStream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}

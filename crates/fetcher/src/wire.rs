@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Requests and answers on a connection. An answer that is not the next one, or has other pages than its request, is
+//! an error: no byte of it is used.
+
+use std::io::{Read, Write};
+
+use anyhow::{Context as _, ensure};
+use rewake_criu_images::PAGE;
+use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN, answer_header};
+
+use crate::queue::{FlightPages, MAX_PAGES};
+
+/// Bytes of the longest answer.
+const BUFFER: usize = WIDE_LEN + (MAX_PAGES * PAGE) as usize;
+
+/// The protocol on a connection.
+#[derive(Debug)]
+pub(crate) struct PageWire<S> {
+    pub(crate) stream: S,
+    layout: HeaderLayout,
+    buffer: Box<[u8]>,
+    /// Bytes before `start` are used, those before `end` are received.
+    start: usize,
+    end: usize,
+}
+
+impl<S: Read + Write> PageWire<S> {
+    pub(crate) fn new(stream: S, layout: HeaderLayout) -> Self {
+        Self { stream, layout, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 }
+    }
+
+    /// Sends requests together.
+    pub(crate) fn request(&mut self, flights: &[FlightPages]) -> anyhow::Result<()> {
+        let mut bytes = Vec::new();
+        for flight in flights {
+            let message = PageMessage::Get { pid: flight.pid, run: flight.run };
+            bytes.extend(self.layout.encode(&message.header())?);
+        }
+        self.stream.write_all(&bytes).context("sending requests")
+    }
+
+    /// Sends the last message. With `forced` the connection stays open: others use it afterwards.
+    pub(crate) fn close(&mut self, forced: bool) -> anyhow::Result<()> {
+        let bytes = self.layout.encode(&PageMessage::Close { forced }.header())?;
+        self.stream.write_all(&bytes).context("sending the last message")
+    }
+
+    /// Receives what the stream has now.
+    ///
+    /// # Errors
+    /// The connection has ended.
+    pub(crate) fn receive(&mut self) -> anyhow::Result<()> {
+        if self.start > 0 {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let count = loop {
+            match self.stream.read(&mut self.buffer[self.end..]) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                read => break read.context("receiving an answer")?,
+            }
+        };
+        ensure!(count > 0, "the peer ended the connection");
+        self.end += count;
+        Ok(())
+    }
+
+    /// Returns the number of pages of the next answer, and their bytes, if all of it was received. `expected` is the
+    /// request.
+    ///
+    /// # Errors
+    /// It is no answer to that request.
+    pub(crate) fn answer(&self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
+        let received = &self.buffer[self.start..self.end];
+        let Some((header, rest)) = received.split_at_checked(self.layout.len()) else { return Ok(None) };
+        let mut bytes = [0; WIDE_LEN];
+        bytes[..header.len()].copy_from_slice(header);
+        let header = self.layout.decode(&bytes);
+        let (vaddr, wanted) = (expected.run.vaddr(), expected.run.pages());
+        let pages = header.pages;
+        let right = PageRun::new(vaddr, pages).is_ok_and(|run| {
+            // CRIU may leave its padding as it is; the other fields must be those of the request.
+            pages <= wanted && header == answer_header(expected.pid, run)
+        });
+        ensure!(
+            right,
+            "{pages} pages at {:#x} of task {} (command {:#x}) where 1 to {wanted} pages at {vaddr:#x} of task {} were \
+             to come: no page of this answer is used; is it a page server of CRIU, and of the version that made the \
+             image?",
+            header.vaddr,
+            header.id,
+            header.command,
+            expected.pid
+        );
+        let len = usize::try_from(pages * PAGE)?;
+        Ok(rest.get(..len).map(|bytes| (pages, bytes)))
+    }
+
+    /// Drops the answer that [`PageWire::answer`] returned.
+    pub(crate) fn used(&mut self, pages: u64) {
+        let len = self.layout.len() + usize::try_from(pages * PAGE).unwrap_or(usize::MAX);
+        self.start = self.end.min(self.start.saturating_add(len));
+    }
+
+    /// Whether bytes were received that are not used.
+    pub(crate) fn has_more(&self) -> bool {
+        self.start < self.end
+    }
+
+    /// Returns whether the answer to the last message was received.
+    ///
+    /// # Errors
+    /// It is another answer.
+    pub(crate) fn is_closed(&self) -> anyhow::Result<bool> {
+        let received = &self.buffer[self.start..self.end];
+        ensure!(
+            CLOSED.starts_with(received) || received.starts_with(&CLOSED),
+            "{received:?} in answer to the last message: expected {CLOSED:?}"
+        );
+        Ok(received.len() >= CLOSED.len())
+    }
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where the missing bytes of a cache file come from: a fetcher, which another process is.
+//!
+//! A reader that needs bytes that have not arrived requests them ([`FetchSource::request`]). The fetcher writes them
+//! into the cache file, sets their bits in the [`PresenceMap`], and wakes the reader.
+
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{PoisonError, RwLock};
+
+use nix::sys::socket::{MsgFlags, send};
+
+use crate::engine::Class;
+use crate::presence::PresenceMap;
+
+/// Bytes of a request on the socket.
+pub const FETCH_REQUEST_LEN: usize = 16;
+
+/// A request for pages of a cache file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FetchRequest {
+    /// Requests of demand reads have priority.
+    pub class: Class,
+    /// The number of the reader that is woken when pages have arrived: below 64.
+    pub reader: u8,
+    /// Number of pages.
+    pub pages: u32,
+    /// The first page of the cache file.
+    pub first: u64,
+}
+
+impl FetchRequest {
+    /// The first byte of an encoded request: other messages of the socket begin with another one.
+    pub const KIND: u8 = 1;
+
+    /// Returns the bytes of the request.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FETCH_REQUEST_LEN] {
+        let mut bytes = [0; FETCH_REQUEST_LEN];
+        bytes[..3].copy_from_slice(&[Self::KIND, u8::from(self.class == Class::Demand), self.reader]);
+        bytes[4..8].copy_from_slice(&self.pages.to_ne_bytes());
+        bytes[8..].copy_from_slice(&self.first.to_ne_bytes());
+        bytes
+    }
+
+    /// Reads a request; none if these bytes are no request.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; FETCH_REQUEST_LEN] = bytes.try_into().ok()?;
+        let class = match bytes[1] {
+            0 => Class::Background,
+            1 => Class::Demand,
+            _ => return None,
+        };
+        let pages = u32::from_ne_bytes(*bytes[4..].first_chunk()?);
+        let first = u64::from_ne_bytes(*bytes[8..].first_chunk()?);
+        (bytes[0] == Self::KIND && pages > 0).then_some(Self { class, reader: bytes[2], pages, first })
+    }
+}
+
+/// A request that was sent, by the number of the fetcher that received it. The next fetcher does not know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SentRequest(Option<u32>);
+
+/// The missing bytes of a cache file.
+#[derive(Debug)]
+pub struct FetchSource {
+    presence: PresenceMap,
+    /// The socket to the fetcher that lives; none while no fetcher does.
+    fetcher: RwLock<Option<OwnedFd>>,
+    /// Counts fetchers.
+    number: AtomicU32,
+}
+
+impl FetchSource {
+    /// Makes the source of a cache file, without a fetcher.
+    #[must_use]
+    pub fn new(presence: PresenceMap) -> Self {
+        Self { presence, fetcher: RwLock::default(), number: AtomicU32::new(0) }
+    }
+
+    /// Returns which pages have arrived.
+    #[must_use]
+    pub fn presence(&self) -> &PresenceMap {
+        &self.presence
+    }
+
+    /// Sends requests to this fetcher from now on. Those that were sent to another one are sent again.
+    pub fn use_fetcher(&self, socket: OwnedFd) {
+        let mut fetcher = self.fetcher.write().unwrap_or_else(PoisonError::into_inner);
+        *fetcher = Some(socket);
+        self.number.fetch_add(1, Ordering::Release);
+    }
+
+    /// Sends a request, unless this fetcher has it. Without room in its queue it is sent by a later call.
+    pub fn request(&self, request: &FetchRequest, sent: &mut SentRequest) {
+        let number = self.number.load(Ordering::Acquire);
+        if sent.0 == Some(number) {
+            return;
+        }
+        let fetcher = self.fetcher.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(socket) = &*fetcher else { return };
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        // An error: its queue is full, or it has ended. Then the next one gets the request.
+        if send(socket.as_raw_fd(), &request.encode(), flags).is_ok() {
+            sent.0 = Some(number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, recv, socketpair};
+
+    use super::*;
+    use crate::presence::presence_file;
+    use crate::units::PAGE;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap()
+    }
+
+    fn received(socket: &OwnedFd) -> Option<FetchRequest> {
+        let mut bytes = [0; 64];
+        let len = recv(socket.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT).ok()?;
+        FetchRequest::decode(&bytes[..len])
+    }
+
+    #[test]
+    fn each_fetcher_gets_a_request_once() {
+        let file = presence_file(PAGE as u64).unwrap();
+        let source = FetchSource::new(PresenceMap::open(file.as_fd(), PAGE as u64).unwrap());
+        let request = FetchRequest { class: Class::Demand, reader: 3, pages: 16, first: 1 << 40 };
+        let mut sent = SentRequest::default();
+        source.request(&request, &mut sent);
+        assert_eq!(sent, SentRequest::default(), "no fetcher has it");
+        for _ in 0..2 {
+            let (ours, its) = pair();
+            source.use_fetcher(ours);
+            (0..2).for_each(|_| source.request(&request, &mut sent));
+            assert_eq!([received(&its), received(&its)], [Some(request), None]);
+        }
+    }
+
+    #[test]
+    fn a_request_to_a_fetcher_that_has_ended_is_not_noted_as_sent() {
+        let file = presence_file(PAGE as u64).unwrap();
+        let source = FetchSource::new(PresenceMap::open(file.as_fd(), PAGE as u64).unwrap());
+        let (ours, its) = pair();
+        source.use_fetcher(ours);
+        drop(its);
+        let mut sent = SentRequest::default();
+        source.request(&FetchRequest { class: Class::Background, reader: 0, pages: 1, first: 0 }, &mut sent);
+        assert_eq!(sent, SentRequest::default());
+    }
+}

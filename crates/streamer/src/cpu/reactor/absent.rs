@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Pages that have not arrived from a page server: they are requested, and what waits for them is kept.
+//!
+//! The fetcher wakes this reactor when pages that it requested have arrived.
+
+use std::sync::Arc;
+
+use rewake_image_io::{BLOCK, Class, FetchRequest, ImageFile, PAGE, SentRequest};
+
+use super::Reactor;
+use super::background::Claim;
+use super::demand::Demand;
+use crate::cpu::space::AddressSpace;
+
+/// A page fault whose page has not arrived.
+#[derive(Debug)]
+pub(super) struct AbsentPage {
+    demand: Demand,
+    file: Arc<ImageFile>,
+    offset: u64,
+    sent: SentRequest,
+}
+
+/// A claimed block that has not arrived.
+#[derive(Debug)]
+pub(super) struct AbsentBlock {
+    claim: Claim,
+    file: Arc<ImageFile>,
+    offset: u64,
+    sent: SentRequest,
+}
+
+impl Reactor {
+    /// Requests a page that a thread waits for. The page fault is served when it has arrived.
+    pub(super) fn await_page(&mut self, demand: Demand, file: &Arc<ImageFile>, offset: u64) {
+        let mut absent = AbsentPage { demand, file: Arc::clone(file), offset, sent: SentRequest::default() };
+        self.request(file, Class::Demand, offset, PAGE, &mut absent.sent);
+        self.absent_pages.push(absent);
+    }
+
+    /// Requests a claimed block. It is loaded when it has arrived.
+    pub(super) fn await_block(&mut self, claim: Claim, file: Arc<ImageFile>, offset: u64) {
+        let mut absent = AbsentBlock { claim, file, offset, sent: SentRequest::default() };
+        self.request(&absent.file, Class::Background, offset, BLOCK, &mut absent.sent);
+        self.absent_blocks.push(absent);
+    }
+
+    /// Serves the page faults whose pages have arrived. The others are requested again if another fetcher runs by now.
+    pub(super) fn serve_arrived(&mut self) {
+        for mut absent in std::mem::take(&mut self.absent_pages) {
+            if absent.file.has(absent.offset, PAGE) {
+                self.serve(absent.demand);
+            } else if !is_over(&absent.demand.space) {
+                let AbsentPage { file, offset, sent, .. } = &mut absent;
+                self.request(file, Class::Demand, *offset, PAGE, sent);
+                self.absent_pages.push(absent);
+            }
+        }
+    }
+
+    /// Loads a claimed block that has arrived, if no other is being filled.
+    pub(super) fn load_arrived(&mut self) {
+        let mut at = 0;
+        while let Some(absent) = self.absent_blocks.get_mut(at) {
+            if is_over(absent.claim.space()) {
+                self.absent_blocks.swap_remove(at);
+                continue;
+            }
+            if !absent.file.has(absent.offset, BLOCK) {
+                let mut sent = absent.sent;
+                let (file, offset) = (Arc::clone(&absent.file), absent.offset);
+                self.request(&file, Class::Background, offset, BLOCK, &mut sent);
+                self.absent_blocks[at].sent = sent;
+                at += 1;
+            } else if self.current.is_some() {
+                at += 1;
+            } else {
+                let absent = self.absent_blocks.remove(at);
+                self.load(absent.claim);
+            }
+        }
+    }
+
+    fn request(&self, file: &ImageFile, class: Class, offset: u64, len: usize, sent: &mut SentRequest) {
+        let Some(source) = file.source().filter(|source| !source.presence().has(offset, len)) else { return };
+        let first = offset / PAGE as u64;
+        let pages = u32::try_from(len / PAGE).unwrap_or(u32::MAX);
+        // There are MAX_REACTORS at most.
+        let reader = u8::try_from(self.index).unwrap_or(u8::MAX);
+        source.request(&FetchRequest { class, reader, pages, first }, sent);
+    }
+}
+
+fn is_over(space: &AddressSpace) -> bool {
+    space.is_gone() || space.session.has_failed()
+}

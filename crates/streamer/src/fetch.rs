@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Starts the session's fetcher, and another one when it dies or loses its connection.
+//!
+//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. Its socket, and a duplicate of its
+//! connection, are in the session's fd store. So it outlives a worker, and the connection ends only when the targets
+//! need nothing more of it or have been killed. A CRIU that dumped its program resumes it then: never while the
+//! targets run.
+
+use std::cell::{Cell, RefCell};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use rewake_fetcher::channel::{self, FetchReport};
+use rewake_fetcher::plan::{FetchPlan, PagePeer};
+use rewake_fetcher::process::COMMAND;
+use tokio::io::unix::AsyncFd;
+use tokio::time::{sleep, timeout};
+use tracing::{info, warn};
+
+use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry, peek_all};
+use crate::ledger::wants_room;
+use crate::session::Session;
+use crate::session::image::Image;
+use crate::session::image::cache_file::CacheFile;
+use crate::session::image::sealed;
+use crate::supervise::launch;
+use crate::sys;
+
+/// How many fetchers may end within [`WINDOW`] before the session ends: another one does not help if each fails at once.
+const MAX_FETCHERS: usize = 8;
+const WINDOW: Duration = Duration::from_secs(10);
+/// Time for the last message: that of a new connection, and of an answer.
+const FINISH_TIME: Duration = Duration::from_secs(60);
+/// Time to find room in the fd store, and the pause between two tries.
+const STORE_TIME: Duration = Duration::from_secs(1);
+const STORE_PAUSE: Duration = Duration::from_millis(1);
+
+/// The page server of a restore.
+#[derive(Debug)]
+pub struct PageServerPeer {
+    /// Where it is.
+    pub peer: PagePeer,
+    /// The connection, if the caller has made it.
+    pub connected: Option<OwnedFd>,
+}
+
+/// The descriptors of a fetcher that outlive it.
+#[derive(Debug)]
+struct FetchFiles {
+    plan: OwnedFd,
+    cache: OwnedFd,
+    presence: OwnedFd,
+}
+
+/// The fetcher of a session.
+#[derive(Debug)]
+pub(crate) struct Fetch {
+    session: Arc<Session>,
+    files: FetchFiles,
+    image: Arc<rewake_image_io::FetchSource>,
+    /// The eventfds of the reactors.
+    readers: Vec<OwnedFd>,
+    peer: PagePeer,
+    socket: RefCell<Arc<AsyncFd<OwnedFd>>>,
+    /// This worker's child, if it started the fetcher.
+    child: RefCell<Option<Child>>,
+    /// Counts fetchers, over all workers.
+    number: Cell<u32>,
+    /// Whether a fetcher has had a connection.
+    connected: Cell<bool>,
+    ends: RefCell<Vec<Instant>>,
+}
+
+/// How a fetcher ended.
+enum FetcherEnd {
+    /// The peer has received the last message.
+    Closed,
+    /// Another one may succeed, or not.
+    Failed { again: bool, reason: String },
+}
+
+impl Fetch {
+    /// Starts the fetcher of a new session; none if all bytes of its image are local.
+    ///
+    /// # Errors
+    /// It cannot be started, or the fd store has no room.
+    pub(crate) async fn start(
+        session: &Arc<Session>,
+        image: &Image,
+        server: Option<&PageServerPeer>,
+        readers: Vec<OwnedFd>,
+    ) -> anyhow::Result<Option<Self>> {
+        let (Some(cache), Some(server)) = (image.cache_file(), server) else { return Ok(None) };
+        let plan = sealed::memory_file().context("making a memory file for the fetcher")?;
+        image.fetch_plan(cache, server.peer.clone())?.write(&plan).context("writing the fetch plan")?;
+        let [file, presence] = cache.descriptors().map(|descriptor| descriptor.try_clone_to_owned());
+        let files = FetchFiles { plan: plan.into(), cache: file?, presence: presence? };
+        let numbers = [&files.plan, &files.cache, &files.presence].map(AsRawFd::as_raw_fd);
+        let store = session.store().context("a session without an fd store")?;
+        put(store, EntryKind::Remote, 0, &numbers).await?;
+        let connected = server.connected.as_ref();
+        if let Some(connection) = connected {
+            put(store, EntryKind::Peer, 0, &[connection.as_raw_fd()]).await?;
+        }
+        let started = launch(false, &files, connected.map(|socket| socket.as_fd()), &readers)?;
+        let fetch = Self::of(session, cache, files, readers, server.peer.clone(), started.1, 0)?;
+        *fetch.child.borrow_mut() = Some(started.0);
+        fetch.use_it().await?;
+        Ok(Some(fetch))
+    }
+
+    /// Takes over the fetcher of a dead worker; none if all bytes of its image are local.
+    ///
+    /// # Errors
+    /// The fd store lacks its descriptors.
+    pub(crate) fn inherit(
+        session: &Arc<Session>,
+        image: &Image,
+        readers: Vec<OwnedFd>,
+    ) -> anyhow::Result<Option<Self>> {
+        let Some(cache) = image.cache_file() else { return Ok(None) };
+        let store = session.store().context("a session without an fd store")?;
+        let (mut files, mut fetcher, mut connected) = (None, None, false);
+        for (entry, descriptors) in peek_all(store.descriptor())? {
+            match entry.kind {
+                EntryKind::Remote => files = <[OwnedFd; 3]>::try_from(descriptors).ok(),
+                EntryKind::Fetcher => {
+                    fetcher = descriptors.into_iter().next().map(|socket| (entry.index, socket))
+                }
+                EntryKind::Peer => connected = true,
+                _ => {}
+            }
+        }
+        let [plan, file, presence] = files.context("the session's fd store lacks the cache file")?;
+        let (number, socket) = fetcher.context("the session's fd store lacks the fetcher")?;
+        let plan = File::from(plan);
+        let peer = FetchPlan::read(&plan).context("the fetch plan")?.peer;
+        let files = FetchFiles { plan: plan.into(), cache: file, presence };
+        // If it has ended, that is found by its socket.
+        let _ = channel::send_readers(socket.as_fd(), &borrowed(&readers));
+        cache.source.use_fetcher(socket.try_clone()?);
+        let fetch = Self::of(session, cache, files, readers, peer, socket, number)?;
+        fetch.connected.set(connected);
+        Ok(Some(fetch))
+    }
+
+    fn of(
+        session: &Arc<Session>,
+        cache: &CacheFile,
+        files: FetchFiles,
+        readers: Vec<OwnedFd>,
+        peer: PagePeer,
+        socket: OwnedFd,
+        number: u32,
+    ) -> anyhow::Result<Self> {
+        let socket = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        Ok(Self {
+            session: Arc::clone(session),
+            files,
+            image: Arc::clone(&cache.source),
+            readers,
+            peer,
+            socket: RefCell::new(socket),
+            child: RefCell::default(),
+            number: Cell::new(number),
+            connected: Cell::new(false),
+            ends: RefCell::default(),
+        })
+    }
+
+    /// Puts the fetcher's socket into the fd store, in the place of an earlier one's, and sends requests to it.
+    async fn use_it(&self) -> anyhow::Result<()> {
+        let store = self.session.store().context("a session without an fd store")?;
+        let (socket, number) = (Arc::clone(&self.socket.borrow()), self.number.get());
+        put(store, EntryKind::Fetcher, number, &[socket.as_raw_fd()]).await?;
+        self.image.use_fetcher(socket.get_ref().try_clone()?);
+        for reader in &self.readers {
+            // What was requested from the fetcher before is requested from this one.
+            sys::write_eventfd(reader);
+        }
+        let old = |entry: StoreEntry| {
+            matches!(entry.kind, EntryKind::Fetcher | EntryKind::Peer) && entry.index < number
+        };
+        // Without room they stay until the session ends.
+        let _ = store.retain(|entry| !old(entry));
+        Ok(())
+    }
+
+    /// Serves the fetcher until pages cannot be fetched any more. Returns why.
+    pub(crate) async fn watch(&self) -> anyhow::Error {
+        match self.run(false).await {
+            Ok(()) => anyhow::anyhow!("page server {}: the fetcher ended before the restore did", self.peer),
+            Err(error) => error,
+        }
+    }
+
+    /// Sends the last message: all memory is resident.
+    ///
+    /// # Errors
+    /// The peer has not confirmed it.
+    pub(crate) async fn finish(&self) -> anyhow::Result<()> {
+        if self.image.presence().is_closed() {
+            return Ok(());
+        }
+        // If it has ended, that is found by its socket.
+        let _ = channel::send_finish(self.socket.borrow().as_fd());
+        let done = timeout(FINISH_TIME, self.run(true)).await;
+        let done = done.unwrap_or_else(|_| bail!("page server {}: no end for {FINISH_TIME:?}", self.peer));
+        done.context(
+            "all memory is resident, but the page server has not confirmed the last message: if `criu dump --lazy-pages` \
+             waits there, it may resume its program: end that",
+        )
+    }
+
+    /// Serves fetchers until one has sent the last message.
+    async fn run(&self, finishing: bool) -> anyhow::Result<()> {
+        loop {
+            let (again, reason) = match self.follow().await? {
+                FetcherEnd::Closed => return Ok(()),
+                FetcherEnd::Failed { again, reason } => (again, reason),
+            };
+            if self.image.presence().is_closed() {
+                return Ok(());
+            }
+            if !again {
+                bail!("{reason}");
+            }
+            if self.peer == PagePeer::Connected && self.connected.get() {
+                bail!("{reason}: the connection of --ps-socket cannot be made again");
+            }
+            if self.too_many() {
+                bail!("{reason}: {MAX_FETCHERS} fetchers ended within {} s", WINDOW.as_secs());
+            }
+            warn!("{reason}: starting another fetcher");
+            self.start_another(finishing).await?;
+        }
+    }
+
+    /// Returns how the fetcher ended.
+    async fn follow(&self) -> anyhow::Result<FetcherEnd> {
+        let socket = Arc::clone(&self.socket.borrow());
+        loop {
+            match channel::receive_report(socket.as_fd()) {
+                Ok(None) => socket.readable().await?.clear_ready(),
+                Ok(Some(FetchReport::Connected(connection))) => {
+                    info!("connected to page server {}", self.peer);
+                    self.connected.set(true);
+                    let store = self.session.store().context("a session without an fd store")?;
+                    put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
+                }
+                Ok(Some(FetchReport::Closed)) => return Ok(FetcherEnd::Closed),
+                Ok(Some(FetchReport::Failed { again, reason })) => {
+                    return Ok(FetcherEnd::Failed { again, reason });
+                }
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    bail!("the fetcher of page server {}: {error}", self.peer);
+                }
+                Err(_) => {
+                    let reason = format!("the fetcher of page server {} has ended", self.peer);
+                    return Ok(FetcherEnd::Failed { again: true, reason });
+                }
+            }
+        }
+    }
+
+    fn too_many(&self) -> bool {
+        let mut ends = self.ends.borrow_mut();
+        ends.push(Instant::now());
+        ends.retain(|end| end.elapsed() < WINDOW);
+        ends.len() >= MAX_FETCHERS
+    }
+
+    async fn start_another(&self, finishing: bool) -> anyhow::Result<()> {
+        if let Some(mut child) = self.child.borrow_mut().take() {
+            // It has closed its socket, so it has ended, or a thread of it hangs in the kernel.
+            let _ = child.kill();
+            let _ = child.try_wait();
+        }
+        let (child, socket) = launch(self.connected.get(), &self.files, None, &self.readers)?;
+        *self.child.borrow_mut() = Some(child);
+        *self.socket.borrow_mut() = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        self.number.set(self.number.get() + 1);
+        self.use_it().await?;
+        if finishing {
+            let _ = channel::send_finish(self.socket.borrow().as_fd());
+        }
+        Ok(())
+    }
+}
+
+/// Starts a fetcher. Returns it, and the socket to it.
+fn launch(
+    again: bool,
+    files: &FetchFiles,
+    connected: Option<BorrowedFd<'_>>,
+    readers: &[OwnedFd],
+) -> anyhow::Result<(Child, OwnedFd)> {
+    let (ours, its) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+        .context("making a socket for the fetcher")?;
+    let mut command = Command::new(launch::program()?);
+    command.arg(COMMAND).env_clear().process_group(0);
+    command.stdin(Stdio::from(its)).stdout(Stdio::null());
+    let child = command.spawn().context("starting the fetcher")?;
+    let [plan, cache, presence] = [&files.plan, &files.cache, &files.presence].map(|file| file.as_fd());
+    let sent = channel::send_start(ours.as_fd(), again, [plan, cache, presence], connected)
+        .and_then(|()| channel::send_readers(ours.as_fd(), &borrowed(readers)));
+    sent.context("starting the fetcher")?;
+    Ok((child, ours))
+}
+
+fn borrowed(descriptors: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
+    descriptors.iter().map(|descriptor| descriptor.as_fd()).collect()
+}
+
+/// Puts descriptors into the fd store, which a reactor may use at the moment.
+async fn put(store: &FdStore, kind: EntryKind, index: u32, numbers: &[i32]) -> anyhow::Result<()> {
+    let deadline = Instant::now() + STORE_TIME;
+    loop {
+        match store.put(StoreEntry { kind, index, life: 0 }, numbers) {
+            Err(error) if wants_room(&error) && Instant::now() < deadline => sleep(STORE_PAUSE).await,
+            put => return put.context("putting the fetcher's descriptors into the fd store"),
+        }
+    }
+}

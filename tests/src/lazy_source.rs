@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! CRIU's servers for lazy restores: `criu page-server --lazy-pages`, and `criu dump --lazy-pages`, whose program waits
+//! frozen and keeps its pid. So its restore runs in a pid namespace of its own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+use anyhow::{Context, ensure};
+use nix::fcntl::OFlag;
+use nix::unistd::pipe2;
+
+use crate::criu::Criu;
+use crate::page_server::free_port;
+use crate::process::{MINUTE, tail, wait_child};
+use crate::scene::Scene;
+use crate::server::{ready, with_status_fd};
+
+const PIPE_LIMIT: &str = "/proc/sys/fs/pipe-max-size";
+/// What CRIU's servers for lazy restores need (docs/doctor.md).
+const ENOUGH: u64 = 4 << 20;
+
+/// Raises the limit of pipes for CRIU's servers for lazy restores, until it is dropped.
+#[derive(Debug)]
+pub struct PipeLimit(Option<String>);
+
+impl PipeLimit {
+    /// Raises it where it is too low.
+    ///
+    /// # Errors
+    /// This machine does not permit it.
+    pub fn raised() -> Result<Self, String> {
+        let before = fs::read_to_string(PIPE_LIMIT).map_err(|error| format!("{PIPE_LIMIT}: {error}"))?;
+        if before.trim().parse::<u64>().is_ok_and(|bytes| bytes >= ENOUGH) {
+            return Ok(Self(None));
+        }
+        let raised = fs::write(PIPE_LIMIT, ENOUGH.to_string());
+        raised.map(|()| Self(Some(before))).map_err(|error| format!("raising {PIPE_LIMIT}: {error}"))
+    }
+}
+
+impl Drop for PipeLimit {
+    fn drop(&mut self) {
+        if let Some(before) = &self.0 {
+            let _ = fs::write(PIPE_LIMIT, before);
+        }
+    }
+}
+
+/// `criu dump --lazy-pages` that serves the memory of its frozen program. Dropping it kills it.
+#[derive(Debug)]
+pub struct LazyDump {
+    child: Child,
+    port: u16,
+    images: PathBuf,
+}
+
+impl LazyDump {
+    /// Dumps a scene's target, and waits until clients can connect.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn listening(scene: &Scene) -> anyhow::Result<Self> {
+        let port = free_port()?;
+        let images = scene.images();
+        let mut command = scene.criu().command("dump");
+        command.arg("-t").arg(scene.pid().to_string()).arg("-D").arg(&images).args(["-v4", "-o", "dump.log"]);
+        command.args(["--lazy-pages", "--address", "127.0.0.1", "--port", &port.to_string()]);
+        let (reader, writer) = pipe2(OFlag::O_CLOEXEC).context("status pipe")?;
+        let mut command = with_status_fd(&command, writer);
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().context("start criu dump")?;
+        drop(command);
+        let dump = Self { child, port, images };
+        ensure!(ready(reader)?, "criu dump does not listen\n{}", dump.text());
+        Ok(dump)
+    }
+
+    /// Its port.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It did not end in time.
+    pub fn ended(&mut self) -> anyhow::Result<ExitStatus> {
+        wait_child(&mut self.child, MINUTE).with_context(|| format!("it did not end\n{}", self.text()))
+    }
+
+    /// The end of its log.
+    #[must_use]
+    pub fn text(&self) -> String {
+        tail(&self.images.join("dump.log"), 40)
+    }
+}
+
+impl Drop for LazyDump {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `criu restore --lazy-pages` in a pid namespace of its own, which ends with the restored program.
+#[derive(Debug)]
+pub struct NamespacedRestore {
+    child: Child,
+    work: PathBuf,
+}
+
+impl NamespacedRestore {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub fn start(criu: &Criu, images: &Path, work: &Path) -> anyhow::Result<Self> {
+        let mut command = Command::new("unshare");
+        command.args(["--pid", "--fork", "--mount-proc", "--kill-child"]).arg(criu).arg("restore");
+        command.arg("-D").arg(images).arg("-W").arg(work);
+        command.args(["--lazy-pages", "-v4", "-o", "restore.log"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = command.spawn().context("start criu restore")?;
+        Ok(Self { child, work: work.to_owned() })
+    }
+
+    /// Waits for the end of the restored program.
+    ///
+    /// # Errors
+    /// It did not end in time.
+    pub fn ended(&mut self) -> anyhow::Result<ExitStatus> {
+        let ended = wait_child(&mut self.child, MINUTE);
+        ended.with_context(|| format!("it did not end\n{}", tail(&self.work.join("restore.log"), 40)))
+    }
+}
+
+impl Drop for NamespacedRestore {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake lazy-pages --page-server` restores programs whose lazy pages come from another host: from
+//! `criu page-server --lazy-pages`, `criu dump --lazy-pages`, and `rewake page-server --lazy-pages`.
+
+use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit};
+use rewake_tests::page_server::PageServer;
+use rewake_tests::process::until;
+use rewake_tests::scene::{ACT, END};
+use rewake_tests::server::{Server, Setup};
+use rewake_tests::{Criu, Scene, images, need};
+
+const MIB: usize = 24;
+
+/// Moves a scene's images to another host, which serves them. The scene's own have other bytes in lazy pages: a restore
+/// that reads one of them from there fails.
+fn moved(scene: &Scene) -> std::path::PathBuf {
+    let served = scene.files().join("served");
+    images::copy(&scene.images(), &served).unwrap();
+    images::spoil_lazy_pages(&scene.images()).unwrap();
+    served
+}
+
+fn client(scene: &Scene, options: &[String]) -> Setup {
+    options.iter().fold(scene.setup().unwrap(), |setup, option| setup.with(option))
+}
+
+/// Restores the scene by a client of the server, and waits for good ends.
+fn restored(scene: &Scene, server: &PageServer) -> Server {
+    let mut client = client(scene, &server.client_options()).listening().unwrap();
+    scene.go().unwrap();
+    scene.stop().unwrap();
+    scene.restore().unwrap();
+    scene.expect_good_end(&mut client).unwrap();
+    client
+}
+
+fn restored_from_ours(scenario: &str) {
+    for criu in Criu::both() {
+        let criu = need!(criu);
+        let scene = Scene::dumped(&criu, scenario, MIB).unwrap();
+        let mut server = PageServer::ours(&moved(&scene), &["--lazy-pages"]).unwrap();
+        restored(&scene, &server);
+        assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+        assert!(server.text().contains("done, "), "{}", server.text());
+    }
+}
+
+#[test]
+fn a_process_is_restored_from_our_page_server() {
+    restored_from_ours("random");
+}
+
+#[test]
+fn a_tree_is_restored_from_our_page_server() {
+    restored_from_ours("tree");
+}
+
+#[test]
+fn zero_pages_are_restored_from_our_page_server() {
+    restored_from_ours("zeros");
+}
+
+#[test]
+fn a_process_that_forks_with_missing_memory_sees_right_bytes() {
+    restored_from_ours("fork");
+}
+
+#[test]
+fn memory_that_moves_while_it_is_missing_is_restored() {
+    restored_from_ours("mremap");
+}
+
+fn restored_from_stock(scenario: &str) {
+    let _limit = need!(PipeLimit::raised());
+    for criu in Criu::both() {
+        let criu = need!(criu);
+        let scene = Scene::dumped(&criu, scenario, MIB).unwrap();
+        let mut server = PageServer::stock(&criu, &moved(&scene), &["--lazy-pages"]).unwrap();
+        restored(&scene, &server);
+        assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+    }
+}
+
+#[test]
+fn a_process_is_restored_from_criu_s_page_server() {
+    restored_from_stock("random");
+}
+
+#[test]
+fn a_tree_is_restored_from_criu_s_page_server() {
+    restored_from_stock("tree");
+}
+
+/// The frozen program is killed only when its copy has all memory.
+fn restored_from_dump(scenario: &str) {
+    let _limit = need!(PipeLimit::raised());
+    for criu in Criu::both() {
+        let criu = need!(criu);
+        let scene = Scene::started(&criu, scenario, MIB).unwrap();
+        let mut dump = LazyDump::listening(&scene).unwrap();
+        let options = ["--page-server", "--address", "127.0.0.1", "--port", &dump.port().to_string()];
+        let mut client = client(&scene, &options.map(str::to_owned)).listening().unwrap();
+        scene.go().unwrap();
+        scene.stop().unwrap();
+        let mut restore = NamespacedRestore::start(&criu, &scene.images(), &scene.work()).unwrap();
+        let right = until(ACT, || scene.written().contains("OK").then_some(()));
+        assert!(right.is_some(), "{} {} {}", scene.written(), client.text(), dump.text());
+        assert_eq!(client.ended(END).unwrap().code(), Some(0), "{}", client.text());
+        assert_eq!(dump.ended().unwrap().code(), Some(0), "{}", dump.text());
+        restore.ended().unwrap();
+        assert!(scene.verdict(ACT).unwrap().killed(), "the source is killed");
+    }
+}
+
+#[test]
+fn a_process_is_restored_from_a_dump_that_waits() {
+    restored_from_dump("random");
+}
+
+#[test]
+fn a_tree_is_restored_from_a_dump_that_waits() {
+    restored_from_dump("tree");
+}
