@@ -261,6 +261,37 @@ pub fn truncate(path: &Path, length: u64) -> anyhow::Result<()> {
     file.set_len(length).with_context(|| format!("truncate {}", path.display()))
 }
 
+/// Copies images for a server of lazy pages, and spoils those pages in the images that stay: a restore that
+/// reads one of them from there fails.
+///
+/// # Errors
+/// The files cannot be read or written.
+pub fn move_lazy_pages(images: &Path, to: &Path) -> anyhow::Result<()> {
+    copy(images, to)?;
+    for entry in fs::read_dir(images)? {
+        let path = entry?.path();
+        let name = path.file_name().context("a name")?.to_string_lossy().into_owned();
+        if name.starts_with("pagemap-") && !name.starts_with("pagemap-shmem-") {
+            spoil_lazy_pages(images, &path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Puts other bytes in the place of the lazy pages of a pagemap.
+///
+/// # Errors
+/// The files cannot be read or written.
+pub fn spoil_lazy_pages(images: &Path, pagemap: &Path) -> anyhow::Result<()> {
+    let map = Pagemap::read(pagemap)?;
+    let pages = File::options().write(true).open(pages_path(images, &map))?;
+    for (entry, at) in map.placed().filter(|(entry, _)| entry.flags & LAZY != 0) {
+        let bytes = vec![0xa5; usize::try_from(entry.pages)? * 4096];
+        pages.write_all_at(&bytes, at * 4096)?;
+    }
+    Ok(())
+}
+
 /// A copy of all files of an images directory.
 ///
 /// # Errors

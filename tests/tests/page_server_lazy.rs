@@ -16,28 +16,11 @@ use rewake_tests::{Criu, Scene, Verdict, need};
 
 const MIB: usize = 24;
 
-/// Copies a scene's images for a server, and spoils the lazy pages of the scene's own: a restore that reads one of them
-/// from there fails.
+/// Copies a scene's images for a server, and spoils the lazy pages of the scene's own.
 fn moved(scene: &Scene) -> PathBuf {
     let served = scene.files().join("served");
-    images::copy(&scene.images(), &served).unwrap();
-    for entry in fs::read_dir(scene.images()).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        if name.starts_with("pagemap-") && !name.starts_with("pagemap-shmem-") {
-            spoil(&scene.images(), &path);
-        }
-    }
+    images::move_lazy_pages(&scene.images(), &served).unwrap();
     served
-}
-
-fn spoil(images: &Path, pagemap: &Path) {
-    let map = Pagemap::read(pagemap).unwrap();
-    let pages = fs::File::options().write(true).open(images::pages_path(images, &map)).unwrap();
-    for (entry, at) in map.placed().filter(|(entry, _)| entry.flags & LAZY != 0) {
-        let bytes = vec![0xa5; usize::try_from(entry.pages).unwrap() * 4096];
-        pages.write_all_at(&bytes, at * 4096).unwrap();
-    }
 }
 
 /// Restores a scene by stock `criu lazy-pages`, which gets pages from the server.
@@ -78,7 +61,7 @@ fn pages_of_parents_are_served() {
     let served = scene.files().join("served");
     images::copy(&scene.images(), &served).unwrap();
     split(&served, "before", scene.pid(), PARENT | LAZY, false).unwrap();
-    spoil(&scene.images(), &images::pagemap_path(&scene.images(), scene.pid()));
+    images::spoil_lazy_pages(&scene.images(), &images::pagemap_path(&scene.images(), scene.pid())).unwrap();
     let server = PageServer::ours(&served, &["--lazy-pages"]).unwrap();
     restored(&scene, &server);
 }
