@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use rewake_criu_tls::TlsOptions;
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
 #[derive(Debug, Parser)]
@@ -134,6 +135,43 @@ impl Remote {
     }
 }
 
+/// Options of TLS, with CRIU's names, files and checks. Paths are relative to the work directory.
+#[derive(Debug, Args)]
+pub struct TlsArgs {
+    /// Encrypt the connection: both sides show a certificate of the same CA
+    #[arg(long)]
+    pub tls: bool,
+    /// The CAs that issue the peers' certificates [default: /etc/pki/CA/cacert.pem]
+    #[arg(long, value_name = "FILE", requires = "tls")]
+    pub tls_cacert: Option<PathBuf>,
+    /// Certificates that these CAs have revoked [default: /etc/pki/CA/cacrl.pem, if it exists]
+    #[arg(long, value_name = "FILE", requires = "tls")]
+    pub tls_cacrl: Option<PathBuf>,
+    /// This side's certificate [default: /etc/pki/criu/cert.pem]
+    #[arg(long, value_name = "FILE", requires = "tls")]
+    pub tls_cert: Option<PathBuf>,
+    /// The key of that certificate [default: /etc/pki/criu/private/key.pem]
+    #[arg(long, value_name = "FILE", requires = "tls")]
+    pub tls_key: Option<PathBuf>,
+    /// Accept every certificate of the CA. Otherwise a peer's must have the name that --address gives, as
+    /// CRIU requires it of both sides
+    #[arg(long, requires = "tls")]
+    pub tls_no_cn_verify: bool,
+}
+
+impl TlsArgs {
+    /// What they say; none without `--tls`.
+    pub(crate) fn options(&self) -> Option<TlsOptions> {
+        self.tls.then(|| TlsOptions {
+            ca: self.tls_cacert.clone(),
+            crl: self.tls_cacrl.clone(),
+            certificate: self.tls_cert.clone(),
+            key: self.tls_key.clone(),
+            any_name: self.tls_no_cn_verify,
+        })
+    }
+}
+
 /// Options of `rewake page-server`.
 #[derive(Debug, Args)]
 pub struct PageServerArgs {
@@ -151,9 +189,12 @@ pub struct PageServerArgs {
     /// Use this connected socket: serve the client at its other end
     #[arg(long, value_name = "FD", conflicts_with_all = ["address", "port", "keep_listening"])]
     pub ps_socket: Option<i32>,
-    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can connect
-    #[arg(long)]
+    /// Permit an address that other hosts reach, without TLS. Memory then travels unencrypted, and any host
+    /// can connect
+    #[arg(long, conflicts_with = "tls")]
     pub insecure: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Keep listening after the first client, until SIGTERM. CRIU's server ends after one client; the scripts that call
     /// it wait for that. Several clients are served at once. Each dump gets a folder of its own in the images directory:
     /// the pid of its first task, or PID.2, PID.3 for later ones

@@ -282,6 +282,16 @@ pub fn truncate(path: &Path, length: u64) -> anyhow::Result<()> {
     file.set_len(length).with_context(|| format!("truncate {}", path.display()))
 }
 
+/// Copies images for a server of lazy pages, and spoils those pages in the images that stay: a restore that
+/// reads one of them from there fails.
+///
+/// # Errors
+/// The files cannot be read or written.
+pub fn move_lazy_pages(images: &Path, to: &Path) -> anyhow::Result<()> {
+    copy(images, to)?;
+    spoil_lazy_pages(images)
+}
+
 /// A copy of all files of an images directory.
 ///
 /// # Errors

@@ -14,6 +14,7 @@ use anyhow::{Context, bail};
 use nix::fcntl::OFlag;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, pipe2};
+use rewake_testkit::authority::{Authority, Issued};
 use tempfile::TempDir;
 
 use crate::criu::Criu;
@@ -29,6 +30,8 @@ pub struct PageServer {
     child: Child,
     port: u16,
     work: TempDir,
+    /// Further options of its clients.
+    for_clients: Vec<String>,
 }
 
 /// Why a page server did not start.
@@ -80,7 +83,7 @@ impl PageServer {
         command.stdout(output.try_clone()?).stderr(output);
         let child = command.spawn().context("start the page server")?;
         drop(command);
-        let mut server = Self { child, port, work };
+        let mut server = Self { child, port, work, for_clients: Vec::new() };
         if ready(reader)? {
             return Ok(Ok(server));
         }
@@ -91,7 +94,14 @@ impl PageServer {
     /// The options that name it to `criu dump` and `criu lazy-pages`.
     #[must_use]
     pub fn client_options(&self) -> Vec<String> {
-        client_options(self.port)
+        [client_options(self.port), self.for_clients.clone()].concat()
+    }
+
+    /// Gives its clients further options.
+    #[must_use]
+    pub fn with_clients(mut self, options: &[String]) -> Self {
+        self.for_clients = options.to_owned();
+        self
     }
 
     /// Connects to it.
@@ -223,6 +233,15 @@ fn record(mut client: TcpStream, mut server: TcpStream) -> anyhow::Result<Vec<u8
 fn client_options(port: u16) -> Vec<String> {
     let options = ["--page-server", "--address", "127.0.0.1", "--port", &port.to_string()];
     options.into_iter().map(str::to_owned).collect()
+}
+
+/// The options of TLS for a peer with this certificate.
+#[must_use]
+pub fn tls_options(authority: &Authority, own: &Issued) -> Vec<String> {
+    let files =
+        [("--tls-cacert", &authority.ca()), ("--tls-cert", &own.certificate), ("--tls-key", &own.key)];
+    let files = files.into_iter().flat_map(|(name, path)| [name.to_owned(), path.display().to_string()]);
+    std::iter::once("--tls".to_owned()).chain(files).collect()
 }
 
 /// `criu lazy-pages` that gets pages from a page server. Dropping it kills it.

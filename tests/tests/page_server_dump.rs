@@ -248,16 +248,53 @@ fn what_a_killed_server_left_is_removed_by_the_next() {
     need!(Criu::main());
     let images = tempfile::tempdir().unwrap();
     let hidden = || fs::read_dir(images.path()).unwrap().count();
-    let server = PageServer::ours(images.path(), &[]).unwrap();
+    let server = PageServer::ours(images.path(), &["--keep-listening"]).unwrap();
     let mut client = server.connect(New).unwrap();
     client.open(task(7)).unwrap();
     assert_eq!(hidden(), 1);
-    let other = PageServer::ours(images.path(), &[]).unwrap();
+    let other = PageServer::ours(images.path(), &["--keep-listening"]).unwrap();
     assert_eq!(hidden(), 1, "the first server is still using it");
     drop((server, other));
     assert_eq!(hidden(), 1);
     let _next = PageServer::ours(images.path(), &[]).unwrap();
     assert!(until(ACT, || (hidden() == 0).then_some(())).is_some());
+}
+
+/// A server that receives into `images` must not start; its line says `reason`.
+fn does_not_start(images: &Path, options: &[&str], reason: &str) {
+    let refused = PageServer::try_ours(images, options).unwrap().unwrap_err();
+    assert_eq!(refused.code, Some(1));
+    let said = refused.text.lines().filter(|line| line.starts_with("rewake: -D ") && line.contains(reason));
+    assert_eq!(said.count(), 1, "{}", refused.text);
+}
+
+#[test]
+fn a_directory_that_is_written_into_is_refused() {
+    need!(Criu::main());
+    let images = tempfile::tempdir().unwrap();
+    let server = PageServer::ours(images.path(), &[]).unwrap();
+    does_not_start(images.path(), &[], "a dump or another page server writes into it");
+    let mut dump = Command::new(rewake_tests::server::rewake().unwrap());
+    dump.args(["dump", "-t", &std::process::id().to_string(), "-D"]).arg(images.path());
+    let dumped = dump.output().unwrap();
+    let text = String::from_utf8_lossy(&dumped.stderr).into_owned();
+    assert!(!dumped.status.success() && text.contains("another dump writes into it"), "{text}");
+    drop(server);
+    PageServer::ours(images.path(), &[]).unwrap();
+}
+
+#[test]
+fn a_directory_with_a_complete_image_is_refused() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 1).unwrap();
+    let seal =
+        || Command::new(rewake_tests::server::rewake().unwrap()).arg("seal").arg(scene.images()).output();
+    assert!(seal().unwrap().status.success());
+    for options in [[].as_slice(), &["--keep-listening"]] {
+        does_not_start(&scene.images(), options, "it has a complete image (rewake-manifest)");
+    }
+    // It is served.
+    PageServer::ours(&scene.images(), &["--lazy-pages"]).unwrap();
 }
 
 #[test]

@@ -16,12 +16,10 @@ use rewake_tests::{Criu, Scene, Verdict, need};
 
 const MIB: usize = 24;
 
-/// Copies a scene's images for a server, and spoils the lazy pages of the scene's own: a restore that reads one of them
-/// from there fails.
+/// Copies a scene's images for a server, and spoils the lazy pages of the scene's own.
 fn moved(scene: &Scene) -> PathBuf {
     let served = scene.files().join("served");
-    images::copy(&scene.images(), &served).unwrap();
-    images::spoil_lazy_pages(&scene.images()).unwrap();
+    images::move_lazy_pages(&scene.images(), &served).unwrap();
     served
 }
 

@@ -126,7 +126,10 @@ fn a_hole_that_the_parent_lacks_is_refused() {
         let text = server.text();
         let line =
             text.lines().find(|line| line.contains("are said to be in the parent image")).expect(&text);
-        assert!(line.contains(&format!("lacks {missing}:")) && line.contains("pagemap-7.img"), "{line}");
+        assert!(
+            line.contains(&format!("lacks the bytes of {missing}:")) && line.contains("pagemap-7.img"),
+            "{line}"
+        );
         assert_eq!(fs::read_dir(chain.next()).unwrap().count(), 0);
     }
 }

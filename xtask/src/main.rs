@@ -35,6 +35,9 @@ cargo xtask <command>
   bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
                              of GPU memory; how long a page fault waits: in virtual machines; 25 minutes
   bench engine [options]     the loader of GPU memory, without a GPU, compared with memcpy and fio; `bench engine --help`
+  zdtm SOURCE [--tls] [test ...]
+                             CRIU's own tests of its page server, from its source tree: stock with itself, and with
+                             rewake as the server
   plugin [--release]         build the CRIU plugins and print their folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
   vm test [filter] [--machine NAME]
@@ -76,6 +79,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["bench", "plugin", more @ ..] => commands::bench::plugin(more)?,
         ["bench", "behind"] => commands::bench::behind()?,
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,
+        ["zdtm", more @ ..] => commands::zdtm::run(more)?,
         ["plugin"] => commands::plugin::run(Profile::Debug)?,
         ["plugin", "--release"] => commands::plugin::run(Profile::Release)?,
         ["vm", "test", more @ ..] => vm::test(&vm::Wanted::parse(more)?)?,

@@ -4,7 +4,8 @@
 use std::io;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
+use rewake_criu_tls::{HandshakeError, TlsServer};
 use rewake_page_protocol::{HeaderLayout, MessageHeader, NARROW_LEN, PageMessage, WIDE_LEN};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
@@ -13,13 +14,19 @@ use crate::endpoint::{Blocking, ByteStream, ConnectedClient};
 
 /// Bytes of a client that are read ahead: most runs of pages of a sparse program are short.
 const READ_AHEAD: usize = 64 << 10;
+/// Time that a client has for its first message. A `criu dump` connects before the plugin saves GPU memory,
+/// which takes minutes.
+const FIRST_MESSAGE_LIMIT: Duration = Duration::from_secs(30 * 60);
 /// Time that a client has to close its connection after its last message was answered.
 const END_LIMIT: Duration = Duration::from_secs(10);
+/// The first bytes of a connection with TLS: a handshake record.
+const TLS_START: [u8; 2] = [0x16, 0x03];
 
 /// A client that is served.
 pub(crate) struct PageConnection {
     stream: BufReader<Box<dyn ByteStream>>,
     peer: String,
+    is_encrypted: bool,
     /// Known from the first message on.
     layout: Option<HeaderLayout>,
     /// Dropped after the stream.
@@ -27,10 +34,17 @@ pub(crate) struct PageConnection {
 }
 
 impl PageConnection {
-    pub(crate) fn new(arrival: ConnectedClient) -> Self {
-        let ConnectedClient { stream, peer, blocking } = arrival;
+    /// Takes a client, after a handshake if the server uses TLS.
+    ///
+    /// # Errors
+    /// The handshake fails.
+    pub(crate) async fn begin(arrival: ConnectedClient, tls: Option<&TlsServer>) -> anyhow::Result<Self> {
+        let ConnectedClient { mut stream, peer, blocking } = arrival;
+        if let Some(tls) = tls {
+            stream = Box::new(tls.accept(stream).await?);
+        }
         let stream = BufReader::with_capacity(READ_AHEAD, stream);
-        Self { stream, peer, layout: None, _blocking: blocking }
+        Ok(Self { stream, peer, is_encrypted: tls.is_some(), layout: None, _blocking: blocking })
     }
 
     /// Returns the client's name, for logs.
@@ -45,24 +59,54 @@ impl PageConnection {
 
     /// Reads the next message; none when the client has closed its connection before it.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<PageMessage>> {
-        let mut bytes = [0; WIDE_LEN];
-        let first = self.layout.map_or(NARROW_LEN, HeaderLayout::len);
-        match self.stream.read(&mut bytes[..first]).await.context("reading a message")? {
-            0 => return Ok(None),
-            some => self.fill(&mut bytes[some..first]).await?,
-        }
         let Some(layout) = self.layout else {
-            return self.first(bytes).await.map(Some);
+            let first = timeout(FIRST_MESSAGE_LIMIT, self.first());
+            return first.await.unwrap_or_else(|_| {
+                bail!(
+                    "the client has sent nothing for {} s after it connected",
+                    FIRST_MESSAGE_LIMIT.as_secs()
+                )
+            });
         };
+        let mut bytes = [0; WIDE_LEN];
+        if !self.begins(&mut bytes[..layout.len()]).await? {
+            return Ok(None);
+        }
         Ok(Some(PageMessage::parse(&layout.decode(&bytes))?))
     }
 
-    /// Reads the rest of the first message, of which `bytes` has what both layouts have.
-    async fn first(&mut self, mut bytes: [u8; WIDE_LEN]) -> anyhow::Result<PageMessage> {
+    /// Reads the beginning of a message; false when the client has closed its connection before it.
+    async fn begins(&mut self, bytes: &mut [u8]) -> anyhow::Result<bool> {
+        let read = match self.stream.read(bytes).await {
+            // A client with TLS has to announce the end, and one that is killed does not.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => 0,
+            read => read.map_err(explained).context("reading a message")?,
+        };
+        if read > 0 {
+            self.fill(&mut bytes[read..]).await?;
+        }
+        Ok(read > 0)
+    }
+
+    /// Reads the first message, which shows the layout of all.
+    async fn first(&mut self) -> anyhow::Result<Option<PageMessage>> {
+        let mut bytes = [0; WIDE_LEN];
+        if !self.begins(&mut bytes[..NARROW_LEN]).await? {
+            ensure!(
+                !self.is_encrypted,
+                "the client ended its connection before its first message: it may not accept this server's \
+                 certificate, and its log says why"
+            );
+            return Ok(None);
+        }
+        ensure!(
+            !bytes.starts_with(&TLS_START),
+            "the client uses TLS, and this server does not: add --tls to it"
+        );
         let command = HeaderLayout::Narrow.decode(&bytes);
         if let Ok(close @ PageMessage::Close { .. }) = PageMessage::parse(&command) {
             // Its layout makes no difference, and is not known: the other 8 bytes may not exist.
-            return Ok(close);
+            return Ok(Some(close));
         }
         let (start, rest) = bytes.split_first_chunk_mut::<NARROW_LEN>().context("a header")?;
         let layout = HeaderLayout::detect(start);
@@ -70,7 +114,7 @@ impl PageConnection {
             self.fill(rest).await?;
         }
         self.layout = Some(layout);
-        Ok(PageMessage::parse(&layout.decode(&bytes))?)
+        Ok(Some(PageMessage::parse(&layout.decode(&bytes))?))
     }
 
     /// Reads bytes that the client has announced.
@@ -80,7 +124,7 @@ impl PageConnection {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 bail!("the client closed its connection in the middle of a message")
             }
-            Err(error) => Err(error).context("reading from the client"),
+            Err(error) => Err(explained(error)).context("reading from the client"),
         }
     }
 
@@ -88,6 +132,19 @@ impl PageConnection {
     pub(crate) async fn send(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
         self.stream.write_all(bytes).await.context("sending to the client")?;
         self.stream.flush().await.context("sending to the client")
+    }
+
+    /// Sends a header of `header` bytes and the first pages after it.
+    pub(crate) async fn send_answer(&mut self, bytes: &[u8], header: usize) -> anyhow::Result<()> {
+        if self.is_encrypted {
+            // CRIU waits for more to arrive where one record has both: `rewake_criu_tls`.
+            let (header, pages) = bytes.split_at(header);
+            self.stream.write_all(header).await.context("sending to the client")?;
+            self.send(pages).await
+        } else {
+            // The client wakes up once for both.
+            self.send(bytes).await
+        }
     }
 
     /// Writes a header in the client's layout.
@@ -110,10 +167,56 @@ impl PageConnection {
             }
         };
         match timeout(END_LIMIT, end).await {
-            Ok(ended) => ended,
+            Ok(ended) => ended?,
             Err(_) => {
                 bail!("the client kept its connection for {} s after its last message", END_LIMIT.as_secs())
             }
         }
+        if self.is_encrypted {
+            // The client waits for this side's end of TLS. It may be gone.
+            let _ = timeout(END_LIMIT, self.stream.shutdown()).await;
+        }
+        Ok(())
+    }
+}
+
+/// Says what an error of TLS means: that the client refuses this server's certificate.
+fn explained(error: io::Error) -> anyhow::Error {
+    match HandshakeError::of(&error) {
+        Some(explained) => explained.into(),
+        None => error.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{DuplexStream, duplex};
+
+    use super::*;
+
+    async fn connected() -> (PageConnection, DuplexStream) {
+        let (near, far) = duplex(4096);
+        let arrival =
+            ConnectedClient { stream: Box::new(near), peer: "of a test".to_owned(), blocking: None };
+        (PageConnection::begin(arrival, None).await.unwrap(), far)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_sends_nothing_is_ended_after_half_an_hour() {
+        let (mut connection, _client) = connected().await;
+        let error = timeout(FIRST_MESSAGE_LIMIT * 2, connection.next()).await.unwrap().unwrap_err();
+        assert_eq!(error.to_string(), "the client has sent nothing for 1800 s after it connected");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_may_be_silent_after_its_first_message() {
+        let (mut connection, mut client) = connected().await;
+        // A request for one page of task 7.
+        let request =
+            [&7u32.to_ne_bytes()[..], &[0; 4], &[1, 0x10000, 7].map(u64::to_ne_bytes).concat()].concat();
+        client.write_all(&request).await.unwrap();
+        assert!(matches!(connection.next().await.unwrap(), Some(PageMessage::Get { pid: 7, .. })));
+        let day = Duration::from_secs(24 * 3600);
+        assert!(timeout(day, connection.next()).await.is_err(), "it is still served");
     }
 }

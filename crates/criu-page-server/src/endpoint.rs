@@ -34,8 +34,8 @@ pub enum Endpoint {
         address: Option<String>,
         /// The port; the kernel chooses one without it.
         port: Option<u16>,
-        /// Whether an address that other hosts reach is permitted.
-        insecure: bool,
+        /// Whether an address that other hosts reach is permitted: with TLS, or where the user says so.
+        for_other_hosts: bool,
     },
     /// A unix socket with this path, for this user only.
     Unix(PathBuf),
@@ -58,16 +58,16 @@ impl Endpoint {
     /// Binds the socket and listens.
     ///
     /// # Errors
-    /// The address cannot be bound, or other hosts reach it and `insecure` was not given; a descriptor is no connected
-    /// stream socket.
+    /// The address cannot be bound, or other hosts reach it and are not permitted; a descriptor is no
+    /// connected stream socket.
     pub fn open(self) -> anyhow::Result<Entrance> {
         match self {
-            Self::Tcp { address, port, insecure } => {
+            Self::Tcp { address, port, for_other_hosts } => {
                 let address = resolve(address.as_deref(), port.unwrap_or(0))?;
                 ensure!(
-                    address.ip().is_loopback() || insecure,
+                    address.ip().is_loopback() || for_other_hosts,
                     "--address {}: other hosts reach this address, and memory would travel unencrypted, to and from \
-                     any host: add --insecure if the network is trusted, or tunnel to a loopback address",
+                     any host: add --tls, or --insecure if the network is trusted",
                     address.ip()
                 );
                 let listener =

@@ -4,13 +4,15 @@
 //! * [`endpoint`]: where clients connect, and which addresses are refused.
 //! * [`server`]: accepts one client or many. Start here.
 //! * `connection`: messages of one client, whatever carries its bytes. `disk`: calls that wait for the disk.
-//! * [`receive`]: `criu dump --page-server` and `criu pre-dump --page-server` send memory; it becomes files of an image.
+//! * [`receive`]: `criu dump --page-server` and `criu pre-dump --page-server` send memory; it becomes files
+//!   of an image.
 //! * [`serve`]: `criu lazy-pages --page-server` requests pages of an image.
 //!
-//! One thread runs all clients. Calls that wait for the disk, except writes into the page cache, run in threads of
-//! their own, so that one client's sync delays no other client.
+//! One thread runs all clients. Calls that wait for the disk, except writes into the page cache, run in
+//! threads of their own, so that one client's sync delays no other client.
 //!
-//! TLS will be a stream like the others ([`endpoint`], `ByteStream`): nothing below it knows what carries the bytes.
+//! TLS is a stream like the others ([`endpoint`], `ByteStream`). Only `connection` knows of it: it makes the
+//! handshake, and sends records as CRIU needs them.
 #![forbid(unsafe_code)]
 
 mod connection;

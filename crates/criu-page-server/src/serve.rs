@@ -125,11 +125,11 @@ impl AnswerBuffer {
             while left > 0 {
                 let len = usize::try_from(left).unwrap_or(usize::MAX).min(PIECE);
                 self.read(file, offset, len).await?;
-                // The header goes out with the first bytes: the client wakes up once for both.
+                // The header goes out with the first bytes.
                 let start = WIDE_LEN - header.len();
                 self.buffer[start..WIDE_LEN].copy_from_slice(&header);
+                connection.send_answer(&self.buffer[start..WIDE_LEN + len], header.len()).await?;
                 header.clear();
-                connection.send(&self.buffer[start..WIDE_LEN + len]).await?;
                 (left, offset) = (left - len as u64, offset + len as u64);
             }
         }

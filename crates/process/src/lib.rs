@@ -3,6 +3,7 @@
 //!
 //! * [`pidfd`]: descriptors of processes, and copies of their descriptors.
 //! * [`descriptors`]: the descriptor table of this process.
+//! * [`file_lock`]: locks that end with their process.
 //! * [`kcmp`]: whether threads have an open file or an address space in common.
 //! * [`proc`]: what `/proc` shows of processes and threads.
 //! * [`Notifier`]: an eventfd.
@@ -14,6 +15,8 @@
 
 #[allow(unsafe_code, reason = "the system call has no other form")]
 pub mod descriptors;
+#[allow(unsafe_code, reason = "the system call has no other form")]
+pub mod file_lock;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 pub mod kcmp;
 #[allow(unsafe_code, reason = "the system call has no other form")]

@@ -19,7 +19,7 @@ pub fn run(options: &ExportArgs) -> anyhow::Result<u8> {
     let exports = Exports::new(&options.root)?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     let entrance =
-        Endpoint::Tcp { address: address.clone(), port: Some(*port), insecure: *insecure }.open()?;
+        Endpoint::Tcp { address: address.clone(), port: Some(*port), for_other_hosts: *insecure }.open()?;
     // With port 0 the kernel chose it, and clients need it.
     let _ = writeln!(std::io::stderr(), "rewake: listening on {entrance}");
     let Entrance::Tcp(listener) = entrance else { unreachable!("a TCP port was opened") };

@@ -7,7 +7,8 @@ use std::io::Write as _;
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
 use rewake_criu_page_server::receive::{ReceiveOptions, Receiver};
 use rewake_criu_page_server::serve::ServedImage;
-use rewake_criu_page_server::server::{self, Role};
+use rewake_criu_page_server::server::{self, PageServer, Role};
+use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
 use super::criu_server::{complain, enter};
@@ -21,6 +22,9 @@ use crate::cli::PageServerArgs;
 pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     let server = &options.server;
     let images = enter(server)?.images;
+    let tls = options.tls.options().map(|tls| TlsServer::new(&tls, host(options))).transpose()?;
+    // A unix socket in the images directory is bound before the directory is locked, which both need.
+    let entrance = endpoint(options).open()?;
     let role = if options.lazy_pages {
         let image = ServedImage::open(&images)?;
         info!("{}: {} lazy pages", images.display(), image.lazy_pages());
@@ -35,7 +39,6 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
             },
         )?)
     };
-    let entrance = endpoint(options).open()?;
     if options.port.is_none() && matches!(entrance, Entrance::Tcp(_)) {
         // The kernel chose it, and the client needs it, whatever the log level.
         let _ = writeln!(std::io::stderr(), "rewake: listening on {entrance}");
@@ -53,7 +56,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
             }
         }
     };
-    match server::run(role, entrance, options.keep_listening, ready) {
+    match server::run(PageServer { role, tls, keep_listening: options.keep_listening }, entrance, ready) {
         Ok(()) => Ok(0),
         Err(error) => {
             complain(server, &error);
@@ -66,8 +69,15 @@ fn endpoint(options: &PageServerArgs) -> Endpoint {
     match (options.ps_socket, &options.address) {
         (Some(socket), _) => Endpoint::Connected(given(socket)),
         (None, Some(path)) if path.contains('/') => Endpoint::Unix(path.into()),
-        (None, address) => {
-            Endpoint::Tcp { address: address.clone(), port: options.port, insecure: options.insecure }
-        }
+        (None, address) => Endpoint::Tcp {
+            address: address.clone(),
+            port: options.port,
+            for_other_hosts: options.insecure || options.tls.tls,
+        },
     }
+}
+
+/// The address that `--address` names; none for the path of a socket.
+fn host(options: &PageServerArgs) -> Option<&str> {
+    options.address.as_deref().filter(|address| !address.contains('/'))
 }

@@ -4,11 +4,13 @@
 //! * [`process`]: commands, waiting with a limit, what `/proc` shows, signals.
 //! * [`programs`]: the programs that are built beside the tests.
 //! * [`daemon`]: `rewake serve`, and the commands that use it.
+//! * [`authority`]: certificates for TLS.
 //! * [`cgroup`]: processes that get one event together.
 //! * [`random`]: random numbers and moments that a seed repeats.
 
 #![forbid(unsafe_code)]
 
+pub mod authority;
 pub mod cgroup;
 pub mod daemon;
 pub mod process;

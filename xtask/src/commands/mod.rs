@@ -9,3 +9,4 @@ pub(crate) mod figures;
 pub(crate) mod plugin;
 pub(crate) mod stress;
 pub(crate) mod test;
+pub(crate) mod zdtm;

@@ -2,15 +2,18 @@
 //! An image that is received: its files are in a hidden folder until all of them are on the disk.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
+use std::ffi::OsStr;
+use std::fs::File;
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, Flock, FlockArg, RenameFlags, renameat2};
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use rewake_criu_images::{Generation, MAX_TASKS, PagemapId, pages_name};
+use rewake_process::file_lock::{DirectoryLock, Leftover};
 use tempfile::TempDir;
 use tracing::{info, warn};
 
@@ -52,20 +55,23 @@ impl Destination {
 pub(super) struct IncomingImage {
     destination: Destination,
     folder: TempDir,
-    /// Held while this process uses the folder: see [`remove_abandoned`].
-    lock: Flock<File>,
+    /// Held while this process uses the folder: see [`remove_leftovers`].
+    lock: DirectoryLock,
     next_pages_id: u32,
     memories: Vec<(PagemapId, u32)>,
     seen: HashSet<PagemapId>,
 }
 
 impl IncomingImage {
+    /// Makes its folder.
+    ///
+    /// # Errors
+    /// The folder cannot be made.
     pub(super) fn new(destination: Destination) -> anyhow::Result<Self> {
         let images = destination.images();
         let made = || -> io::Result<_> {
             let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(images)?;
-            let opened = File::open(folder.path())?;
-            let lock = Flock::lock(opened, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno)?;
+            let lock = DirectoryLock::take(folder.path())?.ok_or(io::ErrorKind::WouldBlock)?;
             Ok((folder, lock))
         };
         let (folder, lock) = made().with_context(|| format!("making a folder in {}", images.display()))?;
@@ -109,7 +115,10 @@ impl IncomingImage {
         if self.memories.is_empty() {
             return Ok(self.destination.images().to_owned());
         }
-        self.lock.sync_all().with_context(|| format!("syncing {}", self.folder.path().display()))?;
+        self.lock
+            .directory()
+            .sync_all()
+            .with_context(|| format!("syncing {}", self.folder.path().display()))?;
         match &self.destination {
             Destination::Among { images, previous } => {
                 self.move_files(images, previous.as_deref())?;
@@ -161,18 +170,14 @@ impl IncomingImage {
 }
 
 /// Removes the folders that servers left which were killed while they received an image.
-pub(super) fn remove_abandoned(images: &Path) -> anyhow::Result<()> {
-    let entries = fs::read_dir(images).with_context(|| format!("listing {}", images.display()))?;
-    for entry in entries {
-        let entry = entry.with_context(|| format!("listing {}", images.display()))?;
-        let is_ours = entry.file_name().to_string_lossy().starts_with(PREFIX);
-        // Another server that is running has the lock.
-        let lock = || Flock::lock(File::open(entry.path()).ok()?, FlockArg::LockExclusiveNonblock).ok();
-        if let Some(_lock) = is_ours.then(lock).flatten() {
-            info!("{}: removing an image that was not complete", entry.path().display());
-            if let Err(error) = fs::remove_dir_all(entry.path()) {
-                warn!(%error, "removing {}", entry.path().display());
-            }
+pub(super) fn remove_leftovers(images: &Path) -> anyhow::Result<()> {
+    let is_one = |name: &OsStr| name.as_bytes().starts_with(PREFIX.as_bytes());
+    let found = Leftover::all(images, is_one).with_context(|| format!("listing {}", images.display()))?;
+    for leftover in found {
+        let path = leftover.path.display().to_string();
+        info!("{path}: removing an image that was not complete");
+        if let Err(error) = leftover.remove() {
+            warn!(%error, "removing {path}");
         }
     }
     Ok(())

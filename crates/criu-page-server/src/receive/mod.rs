@@ -17,8 +17,11 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Generation, PAGE, PageFlags, PagemapId};
+use rewake_manifest::MANIFEST_NAME;
 use rewake_page_protocol::{CLOSED, CompressedPage, HeaderLayout, PageMessage, PageRun, PagesEncoding};
 use rewake_page_protocol::{has_parent, opened};
+use rewake_process::file_lock::DirectoryLock;
+use tokio::sync::RwLock;
 use tracing::{info, warn};
 
 use crate::connection::PageConnection;
@@ -48,18 +51,38 @@ pub struct Receiver {
     options: ReceiveOptions,
     /// The image that `previous` names, opened once.
     previous: Option<Arc<ParentImage>>,
+    /// Of the directory, which `rewake dump` and other servers do not write into meanwhile. None where each
+    /// image gets a folder of its own, and on file systems without locks.
+    _lock: Option<DirectoryLock>,
+    /// Shared by clients whose image is being published.
+    publishing: RwLock<()>,
 }
 
 impl Receiver {
-    /// Checks the parent image, and removes what killed servers have left in the directory.
+    /// Checks the directory and the parent image, locks the directory, and removes what killed servers have
+    /// left in it.
     ///
     /// # Errors
-    /// The parent does not exist, or the directory has another one already.
+    /// The directory has a complete image, or another process writes into it. Or the parent does not exist,
+    /// or the directory has another one already.
     pub fn new(images: &Path, options: ReceiveOptions) -> anyhow::Result<Self> {
+        let shown = images.display();
+        ensure!(
+            images.join(MANIFEST_NAME).symlink_metadata().is_err(),
+            "-D {shown}: it has a complete image ({MANIFEST_NAME}), which a received dump would damage: use \
+             another directory, or remove that image first"
+        );
+        let lock = if options.own_folders { None } else { lock(images)? };
         let previous = options.previous.as_deref();
         let previous = previous.map(|path| ParentImage::named(images, path).map(Arc::new)).transpose()?;
-        incoming::remove_abandoned(images)?;
-        Ok(Self { images: images.to_owned(), options, previous })
+        incoming::remove_leftovers(images)?;
+        let publishing = RwLock::new(());
+        Ok(Self { images: images.to_owned(), options, previous, _lock: lock, publishing })
+    }
+
+    /// Waits until no image is being published: each of them is visible, and its client has the answer.
+    pub(crate) async fn settled(&self) {
+        drop(self.publishing.write().await);
     }
 
     /// Returns the parent of the image that a client is about to send.
@@ -82,6 +105,18 @@ impl Receiver {
     }
 }
 
+fn lock(images: &Path) -> anyhow::Result<Option<DirectoryLock>> {
+    match DirectoryLock::take(images) {
+        Ok(None) => bail!(
+            "-D {}: a dump or another page server writes into it: use another directory, or wait until \
+             that has ended",
+            images.display()
+        ),
+        // Remote file systems may have no locks of directories.
+        lock => Ok(lock.ok().flatten()),
+    }
+}
+
 /// Receives the image of one client.
 ///
 /// # Errors
@@ -90,29 +125,16 @@ pub(crate) async fn receive(receiver: &Receiver, connection: &mut PageConnection
     let parent = receiver.parent()?;
     let image = IncomingImage::new(receiver.destination())?;
     let mut reception = Reception { parent, image, open: None, buffer: vec![0; BUFFER], pages: 0 };
-    loop {
-        let Some(message) = connection.next().await? else {
-            bail!("the client ended its connection before its last message: its image is not complete")
-        };
-        match message {
-            PageMessage::Open { id, wants_answer } => {
-                let found = reception.open(id, connection.layout()).await?;
-                if wants_answer {
-                    connection.send(&opened(found)).await?;
-                }
-            }
-            PageMessage::AskParent { id } => {
-                let found = reception.parent_pages(id).await?.is_some();
-                connection.send(&has_parent(found)).await?;
-            }
-            PageMessage::Add { id, run, flags, encoding } => {
-                reception.add(connection, id, run, flags, encoding).await?;
-            }
-            PageMessage::Get { pid, .. } => bail!(
-                "the client requests pages of task {pid}: this server receives dumps; `rewake page-server --lazy-pages` \
-                 serves images"
-            ),
-            PageMessage::Close { forced } => return reception.close(receiver, connection, forced).await,
+    match reception.receive(connection).await {
+        Ok(forced) => reception.close(receiver, connection, forced).await,
+        Err(error) => {
+            // Its files may be long: other clients are served meanwhile.
+            in_thread(move || {
+                drop(reception);
+                Ok(())
+            })
+            .await?;
+            Err(error)
         }
     }
 }
@@ -135,6 +157,38 @@ struct OpenMemory {
 }
 
 impl Reception {
+    /// Receives all memories, up to the closing message. Returns whether that was a forced one.
+    async fn receive(&mut self, connection: &mut PageConnection) -> anyhow::Result<bool> {
+        loop {
+            let Some(message) = connection.next().await? else {
+                bail!("the client ended its connection before its last message: its image is not complete")
+            };
+            match message {
+                PageMessage::Open { id, wants_answer } => {
+                    let found = self.open(id, connection.layout()).await?;
+                    if wants_answer {
+                        connection.send(&opened(found)).await?;
+                    }
+                }
+                PageMessage::AskParent { id } => {
+                    let found = self.parent_pages(id).await?.is_some();
+                    connection.send(&has_parent(found)).await?;
+                }
+                PageMessage::Add { id, run, flags, encoding } => {
+                    self.add(connection, id, run, flags, encoding).await?;
+                }
+                PageMessage::Get { pid, .. } => bail!(
+                    "the client requests pages of task {pid}: this server receives dumps; `rewake page-server \
+                     --lazy-pages` serves images"
+                ),
+                PageMessage::Close { forced } => {
+                    self.finish_memory().await?;
+                    return Ok(forced);
+                }
+            }
+        }
+    }
+
     /// Begins a memory. Returns whether the parent image has pages of it.
     async fn open(&mut self, id: PagemapId, layout: HeaderLayout) -> anyhow::Result<bool> {
         self.finish_memory().await?;
@@ -241,30 +295,38 @@ impl Reception {
         Ok(())
     }
 
-    /// Makes the image visible, and says so to the client.
+    /// Makes the image visible, and says so to the client. All memories are on the disk. A server that is
+    /// about to end waits for this ([`Receiver::settled`]).
     async fn close(
-        mut self,
+        self,
         receiver: &Receiver,
         connection: &mut PageConnection,
         forced: bool,
     ) -> anyhow::Result<()> {
-        self.finish_memory().await?;
         let (image, pages) = (self.image, self.pages);
         let memories: Vec<PagemapId> = image.memories().collect();
+        let _publishing = receiver.publishing.read().await;
         let folder = in_thread(move || image.publish()).await?;
-        connection.send(&CLOSED).await?;
         let shown = folder.display();
         info!("client {}: {} memories, {pages} pages: {shown}", connection.peer(), memories.len());
-        if let Some(parent) = self.parent.filter(|_| receiver.options.auto_dedup) {
+        let answered = connection.send(&CLOSED).await;
+        if let Err(error) = &answered {
+            // The image is visible, which is what this server's exit code says.
+            warn!(
+                "client {}: its dump fails, because it did not get the answer: {error:#}",
+                connection.peer()
+            );
+        }
+        if let Some(parent) = self.parent.filter(|_| receiver.options.auto_dedup && answered.is_ok()) {
             // The image is complete: a parent that cannot be changed is no failure of the dump.
             let punched = in_thread(move || dedup::punch_all(&folder, &memories, &parent)).await;
             let bytes = punched.inspect_err(|error| warn!("--auto-dedup: parents keep old pages: {error:#}"));
             info!("client {}: {} bytes removed from parents", connection.peer(), bytes.unwrap_or(0));
         }
-        if forced {
-            return Ok(());
-        }
-        if let Err(error) = connection.closed().await {
+        if !forced
+            && answered.is_ok()
+            && let Err(error) = connection.closed().await
+        {
             warn!("client {}: {error:#}", connection.peer());
         }
         Ok(())

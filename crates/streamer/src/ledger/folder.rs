@@ -15,6 +15,7 @@ use anyhow::{Context as _, bail};
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use nix::unistd::geteuid;
 use rewake_plugin_protocol::{ProcessId, SESSIONS};
+use rewake_process::file_lock::acquired;
 use tracing::warn;
 
 use super::Ledger;
@@ -247,11 +248,7 @@ fn open(folder: &Path) -> io::Result<File> {
 
 /// Locks a ledger; none if another process has the lock.
 fn lock(file: File, how: TryLock) -> io::Result<Option<File>> {
-    match how(&file) {
-        Ok(()) => Ok(Some(file)),
-        Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(error)) => Err(error),
-    }
+    Ok(acquired(how(&file))?.then_some(file))
 }
 
 #[cfg(test)]

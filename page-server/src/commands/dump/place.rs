@@ -19,8 +19,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use rewake_manifest::MANIFEST_NAME;
+use rewake_process::file_lock::{DirectoryLock, Leftover};
 
-use crate::lease::{DumpLock, ImageLease};
+use crate::lease::ImageLease;
 
 /// Directories that were removed by another dump before they were locked: each dump removes them once.
 const MAX_TRIES: u32 = 5;
@@ -39,7 +40,7 @@ pub(super) struct DumpPlace {
     /// Device and inode of `images`.
     identity: (u64, u64),
     /// The locks of `images` and of the target, which CRIU shares; fewer where the file system has none.
-    _locks: Vec<DumpLock>,
+    _locks: Vec<DirectoryLock>,
     /// The lease of the old image; none if it is incomplete.
     old: Option<ImageLease>,
 }
@@ -55,7 +56,7 @@ impl DumpPlace {
     }
 
     fn inside(target: &Path) -> anyhow::Result<Self> {
-        let lock = match DumpLock::take(target) {
+        let lock = match DirectoryLock::take(target) {
             Ok(None) => bail!("-D {}: another dump writes into it", target.display()),
             // Remote file systems may have no locks of directories: there is no image to protect.
             lock => lock.ok().flatten(),
@@ -65,7 +66,7 @@ impl DumpPlace {
 
     fn beside(target: &Path, log: &Path) -> anyhow::Result<Self> {
         let being_removed = || format!("-D {}: another dump is removing it", target.display());
-        let of_target = match DumpLock::take(target) {
+        let of_target = match DirectoryLock::take(target) {
             Ok(None) => {
                 bail!("-D {}: another dump writes into it: wait until it has ended", target.display())
             }
@@ -89,10 +90,13 @@ impl DumpPlace {
     fn new(
         target: &Path,
         images: PathBuf,
-        locks: Vec<DumpLock>,
+        locks: Vec<DirectoryLock>,
         old: Option<ImageLease>,
     ) -> anyhow::Result<Self> {
-        locks.iter().try_for_each(DumpLock::inherit).context("sharing the lock of the image directory")?;
+        locks
+            .iter()
+            .try_for_each(DirectoryLock::inherit)
+            .context("sharing the lock of the image directory")?;
         let of = fs::metadata(&images).with_context(|| images.display().to_string())?;
         Ok(Self { target: target.to_owned(), images, identity: (of.dev(), of.ino()), _locks: locks, old })
     }
@@ -278,14 +282,15 @@ fn prefix(target: &Path) -> anyhow::Result<OsString> {
 }
 
 /// Makes and locks a directory beside the target, with its owner and mode.
-fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, DumpLock)> {
+fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, DirectoryLock)> {
     let parent = target.parent().unwrap_or(target);
     let of = fs::metadata(target)?;
     for _ in 0..MAX_TRIES {
         let made = tempfile::Builder::new().prefix(&prefix(target)?).rand_bytes(SUFFIX).tempdir_in(parent);
         let made = made.with_context(|| format!("making a directory in {}", parent.display()))?.keep();
         // Another dump may take it for a leftover, until it is locked.
-        let Some(lock) = DumpLock::take(&made).with_context(|| format!("locking {}", made.display()))? else {
+        let Some(lock) = DirectoryLock::take(&made).with_context(|| format!("locking {}", made.display()))?
+        else {
             continue;
         };
         if !lock.is_of(&made) {
@@ -301,19 +306,17 @@ fn make_beside(target: &Path) -> anyhow::Result<(PathBuf, DumpLock)> {
 /// Removes directories beside the target that killed dumps have left, or restores that have ended since.
 fn remove_leftovers(target: &Path) -> anyhow::Result<()> {
     let (Some(parent), Ok(prefix)) = (target.parent(), prefix(target)) else { return Ok(()) };
-    for name in names(parent)? {
-        let path = parent.join(&name);
-        let is_one = name.as_bytes().starts_with(prefix.as_bytes()) && name.len() == prefix.len() + SUFFIX;
-        if !is_one || !path.symlink_metadata().is_ok_and(|of| of.is_dir()) {
-            continue;
-        }
-        let Ok(Some(_lock)) = DumpLock::take(&path) else { continue };
-        let has_reader = match ImageLease::shared(&path) {
+    let is_one =
+        |name: &OsStr| name.as_bytes().starts_with(prefix.as_bytes()) && name.len() == prefix.len() + SUFFIX;
+    let found = Leftover::all(parent, is_one).with_context(|| format!("listing {}", parent.display()))?;
+    for leftover in found {
+        let has_reader = match ImageLease::shared(&leftover.path) {
             Ok(lease) => !lease.is_some_and(|lease| lease.make_exclusive().unwrap_or(false)),
             Err(_) => false,
         };
         if !has_reader {
-            fs::remove_dir_all(&path).with_context(|| format!("removing {}", path.display()))?;
+            let path = leftover.path.display().to_string();
+            leftover.remove().with_context(|| format!("removing {path}"))?;
         }
     }
     Ok(())

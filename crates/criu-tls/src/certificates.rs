@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The files of `--tls`: the CA, its revocation lists, this side's certificate and key.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail, ensure};
+use rustls::pki_types::pem::{Error as PemError, PemObject};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, TrustAnchor};
+use webpki::{CertRevocationList, OwnedCertRevocationList};
+
+/// CRIU's files, which are used where an option names none.
+const CA: &str = "/etc/pki/CA/cacert.pem";
+const CRL: &str = "/etc/pki/CA/cacrl.pem";
+const CERTIFICATE: &str = "/etc/pki/criu/cert.pem";
+const KEY: &str = "/etc/pki/criu/private/key.pem";
+/// Certificates, or revocation lists, in one file.
+const MAX_IN_FILE: usize = 1024;
+
+/// What the options `--tls-*` say. Paths are relative to the process's working directory.
+#[derive(Debug, Clone, Default)]
+pub struct TlsOptions {
+    /// Certificates of the CAs that issued the peers' certificates [default: `/etc/pki/CA/cacert.pem`].
+    pub ca: Option<PathBuf>,
+    /// Revocation lists of these CAs [default: `/etc/pki/CA/cacrl.pem`, if it exists].
+    pub crl: Option<PathBuf>,
+    /// This side's certificate, and after it those of CAs between it and the peer's CA [default:
+    /// `/etc/pki/criu/cert.pem`].
+    pub certificate: Option<PathBuf>,
+    /// Its key [default: `/etc/pki/criu/private/key.pem`].
+    pub key: Option<PathBuf>,
+    /// Any certificate of the CA is accepted, whatever its name.
+    pub any_name: bool,
+}
+
+/// Whom this side trusts.
+#[derive(Debug)]
+pub(crate) struct Trust {
+    pub(crate) anchors: Vec<TrustAnchor<'static>>,
+    /// Empty: nothing is looked up.
+    pub(crate) revocations: Vec<CertRevocationList<'static>>,
+}
+
+/// What this side shows.
+#[derive(Debug)]
+pub(crate) struct Identity {
+    pub(crate) chain: Vec<CertificateDer<'static>>,
+    pub(crate) key: PrivateKeyDer<'static>,
+}
+
+impl TlsOptions {
+    /// Reads the CA and the revocation lists. CRIU trusts the system's CAs, too, if no file is named: any of
+    /// them could then admit a peer. Here they are not trusted.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or has none of what it is for.
+    pub(crate) fn trust(&self) -> anyhow::Result<Trust> {
+        let path = path(self.ca.as_deref(), CA);
+        let authorities: Vec<CertificateDer<'static>> =
+            read(path).with_context(|| format!("--tls-cacert {}", path.display()))?;
+        let mut anchors = Vec::new();
+        for certificate in &authorities {
+            let anchor = webpki::anchor_from_trusted_cert(certificate);
+            let anchor = anchor.with_context(|| format!("--tls-cacert {}: a certificate", path.display()))?;
+            anchors.push(anchor.to_owned());
+        }
+        Ok(Trust { anchors, revocations: self.revocations()? })
+    }
+
+    fn revocations(&self) -> anyhow::Result<Vec<CertRevocationList<'static>>> {
+        let path = path(self.crl.as_deref(), CRL);
+        if self.crl.is_none() && !path.exists() {
+            return Ok(Vec::new());
+        }
+        let option = || format!("--tls-cacrl {}", path.display());
+        let lists: Vec<CertificateRevocationListDer<'static>> = read(path).with_context(option)?;
+        let parsed = lists.iter().map(|list| Ok(OwnedCertRevocationList::from_der(list)?.into()));
+        parsed.collect::<Result<_, webpki::Error>>().with_context(|| {
+            format!("{}: expected revocation lists of version 2, with a number and a next update", option())
+        })
+    }
+
+    /// Reads this side's certificate and key.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or has none of what it is for.
+    pub(crate) fn identity(&self) -> anyhow::Result<Identity> {
+        let certificate = path(self.certificate.as_deref(), CERTIFICATE);
+        let chain = read(certificate).with_context(|| format!("--tls-cert {}", certificate.display()))?;
+        let key = path(self.key.as_deref(), KEY);
+        let read = PrivateKeyDer::from_pem_file(key).map_err(plain);
+        let key = read.with_context(|| {
+            format!("--tls-key {}: expected a private key in PEM, without a password", key.display())
+        })?;
+        Ok(Identity { chain, key })
+    }
+
+    /// Says which files an identity came from, for errors.
+    pub(crate) fn identity_files(&self) -> String {
+        let certificate = path(self.certificate.as_deref(), CERTIFICATE);
+        format!(
+            "--tls-cert {}, --tls-key {}",
+            certificate.display(),
+            path(self.key.as_deref(), KEY).display()
+        )
+    }
+}
+
+fn path<'a>(given: Option<&'a Path>, default: &'static str) -> &'a Path {
+    given.unwrap_or_else(|| Path::new(default))
+}
+
+/// Reads all objects of a kind from a file, of which it must have one.
+fn read<T: PemObject>(path: &Path) -> anyhow::Result<Vec<T>> {
+    let mut objects = Vec::new();
+    for object in T::pem_file_iter(path).map_err(plain)? {
+        ensure!(objects.len() < MAX_IN_FILE, "more than MAX_IN_FILE = {MAX_IN_FILE} objects");
+        objects.push(object.map_err(plain)?);
+    }
+    if objects.is_empty() {
+        bail!("expected PEM with at least one of its kind, found none");
+    }
+    Ok(objects)
+}
+
+/// Keeps the system's reason alone.
+fn plain(error: PemError) -> anyhow::Error {
+    match error {
+        PemError::Io(error) => error.into(),
+        other => other.into(),
+    }
+}

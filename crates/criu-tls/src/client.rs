@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The side that connects.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use rustls::ClientConfig;
+use rustls::client::Resumption;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+use crate::certificates::TlsOptions;
+use crate::error::HandshakeError;
+use crate::peer_name::PeerName;
+use crate::verifier::PeerVerifier;
+use crate::{HANDSHAKE_LIMIT, provider};
+
+/// A client's certificate, and which server it accepts.
+#[derive(Clone)]
+pub struct TlsClient {
+    connector: TlsConnector,
+}
+
+impl std::fmt::Debug for TlsClient {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TlsClient").finish_non_exhaustive()
+    }
+}
+
+impl TlsClient {
+    /// Reads the files of a client. The server's certificate must have the name `address`, which the user
+    /// gave.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or the address is no name.
+    pub fn new(options: &TlsOptions, address: Option<&str>) -> anyhow::Result<Self> {
+        let name = address.filter(|_| !options.any_name).map(PeerName::of_address).transpose()?;
+        let provider = provider();
+        let verifier = PeerVerifier { trust: options.trust()?, name, provider: Arc::clone(&provider) };
+        let identity = options.identity()?;
+        let mut config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .context("the versions of TLS")?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(verifier))
+            .with_client_auth_cert(identity.chain, identity.key)
+            .with_context(|| options.identity_files())?;
+        // CRIU names no server, and each connection shows its certificate.
+        config.enable_sni = false;
+        config.resumption = Resumption::disabled();
+        Ok(Self { connector: TlsConnector::from(Arc::new(config)) })
+    }
+
+    /// Makes the handshake with a server. In TLS 1.3 it ends before the server has seen this side's
+    /// certificate: a refusal is the error of the first read, and [`HandshakeError::of`] explains it.
+    ///
+    /// # Errors
+    /// The server is not accepted, speaks no TLS, or takes longer than [`HANDSHAKE_LIMIT`].
+    pub async fn connect<S: AsyncRead + AsyncWrite + Unpin>(
+        &self,
+        stream: S,
+    ) -> Result<TlsStream<S>, HandshakeError> {
+        // The verifier has the name to check. This one is not used, nor sent.
+        let unused = ServerName::from(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        match timeout(HANDSHAKE_LIMIT, self.connector.connect(unused, stream)).await {
+            Ok(connected) => connected.map_err(HandshakeError::from),
+            Err(_) => Err(HandshakeError::Timeout),
+        }
+    }
+}

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which certificates are accepted: `webpki` verifies the chain up to a CA, dates, purpose and revocation.
+//! Only the check of names is ours ([`PeerName`]).
+
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, SignatureScheme,
+};
+use webpki::{
+    EndEntityCert, ExpirationPolicy, KeyUsage, RevocationCheckDepth, RevocationOptionsBuilder,
+    UnknownStatusPolicy,
+};
+
+use crate::certificates::Trust;
+use crate::peer_name::PeerName;
+
+/// Verifies the certificates of peers, for a server and for a client.
+#[derive(Debug)]
+pub(crate) struct PeerVerifier {
+    pub(crate) trust: Trust,
+    /// None: any certificate of the CA is accepted.
+    pub(crate) name: Option<PeerName>,
+    pub(crate) provider: Arc<CryptoProvider>,
+}
+
+impl PeerVerifier {
+    fn verify(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        purpose: KeyUsage,
+        now: UnixTime,
+    ) -> Result<(), Error> {
+        let parsed = EndEntityCert::try_from(certificate).map_err(|error| refused(&error))?;
+        let lists: Vec<_> = self.trust.revocations.iter().collect();
+        // Lists fail closed: each CA of the chain needs one that is not past its next update.
+        let revocation = RevocationOptionsBuilder::new(&lists).ok().map(|options| {
+            options
+                .with_depth(RevocationCheckDepth::Chain)
+                .with_status_policy(UnknownStatusPolicy::Deny)
+                .with_expiration_policy(ExpirationPolicy::Enforce)
+                .build()
+        });
+        let algorithms = self.provider.signature_verification_algorithms.all;
+        let chain = parsed.verify_for_usage(
+            algorithms,
+            &self.trust.anchors,
+            intermediates,
+            now,
+            purpose,
+            revocation,
+            None,
+        );
+        chain.map_err(|error| refused(&error))?;
+        self.name.as_ref().map_or(Ok(()), |name| name.check(&parsed))
+    }
+
+    fn signature12(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signature, algorithms)
+    }
+
+    fn signature13(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Names the reason so that the peer gets the alert for it.
+fn refused(error: &webpki::Error) -> Error {
+    use webpki::Error as Reason;
+    let reason = match error {
+        Reason::CertExpired { .. } => CertificateError::Expired,
+        Reason::CertNotValidYet { .. } => CertificateError::NotValidYet,
+        Reason::CertRevoked => CertificateError::Revoked,
+        Reason::CrlExpired { .. } => CertificateError::ExpiredRevocationList,
+        Reason::UnknownIssuer | Reason::InvalidSignatureForPublicKey => CertificateError::UnknownIssuer,
+        Reason::UnknownRevocationStatus => CertificateError::UnknownRevocationStatus,
+        Reason::RequiredEkuNotFoundContext(_) => CertificateError::InvalidPurpose,
+        other => CertificateError::Other(OtherError(Arc::new(other.clone()))),
+    };
+    reason.into()
+}
+
+impl ClientCertVerifier for PeerVerifier {
+    /// No CA is named, as CRIU's server names none: a client whose certificate is of another CA shows it, and
+    /// gets the reason.
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.verify(certificate, intermediates, KeyUsage::client_auth(), now)?;
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.signature12(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.signature13(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.schemes()
+    }
+}
+
+impl ServerCertVerifier for PeerVerifier {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        self.verify(certificate, intermediates, KeyUsage::server_auth(), now)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.signature12(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.signature13(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.schemes()
+    }
+}
