@@ -162,11 +162,12 @@ impl World {
                     self.link.send_to_source(ToSource::Presence(presence.collect()));
                 }
             }
-            Some(ToDestination::Candidate(block, value)) => {
-                if self.destination.blocks.candidate(block, digest(value)) {
-                    self.destination.memory[block] = value;
-                }
+            Some(ToDestination::Candidate(block, value))
+                if self.destination.blocks.candidate(block, digest(value)) =>
+            {
+                self.destination.memory[block] = value;
             }
+            Some(ToDestination::Candidate(..)) => {}
             Some(ToDestination::Digest(block, digest)) => {
                 if !self.destination.blocks.confirm(block, digest) {
                     self.link.send_to_source(ToSource::Demand { block, is_stale: true });
@@ -457,8 +458,9 @@ impl World {
 
     fn step_source(&mut self, input: SourceInput) {
         let Some(source) = &mut self.source.agent else { return };
-        let outputs = source.step(input.clone());
-        self.note(format!("source: {input:?} -> {outputs:?}"));
+        let given = format!("{input:?}");
+        let outputs = source.step(input);
+        self.note(format!("source: {given} -> {outputs:?}"));
         self.act_for_source(outputs);
     }
 
@@ -491,8 +493,9 @@ impl World {
 
     fn step_destination(&mut self, input: DestinationInput) {
         let Some(destination) = &mut self.destination.agent else { return };
-        let outputs = destination.step(input.clone());
-        self.note(format!("destination: {input:?} -> {outputs:?}"));
+        let given = format!("{input:?}");
+        let outputs = destination.step(input);
+        self.note(format!("destination: {given} -> {outputs:?}"));
         self.act_for_destination(outputs);
     }
 
