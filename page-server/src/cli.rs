@@ -29,6 +29,10 @@ pub enum Command {
     Dump(DumpArgs),
     /// Runs `criu restore` on demand, and shows how the memory is loaded
     Restore(RestoreArgs),
+    /// Moves a running program to another host, whose `rewake receive` waits for it
+    Migrate(MigrateArgs),
+    /// Takes one program from the `rewake migrate` of another host
+    Receive(ReceiveArgs),
     /// Writes a manifest into an image of another program's: `rewake dump` does that itself
     Seal(SealArgs),
     /// Compares an image and its parents with their manifests, to the last byte
@@ -343,6 +347,46 @@ pub struct RestoreArgs {
     /// Write the timeline to stdout as JSON
     #[arg(long)]
     pub json: bool,
+    /// Options for `criu restore`
+    #[arg(last = true, value_name = "CRIU OPTIONS")]
+    pub criu_options: Vec<OsString>,
+}
+
+/// Options of `rewake migrate`.
+#[derive(Debug, Args)]
+pub struct MigrateArgs {
+    /// The process to move, with its children. If an earlier `rewake migrate` of it was killed, this one continues
+    #[arg(short = 't', long, value_name = "PID")]
+    pub tree: u32,
+    /// The other host's `rewake receive`
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub to: String,
+    /// Permit an address of another host. Memory then travels unencrypted
+    #[arg(long)]
+    pub insecure: bool,
+    /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
+    #[arg(long, value_name = "PATH")]
+    pub criu: Option<PathBuf>,
+    /// Options for `criu dump`
+    #[arg(last = true, value_name = "CRIU OPTIONS")]
+    pub criu_options: Vec<OsString>,
+}
+
+/// Options of `rewake receive`.
+#[derive(Debug, Args)]
+pub struct ReceiveArgs {
+    /// Address to listen on [default: 127.0.0.1]
+    #[arg(long, value_name = "ADDR")]
+    pub address: Option<String>,
+    /// Port to listen on [default: one that the kernel chooses; stderr shows it]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
+    pub port: Option<u16>,
+    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can connect
+    #[arg(long)]
+    pub insecure: bool,
+    /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
+    #[arg(long, value_name = "PATH")]
+    pub criu: Option<PathBuf>,
     /// Options for `criu restore`
     #[arg(last = true, value_name = "CRIU OPTIONS")]
     pub criu_options: Vec<OsString>,

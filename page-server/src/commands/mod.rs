@@ -7,11 +7,13 @@ pub mod doctor;
 pub mod dump;
 pub mod inspect;
 pub mod lazy_pages;
+pub mod migrate;
 pub mod page_server;
 pub mod park;
 mod picture;
 pub mod planner;
 mod print;
+pub mod receive;
 pub mod recover;
 pub mod restore;
 pub mod seal;
@@ -20,6 +22,7 @@ pub mod status;
 pub mod streamer;
 pub mod verify;
 
+mod aborts;
 mod detach;
 
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
