@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The command line.
 
+mod remote;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use rewake_criu_tls::TlsOptions;
+
+pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage};
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
 #[derive(Debug, Parser)]
@@ -30,6 +34,10 @@ pub enum Command {
     Dump(DumpArgs),
     /// Runs `criu restore` on demand, and shows how the memory is loaded
     Restore(RestoreArgs),
+    /// Moves a running program to another host, whose `rewake receive` waits for it
+    Migrate(MigrateArgs),
+    /// Takes one program from the `rewake migrate` of another host
+    Receive(ReceiveArgs),
     /// Writes a manifest into an image of another program's: `rewake dump` does that itself
     Seal(SealArgs),
     /// Compares an image and its parents with their manifests, to the last byte
@@ -361,71 +369,6 @@ pub struct DumpArgs {
     /// Options for `criu dump`
     #[arg(last = true, value_name = "CRIU OPTIONS")]
     pub criu_options: Vec<OsString>,
-}
-
-/// Options of `rewake export`.
-#[derive(Debug, Args)]
-pub struct ExportArgs {
-    /// The directory whose images are served: each one is a directory below it, and its path is its name
-    #[arg(value_name = "DIR")]
-    pub root: PathBuf,
-    /// Address to listen on [default: 127.0.0.1]
-    #[arg(long, value_name = "ADDR")]
-    pub address: Option<String>,
-    /// Port to listen on
-    #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT)]
-    pub port: u16,
-    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can read the images
-    #[arg(long)]
-    pub insecure: bool,
-    /// Log file [default: stderr]
-    #[arg(short = 'o', long, value_name = "FILE")]
-    pub log_file: Option<PathBuf>,
-    /// Log level: -v0 nothing but failures, -v1 errors, -v2 warnings, -v3 information, -v4 everything
-    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
-    pub verbosity: u8,
-}
-
-/// Options of `rewake pull`.
-#[derive(Debug, Args)]
-pub struct PullArgs {
-    /// The image: the server's address and the image's name, with a colon between them
-    #[arg(value_name = "HOST:IMAGE")]
-    pub image: RemoteImage,
-    /// Where the image is copied to: an empty directory, or one with a copy that was cut
-    #[arg(value_name = "DIR")]
-    pub directory: PathBuf,
-    /// Port of the server
-    #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT)]
-    pub port: u16,
-    /// Refuse any other image than the one whose id begins with these digits, 16 at least, as `rewake seal` and
-    /// `rewake verify` show them
-    #[arg(long, value_name = "ID")]
-    pub id: Option<String>,
-}
-
-/// An image of another host.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RemoteImage {
-    /// Address or name of the host.
-    pub host: String,
-    /// The name of the image there.
-    pub image: String,
-}
-
-impl std::str::FromStr for RemoteImage {
-    type Err = String;
-
-    /// Reads `HOST:IMAGE` or `[IPV6]:IMAGE`.
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts = match text.strip_prefix('[') {
-            Some(rest) => rest.split_once("]:"),
-            None => text.split_once(':'),
-        };
-        let parts = parts.filter(|(host, image)| !host.is_empty() && !image.is_empty());
-        let (host, image) = parts.ok_or("expected HOST:IMAGE")?;
-        Ok(Self { host: host.to_owned(), image: image.to_owned() })
-    }
 }
 
 /// What `rewake restore` waits for.

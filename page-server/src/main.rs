@@ -9,7 +9,9 @@ use rewake::cli::{Cli, Command};
 use rewake::{commands, criu_args};
 
 fn main() -> ExitCode {
-    if let Some(code) = commands::dump::action_script::run_if_called() {
+    let script =
+        commands::dump::action_script::run_if_called().or_else(rewake_migration_agent::script::run_if_called);
+    if let Some(code) = script {
         return ExitCode::from(code);
     }
     let cli = Cli::parse_from(criu_args::normalise(std::env::args_os()));
@@ -19,6 +21,8 @@ fn main() -> ExitCode {
         Command::Serve(options) => commands::serve::run(options),
         Command::Dump(options) => commands::dump::run(options),
         Command::Restore(options) => commands::restore::run(options),
+        Command::Migrate(options) => commands::migrate::run(options),
+        Command::Receive(options) => commands::receive::run(options),
         Command::Seal(options) => commands::seal::run(options),
         Command::Verify(options) => commands::verify::run(options),
         Command::Export(options) => commands::export::run(options),

@@ -80,6 +80,23 @@ impl CriuOptions {
     }
 }
 
+impl CriuOptions {
+    /// Refuses options that a command gives to CRIU itself.
+    ///
+    /// # Errors
+    /// One of them is given.
+    pub(super) fn refuse(options: &[OsString], ours: &[&str]) -> anyhow::Result<()> {
+        for option in options {
+            let text = option.to_string_lossy();
+            let name = text.split_once('=').map_or(&*text, |(name, _)| name);
+            if ours.contains(&name) {
+                bail!("{name}: rewake gives this option to CRIU itself");
+            }
+        }
+        Ok(())
+    }
+}
+
 /// One command of CRIU.
 #[derive(Debug)]
 pub(super) struct CriuInvocation<'a> {

@@ -8,12 +8,14 @@ pub mod dump;
 pub mod export;
 pub mod inspect;
 pub mod lazy_pages;
+pub mod migrate;
 pub mod page_server;
 pub mod park;
 mod picture;
 pub mod planner;
 mod print;
 pub mod pull;
+pub mod receive;
 pub mod recover;
 pub mod restore;
 pub mod seal;
@@ -22,6 +24,7 @@ pub mod status;
 pub mod streamer;
 pub mod verify;
 
+mod aborts;
 mod detach;
 
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};

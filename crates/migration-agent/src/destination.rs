@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The agent of the host that the program moves to.
+
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, sleep};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use rewake_migration::destination::{
+    DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
+};
+use rewake_migration::message::{FromDestination, FromSource};
+use rewake_migration::record::DestinationRecord;
+
+use crate::cgroup::TreeCgroup;
+use crate::criu::{CriuChoice, RunningCriu, page_socket};
+use crate::folder::{MigrationFolder, WrittenRecord};
+use crate::frame::{Frame, FrameWriter, MigrationId, greeted};
+use crate::host::HostOffer;
+use crate::image_files;
+use crate::relay::PageRelay;
+use crate::script::{self, CriuMoment, WaitingScript};
+
+/// Time without a connection before the program is released. The source's limit is shorter, so it decides.
+const LOST_LIMIT: Duration = Duration::from_secs(90);
+/// Time without a connection after which missing memory is given up.
+const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
+/// Time that a connection has for its greeting.
+const GREETING_LIMIT: Duration = Duration::from_secs(10);
+/// Connections without a greeting, at once.
+const MAX_STRANGERS: usize = 16;
+/// Time that the lazy-pages client has to listen, or to end.
+const CLIENT_LIMIT: Duration = Duration::from_secs(10);
+/// Time that CRIU has to end once its tasks are killed.
+const CRIU_LIMIT: Duration = Duration::from_secs(10);
+const POLL: Duration = Duration::from_millis(1);
+/// Time between two looks at children and limits.
+const TICK: Duration = Duration::from_millis(20);
+
+/// What a migration came to.
+#[derive(Debug)]
+pub struct DestinationReport {
+    /// Where the program is.
+    pub outcome: DestinationOutcome,
+}
+
+enum DestinationEvent {
+    Connected(usize, Arc<FrameWriter>),
+    Disconnected(usize),
+    Received(usize, FromSource),
+    Script(CriuMoment, WaitingScript),
+    MemoryLost(String),
+    Abort,
+}
+
+/// What the threads of connections share with the agent.
+#[derive(Debug)]
+struct ConnectionState {
+    /// The migration that the first greeting named.
+    id: Mutex<Option<MigrationId>>,
+    strangers: AtomicUsize,
+    /// The number of the newest connection.
+    newest: AtomicUsize,
+    images: PathBuf,
+    relay: Mutex<Option<Arc<PageRelay>>>,
+}
+
+/// Takes one program.
+///
+/// `aborts` receives the user's wish to end the migration.
+///
+/// # Errors
+/// Nothing was received: the host has no cgroups, or a folder cannot be made.
+pub fn receive(
+    listener: TcpListener,
+    criu: &CriuChoice,
+    aborts: Receiver<()>,
+) -> anyhow::Result<DestinationReport> {
+    let name = format!("destination-{}", std::process::id());
+    let folder = MigrationFolder::open(&name)?;
+    folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
+    let cgroup = TreeCgroup::for_restore(&format!("rewake-{name}"))?;
+    let (sender, events) = channel();
+    let state = Arc::new(ConnectionState {
+        id: Mutex::default(),
+        strangers: AtomicUsize::new(0),
+        newest: AtomicUsize::new(0),
+        images: folder.images(),
+        relay: Mutex::default(),
+    });
+    let scripts = folder.listen()?;
+    let (to_scripts, to_aborts, to_links) = (sender.clone(), sender.clone(), sender.clone());
+    thread::spawn(move || {
+        script::receive(&scripts, |moment, script| {
+            to_scripts.send(DestinationEvent::Script(moment, script)).is_ok()
+        });
+    });
+    thread::spawn(move || while aborts.recv().is_ok() && to_aborts.send(DestinationEvent::Abort).is_ok() {});
+    let shared = Arc::clone(&state);
+    thread::spawn(move || accept(&listener, &shared, &to_links));
+    let agent = DestinationAgent {
+        machine: MigrationDestination::new(),
+        criu,
+        cgroup,
+        state,
+        sender,
+        events,
+        link: None,
+        link_number: 0,
+        lost_since: None,
+        restore: None,
+        client: None,
+        script: None,
+        is_released: false,
+        outcome: None,
+        folder,
+    };
+    Ok(agent.run())
+}
+
+fn accept(listener: &TcpListener, state: &Arc<ConnectionState>, sender: &Sender<DestinationEvent>) {
+    for stream in listener.incoming() {
+        let Ok(stream) = stream else {
+            sleep(TICK);
+            continue;
+        };
+        if state.strangers.fetch_add(1, Ordering::Relaxed) >= MAX_STRANGERS {
+            state.strangers.fetch_sub(1, Ordering::Relaxed);
+            tracing::error!("a connection was turned away: {MAX_STRANGERS} others have sent no greeting");
+            continue;
+        }
+        let (state, sender) = (Arc::clone(state), sender.clone());
+        thread::spawn(move || {
+            let peer = stream
+                .peer_addr()
+                .map_or_else(|_| "a client".to_owned(), |peer: SocketAddr| peer.to_string());
+            if let Err(error) = connection(stream, &state, &sender) {
+                tracing::warn!("{peer}: {error:#}");
+            }
+        });
+    }
+}
+
+/// Takes one connection from its greeting to its end.
+fn connection(
+    mut stream: TcpStream,
+    state: &ConnectionState,
+    sender: &Sender<DestinationEvent>,
+) -> anyhow::Result<()> {
+    let admitted = admit(&mut stream, state);
+    state.strangers.fetch_sub(1, Ordering::Relaxed);
+    admitted?;
+    let number = state.newest.fetch_add(1, Ordering::SeqCst) + 1;
+    let writer = Arc::new(FrameWriter::new(stream.try_clone()?));
+    sender.send(DestinationEvent::Connected(number, writer))?;
+    let ended = read_frames(&mut stream, number, state, sender);
+    sender.send(DestinationEvent::Disconnected(number))?;
+    ended
+}
+
+fn admit(stream: &mut TcpStream, state: &ConnectionState) -> anyhow::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(GREETING_LIMIT))?;
+    let id = greeted(stream)?;
+    let known = *state.id.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(id);
+    ensure!(known == id, "another migration: this agent takes one program");
+    stream.set_read_timeout(None)?;
+    Ok(())
+}
+
+fn read_frames(
+    stream: &mut TcpStream,
+    number: usize,
+    state: &ConnectionState,
+    sender: &Sender<DestinationEvent>,
+) -> anyhow::Result<()> {
+    while let Some(frame) = Frame::read(stream)? {
+        ensure!(state.newest.load(Ordering::SeqCst) == number, "a newer connection has taken its place");
+        let stored = match frame {
+            Frame::Source(message) => {
+                sender.send(DestinationEvent::Received(number, message))?;
+                Ok(())
+            }
+            Frame::File { name, offset, bytes } => image_files::store(&state.images, &name, offset, &bytes),
+            Frame::Pages { pid, vaddr, bytes } => {
+                let relay = state.relay.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                relay.context("the source sent pages without a request")?.answer(pid, vaddr, &bytes)
+            }
+            Frame::PagesLost(reason) => Err(anyhow::anyhow!("the source: {reason}")),
+            Frame::Destination(_) | Frame::PageRequest { .. } => {
+                bail!("the source sent a frame of a destination")
+            }
+        };
+        if let Err(error) = stored {
+            sender.send(DestinationEvent::MemoryLost(format!("{error:#}")))?;
+        }
+    }
+    Ok(())
+}
+
+struct DestinationAgent<'a> {
+    machine: MigrationDestination,
+    criu: &'a CriuChoice,
+    cgroup: TreeCgroup,
+    state: Arc<ConnectionState>,
+    sender: Sender<DestinationEvent>,
+    events: Receiver<DestinationEvent>,
+    link: Option<Arc<FrameWriter>>,
+    link_number: usize,
+    lost_since: Option<Instant>,
+    restore: Option<RunningCriu>,
+    /// The lazy-pages client, until all memory is resident.
+    client: Option<RunningCriu>,
+    script: Option<WaitingScript>,
+    is_released: bool,
+    outcome: Option<DestinationOutcome>,
+    /// Dropped last.
+    folder: MigrationFolder,
+}
+
+impl DestinationAgent<'_> {
+    fn run(mut self) -> DestinationReport {
+        let outcome = loop {
+            if let Some(outcome) = self.outcome.take() {
+                break outcome;
+            }
+            match self.events.recv_timeout(TICK) {
+                Ok(event) => self.handle(event),
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+            }
+            self.look();
+        };
+        if let Some(link) = &self.link {
+            link.close();
+        }
+        if !matches!(outcome, DestinationOutcome::Restored { .. }) {
+            self.cgroup.release();
+        }
+        self.folder.remove();
+        DestinationReport { outcome }
+    }
+
+    fn handle(&mut self, event: DestinationEvent) {
+        match event {
+            DestinationEvent::Connected(number, link) => {
+                if let Some(relay) = self.relay() {
+                    relay.connect(Some(Arc::clone(&link)));
+                }
+                (self.link, self.link_number, self.lost_since) = (Some(link), number, None);
+                self.step(DestinationInput::Connected);
+            }
+            DestinationEvent::Disconnected(number) if number == self.link_number => {
+                self.link = None;
+                if let Some(relay) = self.relay() {
+                    relay.connect(None);
+                }
+                self.lost_since = Some(Instant::now());
+                self.step(DestinationInput::Disconnected);
+            }
+            DestinationEvent::Received(number, message) if number == self.link_number => {
+                self.step(DestinationInput::Received(message));
+            }
+            // Of a connection that another one has replaced.
+            DestinationEvent::Disconnected(_) | DestinationEvent::Received(..) => {}
+            DestinationEvent::Script(CriuMoment::PostRestore, script) => {
+                self.script = Some(script);
+                self.step(DestinationInput::RestoreWaits);
+            }
+            DestinationEvent::Script(CriuMoment::PostResume, _) => self.step(DestinationInput::Running),
+            DestinationEvent::Script(CriuMoment::PreDump | CriuMoment::PostDump, _) => {}
+            DestinationEvent::MemoryLost(reason) => self.step(DestinationInput::MemoryLost(reason)),
+            DestinationEvent::Abort => self.step(DestinationInput::Abort),
+        }
+    }
+
+    fn relay(&self) -> Option<Arc<PageRelay>> {
+        self.state.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Looks at the children and at the limits.
+    fn look(&mut self) {
+        if let Some(restore) = &mut self.restore
+            && let Ok(Some(status)) = restore.ended()
+        {
+            let failure = restore.failure(status);
+            self.restore = None;
+            if !status.success() {
+                self.step(DestinationInput::RestoreFailed(failure));
+            }
+        }
+        if let Some(client) = &mut self.client
+            && let Ok(Some(status)) = client.ended()
+        {
+            let failure = client.failure(status);
+            self.client = None;
+            match status.success() {
+                true => self.step(DestinationInput::Resident),
+                false => self.step(DestinationInput::MemoryLost(failure)),
+            }
+        }
+        let limit = if self.is_released { GIVE_UP_LIMIT } else { LOST_LIMIT };
+        if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
+            self.step(DestinationInput::TimedOut(format!("no connection for {} s", limit.as_secs())));
+        }
+    }
+
+    fn step(&mut self, input: DestinationInput) {
+        let outputs = self.machine.step(input);
+        self.act(outputs);
+    }
+
+    fn act(&mut self, outputs: Vec<DestinationOutput>) {
+        for output in outputs {
+            match output {
+                DestinationOutput::Send(message) => self.send(message),
+                DestinationOutput::Compare(offer) => {
+                    let compared = HostOffer::compare(&offer).map_err(|error| format!("{error:#}"));
+                    self.step(DestinationInput::Compared(compared));
+                }
+                DestinationOutput::Restore => {
+                    if let Err(error) = self.start_restore() {
+                        self.step(DestinationInput::RestoreFailed(format!("{error:#}")));
+                    }
+                }
+                DestinationOutput::WriteRelease => self.write_release(),
+                DestinationOutput::Release => {
+                    self.is_released = true;
+                    // A script that has died left a CRIU that fails.
+                    self.script.take().map(|script| script.decide(true));
+                }
+                DestinationOutput::Kill => self.kill(),
+                DestinationOutput::AbortRefused => tracing::error!("the program runs here only: not ended"),
+                DestinationOutput::End(outcome) => self.outcome = Some(outcome),
+            }
+        }
+    }
+
+    /// A message that is lost with its connection is due again on the next one.
+    fn send(&mut self, message: FromDestination) {
+        if let Some(link) = &self.link
+            && let Err(error) = link.send(&Frame::Destination(message))
+        {
+            tracing::warn!("{error:#}");
+        }
+    }
+
+    fn start_restore(&mut self) -> anyhow::Result<()> {
+        self.start_client()?;
+        let criu = self.criu.command("restore", &self.folder.images(), self.folder.path());
+        let mut command = Command::new("/bin/sh");
+        // CRIU's tasks are in the group from the beginning.
+        command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.cgroup.entrance());
+        command.arg(criu.get_program()).args(criu.get_args());
+        command.args(["-d", "--lazy-pages", "--manage-cgroups=ignore"]);
+        script::add_to(&mut command, self.folder.path())?;
+        command.args(&self.criu.options);
+        self.restore = Some(RunningCriu::start(&mut command, "restore", self.folder.path())?);
+        Ok(())
+    }
+
+    /// Starts the process that serves the restore's page faults, with this agent as its page server.
+    fn start_client(&mut self) -> anyhow::Result<()> {
+        let (ours, criu_end, number) = page_socket()?;
+        let mut command = self.criu.command("lazy-pages", &self.folder.images(), self.folder.path());
+        command.args(["--page-server", "--ps-socket", &number]);
+        let mut client = RunningCriu::start(&mut command, "lazy-pages", self.folder.path())?;
+        drop(criu_end);
+        let socket = self.folder.path().join("lazy-pages.socket");
+        let start = Instant::now();
+        while !socket.exists() {
+            if let Some(status) = client.ended()? {
+                bail!("{}", client.failure(status));
+            }
+            ensure!(start.elapsed() < CLIENT_LIMIT, "lazy-pages does not listen");
+            sleep(POLL);
+        }
+        self.client = Some(client);
+        let relay = Arc::new(PageRelay::new(ours));
+        relay.connect(self.link.clone());
+        *self.state.relay.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&relay));
+        let sender = self.sender.clone();
+        thread::spawn(move || {
+            if let Err(error) = relay.run() {
+                // The agent may have ended.
+                let _ = sender.send(DestinationEvent::MemoryLost(format!("{error:#}")));
+            }
+        });
+        Ok(())
+    }
+
+    fn write_release(&mut self) {
+        match self.folder.write(&WrittenRecord::Destination(DestinationRecord::Released)) {
+            Ok(()) => self.step(DestinationInput::ReleaseWritten),
+            Err(error) => self.step(DestinationInput::WriteFailed(format!("{error:#}"))),
+        }
+    }
+
+    /// Kills the restored tasks first: without the lazy-pages client their missing memory would be zeros.
+    fn kill(&mut self) {
+        if let Err(error) = self.cgroup.kill() {
+            tracing::error!("restored processes are not killed: {error:#}");
+        }
+        self.script = None;
+        if let Some(mut restore) = self.restore.take() {
+            restore.end_within(CRIU_LIMIT);
+        }
+        if let Some(mut client) = self.client.take() {
+            client.kill();
+        }
+    }
+}

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The connection between both agents: a greeting, then frames.
+//!
+//! ```text
+//! greeting, by the source:  "REWAKEMG"   id of the migration, 16 bytes
+//! frame:                    length u32   kind u8   body
+//! ```
+//! Numbers are little-endian. Messages of the protocol are JSON; the first one has the version.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::{Context as _, bail, ensure};
+use rewake_migration::message::{FromDestination, FromSource};
+use rewake_page_protocol::PageRun;
+
+/// The bytes before everything else.
+const MAGIC: &[u8; 8] = b"REWAKEMG";
+/// Bytes of a frame's body at most.
+const MAX_BODY: usize = (4 << 20) + (1 << 10);
+/// Bytes of a file in one frame.
+pub(crate) const FILE_PIECE: usize = 1 << 20;
+const PAGE: usize = 4096;
+
+/// Names a migration on every connection of it.
+pub(crate) type MigrationId = [u8; 16];
+
+/// What both agents send each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Frame {
+    Source(FromSource),
+    Destination(FromDestination),
+    /// Bytes of an image's file.
+    File {
+        name: String,
+        offset: u64,
+        bytes: Vec<u8>,
+    },
+    /// The destination needs pages of a task.
+    PageRequest {
+        pid: u32,
+        run: PageRun,
+    },
+    /// The first pages of a request. Answers have the order of the requests.
+    Pages {
+        pid: u32,
+        vaddr: u64,
+        bytes: Vec<u8>,
+    },
+    /// The answer to a request whose bytes cannot be had.
+    PagesLost(String),
+}
+
+mod kind {
+    pub(super) const SOURCE: u8 = 1;
+    pub(super) const DESTINATION: u8 = 2;
+    pub(super) const FILE: u8 = 3;
+    pub(super) const PAGE_REQUEST: u8 = 4;
+    pub(super) const PAGES: u8 = 5;
+    pub(super) const PAGES_LOST: u8 = 6;
+}
+
+impl Frame {
+    fn encode(&self) -> anyhow::Result<Vec<u8>> {
+        let (kind, body) = match self {
+            Self::Source(message) => (kind::SOURCE, serde_json::to_vec(message)?),
+            Self::Destination(message) => (kind::DESTINATION, serde_json::to_vec(message)?),
+            Self::File { name, offset, bytes } => {
+                let len = u16::try_from(name.len()).context("the name of a file")?;
+                let head = [&len.to_le_bytes()[..], name.as_bytes(), &offset.to_le_bytes()].concat();
+                (kind::FILE, [&head, &bytes[..]].concat())
+            }
+            Self::PageRequest { pid, run } => {
+                let numbers = [run.vaddr().to_le_bytes(), run.pages().to_le_bytes()].concat();
+                (kind::PAGE_REQUEST, [&pid.to_le_bytes()[..], &numbers].concat())
+            }
+            Self::Pages { pid, vaddr, bytes } => {
+                (kind::PAGES, [&pid.to_le_bytes()[..], &vaddr.to_le_bytes(), bytes].concat())
+            }
+            Self::PagesLost(reason) => (kind::PAGES_LOST, reason.as_bytes().to_vec()),
+        };
+        ensure!(body.len() <= MAX_BODY, "a frame of {} bytes: expected at most {MAX_BODY}", body.len());
+        let len = u32::try_from(body.len())?;
+        Ok([&len.to_le_bytes()[..], &[kind], &body].concat())
+    }
+
+    /// Reads a frame; none at the end of the connection.
+    pub(crate) fn read(stream: &mut impl Read) -> anyhow::Result<Option<Self>> {
+        let mut head = [0; 5];
+        match stream.read(&mut head).context("reading a frame")? {
+            0 => return Ok(None),
+            some => stream.read_exact(&mut head[some..]).context("reading a frame")?,
+        }
+        let len = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
+        ensure!(len <= MAX_BODY, "a frame of {len} bytes: expected at most {MAX_BODY}");
+        let mut body = vec![0; len];
+        stream.read_exact(&mut body).context("reading a frame")?;
+        Self::decode(head[4], &body).map(Some)
+    }
+
+    fn decode(kind: u8, body: &[u8]) -> anyhow::Result<Self> {
+        let mut rest = body;
+        Ok(match kind {
+            kind::SOURCE => Self::Source(serde_json::from_slice(body).context("a message of the source")?),
+            kind::DESTINATION => {
+                Self::Destination(serde_json::from_slice(body).context("a message of the destination")?)
+            }
+            kind::FILE => {
+                let len = u16::from_le_bytes(take(&mut rest)?) as usize;
+                ensure!(rest.len() >= len, "a frame with a file: its name is cut off");
+                let (name, mut rest) = rest.split_at(len);
+                let name = String::from_utf8(name.to_vec()).context("the name of a file")?;
+                let offset = u64::from_le_bytes(take(&mut rest)?);
+                Self::File { name, offset, bytes: rest.to_vec() }
+            }
+            kind::PAGE_REQUEST => {
+                let pid = u32::from_le_bytes(take(&mut rest)?);
+                let (vaddr, pages) =
+                    (u64::from_le_bytes(take(&mut rest)?), u64::from_le_bytes(take(&mut rest)?));
+                Self::PageRequest { pid, run: PageRun::new(vaddr, pages)? }
+            }
+            kind::PAGES => {
+                let pid = u32::from_le_bytes(take(&mut rest)?);
+                let vaddr = u64::from_le_bytes(take(&mut rest)?);
+                let is_whole = !rest.is_empty() && rest.len().is_multiple_of(PAGE);
+                ensure!(is_whole, "pages of {} bytes: expected a multiple of {PAGE}", rest.len());
+                Self::Pages { pid, vaddr, bytes: rest.to_vec() }
+            }
+            kind::PAGES_LOST => Self::PagesLost(String::from_utf8_lossy(body).into_owned()),
+            _ => bail!("a frame of kind {kind}: expected 1 to 6; is the peer a Rewake of another version?"),
+        })
+    }
+}
+
+fn take<const N: usize>(bytes: &mut &[u8]) -> anyhow::Result<[u8; N]> {
+    let (first, rest) = bytes.split_first_chunk().context("a frame is cut off")?;
+    *bytes = rest;
+    Ok(*first)
+}
+
+/// Sends a greeting.
+pub(crate) fn greet(stream: &mut impl Write, id: &MigrationId) -> io::Result<()> {
+    stream.write_all(&[&MAGIC[..], id].concat())
+}
+
+/// Reads a greeting.
+pub(crate) fn greeted(stream: &mut impl Read) -> anyhow::Result<MigrationId> {
+    let mut bytes = [0; 24];
+    stream.read_exact(&mut bytes).context("reading the greeting")?;
+    let (magic, id) = bytes.split_at(MAGIC.len());
+    ensure!(magic == MAGIC, "the client's first bytes are {magic:02x?}: expected a `rewake migrate`");
+    Ok(id.try_into()?)
+}
+
+/// The sending half of a connection, which threads share.
+#[derive(Debug)]
+pub(crate) struct FrameWriter(Mutex<TcpStream>);
+
+impl FrameWriter {
+    pub(crate) fn new(stream: TcpStream) -> Self {
+        Self(Mutex::new(stream))
+    }
+
+    pub(crate) fn send(&self, frame: &Frame) -> anyhow::Result<()> {
+        let bytes = frame.encode()?;
+        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        stream.write_all(&bytes).context("sending a frame")
+    }
+
+    /// Ends the connection: the reader of it sees the end.
+    pub(crate) fn close(&self) {
+        let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // It may have ended.
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rewake_migration::message::Progress;
+
+    use super::*;
+
+    #[test]
+    fn frames_are_read_as_they_were_sent() {
+        let frames = [
+            Frame::Source(FromSource::Hello { version: 1 }),
+            Frame::Destination(FromDestination::Hello { version: 1, progress: Progress::Gone("x".into()) }),
+            Frame::File { name: "core-1.img".into(), offset: 7, bytes: vec![1, 2, 3] },
+            Frame::PageRequest { pid: 9, run: PageRun::new(0x7000, 3).unwrap() },
+            Frame::Pages { pid: 9, vaddr: 0x7000, bytes: vec![5; PAGE] },
+            Frame::PagesLost("gone".into()),
+        ];
+        let bytes: Vec<u8> = frames.iter().flat_map(|frame| frame.encode().unwrap()).collect();
+        let mut stream = &bytes[..];
+        for frame in frames {
+            assert_eq!(Frame::read(&mut stream).unwrap(), Some(frame));
+        }
+        assert_eq!(Frame::read(&mut stream).unwrap(), None);
+    }
+
+    #[test]
+    fn frames_that_are_wrong_are_refused() {
+        let refused = |bytes: &[u8], reason: &str| {
+            let error = format!("{:#}", Frame::read(&mut &bytes[..]).unwrap_err());
+            assert!(error.contains(reason), "{error}");
+        };
+        refused(&[0xff, 0xff, 0xff, 0xff, 1], "expected at most");
+        refused(&[1, 0, 0, 0, 9, 0], "of kind 9");
+        refused(&[3, 0, 0, 0, 3, 9, 0, b'x'], "its name is cut off");
+        refused(&[12, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "expected a multiple of 4096");
+        refused(&[2, 0, 0, 0, 1, b'{'], "reading a frame");
+    }
+}

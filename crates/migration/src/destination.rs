@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The side that restores the program.
+
+use crate::message::{FromDestination, FromSource, Progress, VERSION};
+use crate::record::DestinationRecord;
+
+/// What happens to a destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DestinationInput {
+    /// A new connection from the source exists; the one before is lost.
+    Connected,
+    /// The connection is lost.
+    Disconnected,
+    /// The source sent a message.
+    Received(FromSource),
+    /// This host can take the program, or why it cannot.
+    Compared(Result<(), String>),
+    /// The restore waits at its last step: all tasks exist, and none runs.
+    RestoreWaits,
+    /// The restore failed, and has left no task.
+    RestoreFailed(
+        /// Why.
+        String,
+    ),
+    /// [`DestinationOutput::WriteRelease`] is done: the record says [`DestinationRecord::Released`].
+    ReleaseWritten,
+    /// The record could not be written, and is as before.
+    WriteFailed(
+        /// Why.
+        String,
+    ),
+    /// The program runs.
+    Running,
+    /// All memory is resident.
+    Resident,
+    /// Bytes of missing memory cannot be had: the source lost them, or sent wrong ones.
+    MemoryLost(
+        /// Why.
+        String,
+    ),
+    /// The restored tasks have ended by themselves, or were killed here.
+    TreeEnded,
+    /// A time limit of a lost connection has passed.
+    TimedOut(
+        /// Which.
+        String,
+    ),
+    /// The user ends the migration.
+    Abort,
+}
+
+/// What a driver of a destination does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DestinationOutput {
+    /// Sends a message. Without a connection it is dropped.
+    Send(FromDestination),
+    /// Compares this host with an offer, then gives [`DestinationInput::Compared`].
+    Compare(
+        /// Text of the source's driver.
+        String,
+    ),
+    /// Starts the restore: the files of the image are complete.
+    Restore,
+    /// Writes [`DestinationRecord::Released`].
+    WriteRelease,
+    /// Lets the restore do its last step: the program runs.
+    Release,
+    /// Kills the restored tasks, running or not, and the restore.
+    Kill,
+    /// An abort was refused: the program runs here only.
+    AbortRefused,
+    /// The migration has ended.
+    End(DestinationOutcome),
+}
+
+/// How a migration ended, as the destination knows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DestinationOutcome {
+    /// The program runs here with all its memory.
+    Restored {
+        /// The source has reported that its tree is killed.
+        is_discarded: bool,
+    },
+    /// The program does not run here, and never did.
+    Aborted(
+        /// Why.
+        String,
+    ),
+    /// The program ran here, and was ended: its missing memory cannot be had.
+    Lost(
+        /// Why.
+        String,
+    ),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum State {
+    /// Waits for an offer.
+    New,
+    /// The driver compares.
+    Comparing,
+    /// Waits for metadata.
+    Accepted,
+    /// The restore runs, up to its last step.
+    Restoring,
+    /// The restore waits. GRANT is asked for.
+    Ready,
+    /// The record is being written.
+    Releasing,
+    /// The record says RELEASE.
+    Released,
+    /// All memory is resident. The source is to discard its tree.
+    Resident,
+    Ended(DestinationOutcome),
+}
+
+/// The destination of one migration.
+#[derive(Debug)]
+pub struct MigrationDestination {
+    state: State,
+    /// The program runs, or did.
+    is_running: bool,
+    /// All memory is resident, maybe before the program runs.
+    is_resident: bool,
+    /// The user ended the migration when GRANT was asked for.
+    withdraws: bool,
+}
+
+impl Default for MigrationDestination {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl MigrationDestination {
+    /// A new migration. The record says [`DestinationRecord::Started`].
+    #[must_use]
+    pub fn new() -> Self {
+        Self { state: State::New, is_running: false, is_resident: false, withdraws: false }
+    }
+
+    /// Continues a migration whose agent ended. `has_tree` says whether the released tree still exists. The outputs
+    /// come before all others.
+    #[must_use]
+    pub fn restarted(record: DestinationRecord, has_tree: bool) -> (Self, Vec<DestinationOutput>) {
+        let mut destination = Self::new();
+        let outputs = match record {
+            DestinationRecord::Released => {
+                (destination.state, destination.is_running) = (State::Released, true);
+                if has_tree { Vec::new() } else { destination.end("the restored processes have ended") }
+            }
+            DestinationRecord::Started => destination.end("the destination's agent ended before RELEASE"),
+        };
+        (destination, outputs)
+    }
+
+    /// Takes an input.
+    #[must_use]
+    pub fn step(&mut self, input: DestinationInput) -> Vec<DestinationOutput> {
+        match input {
+            DestinationInput::Connected | DestinationInput::Disconnected => Vec::new(),
+            DestinationInput::Received(message) => self.received(message),
+            DestinationInput::Compared(Ok(())) if self.state == State::Comparing => {
+                self.state = State::Accepted;
+                vec![DestinationOutput::Send(FromDestination::Accept)]
+            }
+            DestinationInput::RestoreWaits if self.state == State::Restoring => {
+                self.state = State::Ready;
+                vec![DestinationOutput::Send(FromDestination::Ready)]
+            }
+            DestinationInput::ReleaseWritten if self.state == State::Releasing => {
+                self.state = State::Released;
+                vec![DestinationOutput::Release]
+            }
+            DestinationInput::Compared(Ok(()))
+            | DestinationInput::RestoreWaits
+            | DestinationInput::ReleaseWritten => Vec::new(),
+            DestinationInput::Running => {
+                self.is_running = true;
+                let report = [DestinationOutput::Send(FromDestination::Running)];
+                report.into_iter().chain(self.commit()).collect()
+            }
+            DestinationInput::Resident => {
+                self.is_resident = true;
+                self.commit()
+            }
+            DestinationInput::Compared(Err(reason))
+            | DestinationInput::RestoreFailed(reason)
+            | DestinationInput::WriteFailed(reason)
+            | DestinationInput::MemoryLost(reason) => self.end(&reason),
+            DestinationInput::TreeEnded if self.state == State::Resident => Vec::new(),
+            DestinationInput::TreeEnded => self.end("the restored processes have ended"),
+            DestinationInput::TimedOut(reason) => self.timed_out(&reason),
+            DestinationInput::Abort if self.may_run() => vec![DestinationOutput::AbortRefused],
+            DestinationInput::Abort if self.state == State::Ready => {
+                self.withdraws = true;
+                vec![DestinationOutput::Send(FromDestination::Withdraw)]
+            }
+            DestinationInput::Abort => self.end("the destination's user ended the migration"),
+        }
+    }
+
+    /// Whether the program runs, or may be released by a record that is being written.
+    fn may_run(&self) -> bool {
+        matches!(self.state, State::Releasing | State::Released | State::Resident)
+    }
+
+    fn received(&mut self, message: FromSource) -> Vec<DestinationOutput> {
+        match (&self.state, message) {
+            (_, FromSource::Hello { version }) => self.greet(version),
+            (State::Ended(outcome), _) => outcome.answer().into_iter().collect(),
+            (State::New, FromSource::Offer(text)) => {
+                self.state = State::Comparing;
+                vec![DestinationOutput::Compare(text)]
+            }
+            (State::Comparing, FromSource::Offer(_)) => Vec::new(),
+            // Sent again after a new connection.
+            (State::Accepted, FromSource::Offer(_)) => vec![DestinationOutput::Send(FromDestination::Accept)],
+            (State::Accepted, FromSource::Metadata) => {
+                self.state = State::Restoring;
+                vec![DestinationOutput::Restore]
+            }
+            (State::Ready, FromSource::Grant) => {
+                self.state = State::Releasing;
+                vec![DestinationOutput::WriteRelease]
+            }
+            // Sent again after a new connection.
+            (State::Releasing | State::Released | State::Resident, FromSource::Grant) => Vec::new(),
+            (State::Resident, FromSource::Discarded) => self.finish(true),
+            // Whatever the source says, its tree never runs again.
+            (State::Releasing | State::Released | State::Resident, _) => Vec::new(),
+            (_, FromSource::Abort(reason)) => self.end(&reason),
+            (_, message) => self.end(&format!("the source sent {message:?}, which violates the protocol")),
+        }
+    }
+
+    /// Answers the first message of a connection.
+    fn greet(&mut self, version: u32) -> Vec<DestinationOutput> {
+        let mut outputs = Vec::new();
+        if version != VERSION && !self.may_run() {
+            outputs =
+                self.end(&format!("the source speaks version {version} of the protocol, expected {VERSION}"));
+        }
+        // Before the Hello, which asks for GRANT again.
+        if self.withdraws && self.state == State::Ready {
+            outputs.push(DestinationOutput::Send(FromDestination::Withdraw));
+        }
+        let hello = FromDestination::Hello { version: VERSION, progress: self.progress() };
+        outputs.push(DestinationOutput::Send(hello));
+        outputs
+    }
+
+    fn progress(&self) -> Progress {
+        match &self.state {
+            State::New | State::Comparing => Progress::New,
+            State::Accepted => Progress::Accepted,
+            State::Restoring => Progress::Restoring,
+            // Until the record is written, a restart would forget GRANT.
+            State::Ready | State::Releasing => Progress::Ready,
+            State::Released => Progress::Released,
+            State::Resident | State::Ended(DestinationOutcome::Restored { .. }) => Progress::Resident,
+            State::Ended(DestinationOutcome::Aborted(reason) | DestinationOutcome::Lost(reason)) => {
+                Progress::Gone(reason.clone())
+            }
+        }
+    }
+
+    /// Commits if the program runs and all of its memory is resident.
+    fn commit(&mut self) -> Vec<DestinationOutput> {
+        if self.state != State::Released || !self.is_running || !self.is_resident {
+            return Vec::new();
+        }
+        self.state = State::Resident;
+        vec![DestinationOutput::Send(FromDestination::Commit)]
+    }
+
+    fn timed_out(&mut self, reason: &str) -> Vec<DestinationOutput> {
+        match self.state {
+            State::Releasing => Vec::new(),
+            State::Resident => self.finish(false),
+            _ => self.end(reason),
+        }
+    }
+
+    fn finish(&mut self, is_discarded: bool) -> Vec<DestinationOutput> {
+        let outcome = DestinationOutcome::Restored { is_discarded };
+        self.state = State::Ended(outcome.clone());
+        vec![DestinationOutput::End(outcome)]
+    }
+
+    /// Ends the migration without the program.
+    fn end(&mut self, reason: &str) -> Vec<DestinationOutput> {
+        let outcome = match self.state {
+            State::Resident | State::Ended(_) => return Vec::new(),
+            State::Released => DestinationOutcome::Lost(reason.to_owned()),
+            _ => DestinationOutcome::Aborted(reason.to_owned()),
+        };
+        self.state = State::Ended(outcome.clone());
+        let answer = outcome.answer();
+        let kill = [DestinationOutput::Kill];
+        kill.into_iter().chain(answer).chain([DestinationOutput::End(outcome)]).collect()
+    }
+}
+
+impl DestinationOutcome {
+    /// The answer to every message after the end.
+    fn answer(&self) -> Option<DestinationOutput> {
+        let message = match self {
+            Self::Restored { is_discarded: true } => return None,
+            Self::Restored { is_discarded: false } => FromDestination::Commit,
+            Self::Aborted(reason) | Self::Lost(reason) => FromDestination::Abort(reason.clone()),
+        };
+        Some(DestinationOutput::Send(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn received(destination: &mut MigrationDestination, message: FromSource) -> Vec<DestinationOutput> {
+        destination.step(DestinationInput::Received(message))
+    }
+
+    fn released() -> MigrationDestination {
+        let mut destination = MigrationDestination::new();
+        let _ = received(&mut destination, FromSource::Offer(String::new()));
+        let _ = destination.step(DestinationInput::Compared(Ok(())));
+        let _ = received(&mut destination, FromSource::Metadata);
+        let _ = destination.step(DestinationInput::RestoreWaits);
+        let _ = received(&mut destination, FromSource::Grant);
+        assert_eq!(destination.step(DestinationInput::ReleaseWritten), [DestinationOutput::Release]);
+        destination
+    }
+
+    #[test]
+    fn after_release_no_message_ends_the_program() {
+        let mut destination = released();
+        for message in [
+            FromSource::Abort(String::new()),
+            FromSource::Grant,
+            FromSource::Metadata,
+            FromSource::Discarded,
+            FromSource::Offer(String::new()),
+        ] {
+            assert_eq!(received(&mut destination, message.clone()), [], "{message:?}");
+        }
+        assert_eq!(destination.step(DestinationInput::Abort), [DestinationOutput::AbortRefused]);
+    }
+
+    #[test]
+    fn commit_waits_until_the_program_runs_with_all_memory() {
+        let mut destination = released();
+        assert_eq!(destination.step(DestinationInput::Resident), []);
+        let commit = DestinationOutput::Send(FromDestination::Commit);
+        let running = DestinationOutput::Send(FromDestination::Running);
+        assert_eq!(destination.step(DestinationInput::Running), [running, commit]);
+    }
+
+    #[test]
+    fn another_version_is_refused_by_name() {
+        let mut destination = MigrationDestination::new();
+        let outputs = received(&mut destination, FromSource::Hello { version: VERSION + 1 });
+        let reason = "the source speaks version 2 of the protocol, expected 1".to_owned();
+        assert!(
+            outputs.contains(&DestinationOutput::End(DestinationOutcome::Aborted(reason))),
+            "{outputs:?}"
+        );
+    }
+}

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the sides send each other. Memory and files travel beside these messages, in the same order.
+
+use serde::{Deserialize, Serialize};
+
+/// The version of the protocol. A side that gets another one ends the migration.
+pub const VERSION: u32 = 1;
+
+/// A message of the source.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromSource {
+    /// The first message on each connection.
+    Hello {
+        /// The version that the source speaks.
+        version: u32,
+    },
+    /// What the destination must have or be.
+    Offer(
+        /// Text of the drivers.
+        String,
+    ),
+    /// All files of the image have been sent on this connection.
+    Metadata,
+    /// The program runs at the destination from now on, and never at the source.
+    Grant,
+    /// The source has killed its tree, after `Commit`.
+    Discarded,
+    /// The migration has ended, and the program runs at the source.
+    Abort(
+        /// Why.
+        String,
+    ),
+}
+
+/// A message of the destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromDestination {
+    /// The answer to the source's `Hello`.
+    Hello {
+        /// The version that the destination speaks.
+        version: u32,
+        /// How far it is.
+        progress: Progress,
+    },
+    /// The destination takes the program.
+    Accept,
+    /// The restore waits at its last step, and asks for `Grant`.
+    Ready,
+    /// The destination's user ends the migration, after `Ready`: GRANT may be in flight, so the source decides.
+    Withdraw,
+    /// The program runs. The source measures the downtime with it.
+    Running,
+    /// The program runs, and all of its memory is resident.
+    Commit,
+    /// The migration has ended, and the program does not run at the destination.
+    Abort(
+        /// Why.
+        String,
+    ),
+}
+
+/// How far a destination is. The order is that of time.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Progress {
+    /// It has no offer.
+    New,
+    /// It has accepted the offer, and lacks metadata.
+    Accepted,
+    /// It has all metadata, and restores.
+    Restoring,
+    /// Its restore waits for `Grant`.
+    Ready,
+    /// The program was released, and lacks memory.
+    Released,
+    /// All memory is resident, and the program runs.
+    Resident,
+    /// The program does not run there, and never will.
+    Gone(
+        /// Why.
+        String,
+    ),
+}

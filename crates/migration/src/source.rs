@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The side that has the program.
+
+use crate::message::{FromDestination, FromSource, Progress, VERSION};
+use crate::record::SourceRecord;
+
+/// What happens to a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SourceInput {
+    /// A new connection to the destination exists; the one before is lost.
+    Connected,
+    /// The connection is lost.
+    Disconnected,
+    /// The destination sent a message.
+    Received(FromDestination),
+    /// Pre-copy has done what it can.
+    PreCopied,
+    /// The tree is dumped, and its cgroup is frozen.
+    Frozen,
+    /// The tree could not be dumped or frozen.
+    FreezeFailed(
+        /// Why.
+        String,
+    ),
+    /// [`SourceOutput::WriteGrant`] is done: the record says [`SourceRecord::Granted`].
+    GrantWritten,
+    /// The record could not be written, and is as before.
+    WriteFailed(
+        /// Why.
+        String,
+    ),
+    /// [`SourceOutput::Kill`] is done.
+    Killed,
+    /// A time limit has passed: of the frozen time before GRANT, or of a lost connection.
+    TimedOut(
+        /// Which.
+        String,
+    ),
+    /// The user ends the migration.
+    Abort,
+}
+
+/// What a driver of a source does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SourceOutput {
+    /// Sends a message. Without a connection it is dropped.
+    Send(FromSource),
+    /// Copies memory while the tree runs, then gives [`SourceInput::PreCopied`].
+    PreCopy,
+    /// Dumps and freezes the tree.
+    Freeze,
+    /// Sends the files of the image, and then [`FromSource::Metadata`]. Pages are served from now on.
+    SendMetadata,
+    /// Writes [`SourceRecord::Granted`].
+    WriteGrant,
+    /// Ends the dump and thaws the tree, which runs on.
+    Thaw,
+    /// Kills the frozen tree.
+    Kill,
+    /// An abort was refused: the program may run at the destination.
+    AbortRefused,
+    /// The migration has ended.
+    End(SourceOutcome),
+}
+
+/// How a migration ended, as the source knows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SourceOutcome {
+    /// The program runs at the destination with all its memory. The source's tree is killed.
+    Migrated,
+    /// The program runs at the source.
+    Aborted(
+        /// Why.
+        String,
+    ),
+    /// The destination has lost the program after GRANT. It runs nowhere.
+    Lost(
+        /// Why.
+        String,
+    ),
+    /// The destination cannot be reached after GRANT. Whether the program runs there is not known; it does not run
+    /// here.
+    Unknown(
+        /// Why.
+        String,
+    ),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum State {
+    /// Waits for the destination's answer to the offer.
+    Comparing,
+    /// Memory is copied while the tree runs.
+    PreCopying,
+    /// CRIU dumps the tree.
+    Freezing,
+    /// The tree is frozen, metadata is sent, and pages are served.
+    WaitingForReady,
+    /// The record is being written.
+    Granting,
+    /// The record says GRANT.
+    Granted,
+    /// The tree is being killed.
+    Killing(SourceOutcome),
+    Ended(SourceOutcome),
+}
+
+/// The source of one migration.
+#[derive(Debug)]
+pub struct MigrationSource {
+    state: State,
+    offer: String,
+    /// The destination has answered Hello on this connection. Until then its progress is not known, and only Hello is
+    /// sent: what else is due is sent after the answer.
+    is_greeted: bool,
+}
+
+impl MigrationSource {
+    /// A new migration. The record says [`SourceRecord::Started`]. The offer is text for the destination's driver.
+    #[must_use]
+    pub fn new(offer: String) -> Self {
+        Self { state: State::Comparing, offer, is_greeted: false }
+    }
+
+    /// Continues a migration whose agent ended. The outputs come before all others.
+    #[must_use]
+    pub fn restarted(record: SourceRecord) -> (Self, Vec<SourceOutput>) {
+        let (mut source, mut outputs) = (Self::new(String::new()), Vec::new());
+        match record {
+            SourceRecord::Granted => source.state = State::Granted,
+            SourceRecord::Started => {
+                outputs = source.abort("the source's agent ended before GRANT".to_owned());
+            }
+        }
+        (source, outputs)
+    }
+
+    /// Whether the tree must not run here, whatever happens.
+    #[must_use]
+    pub fn has_granted(&self) -> bool {
+        match &self.state {
+            State::Granting | State::Granted | State::Killing(_) => true,
+            State::Ended(outcome) => !matches!(outcome, SourceOutcome::Aborted(_)),
+            State::Comparing | State::PreCopying | State::Freezing | State::WaitingForReady => false,
+        }
+    }
+
+    /// Takes an input.
+    #[must_use]
+    pub fn step(&mut self, input: SourceInput) -> Vec<SourceOutput> {
+        match input {
+            SourceInput::Connected => {
+                self.is_greeted = false;
+                vec![SourceOutput::Send(FromSource::Hello { version: VERSION })]
+            }
+            SourceInput::Disconnected => {
+                self.is_greeted = false;
+                Vec::new()
+            }
+            SourceInput::Received(message) => self.received(message),
+            SourceInput::PreCopied if self.state == State::PreCopying => {
+                self.state = State::Freezing;
+                vec![SourceOutput::Freeze]
+            }
+            SourceInput::Frozen if self.state == State::Freezing => {
+                self.state = State::WaitingForReady;
+                self.once_greeted(SourceOutput::SendMetadata)
+            }
+            SourceInput::GrantWritten if self.state == State::Granting => {
+                self.state = State::Granted;
+                self.once_greeted(SourceOutput::Send(FromSource::Grant))
+            }
+            SourceInput::Killed => self.killed(),
+            // An input of a state that an abort has left.
+            SourceInput::PreCopied | SourceInput::Frozen | SourceInput::GrantWritten => Vec::new(),
+            SourceInput::FreezeFailed(reason) if !self.has_granted() => self.abort(reason),
+            SourceInput::FreezeFailed(_) => Vec::new(),
+            // The record is as before, and Grant was not sent.
+            SourceInput::WriteFailed(reason) if self.state == State::Granting => self.abort(reason),
+            SourceInput::WriteFailed(_) => Vec::new(),
+            SourceInput::TimedOut(reason) => self.timed_out(reason),
+            SourceInput::Abort if self.has_granted() => vec![SourceOutput::AbortRefused],
+            SourceInput::Abort => self.abort("the source's user ended the migration".to_owned()),
+        }
+    }
+
+    fn received(&mut self, message: FromDestination) -> Vec<SourceOutput> {
+        match message {
+            FromDestination::Hello { version, .. } if version != VERSION => self.gone(format!(
+                "the destination speaks version {version} of the protocol, expected {VERSION}"
+            )),
+            FromDestination::Hello { progress, .. } => {
+                self.is_greeted = true;
+                self.resume(progress)
+            }
+            FromDestination::Accept if self.state == State::Comparing => {
+                self.state = State::PreCopying;
+                vec![SourceOutput::PreCopy]
+            }
+            // Sent again after a new connection.
+            FromDestination::Accept if matches!(self.state, State::PreCopying | State::Freezing) => {
+                Vec::new()
+            }
+            FromDestination::Ready if self.state == State::WaitingForReady => {
+                self.state = State::Granting;
+                vec![SourceOutput::WriteGrant]
+            }
+            // After a restart, or a message that crossed ours.
+            FromDestination::Ready if self.state == State::Granted => {
+                vec![SourceOutput::Send(FromSource::Grant)]
+            }
+            FromDestination::Running if self.state == State::Granted => Vec::new(),
+            FromDestination::Commit if self.state == State::Granted => self.kill(SourceOutcome::Migrated),
+            FromDestination::Commit if self.migrated() => vec![SourceOutput::Send(FromSource::Discarded)],
+            FromDestination::Withdraw if self.has_granted() => Vec::new(),
+            FromDestination::Withdraw => self.abort("the destination's user ended the migration".to_owned()),
+            FromDestination::Abort(reason) => self.gone(reason),
+            message => self.violated(&message),
+        }
+    }
+
+    /// Continues on a new connection.
+    fn resume(&mut self, progress: Progress) -> Vec<SourceOutput> {
+        match (&self.state, progress) {
+            (_, Progress::Gone(reason)) => self.gone(reason),
+            (
+                State::Ended(
+                    SourceOutcome::Aborted(reason)
+                    | SourceOutcome::Lost(reason)
+                    | SourceOutcome::Unknown(reason),
+                ),
+                _,
+            ) => vec![SourceOutput::Send(FromSource::Abort(reason.clone()))],
+            (State::Comparing, Progress::New) => {
+                vec![SourceOutput::Send(FromSource::Offer(self.offer.clone()))]
+            }
+            (State::Comparing, Progress::Accepted) => self.received(FromDestination::Accept),
+            (State::PreCopying | State::Freezing, Progress::Accepted) => Vec::new(),
+            (State::WaitingForReady, Progress::Accepted) => vec![SourceOutput::SendMetadata],
+            (State::WaitingForReady | State::Granted, Progress::Ready) => {
+                self.received(FromDestination::Ready)
+            }
+            (State::WaitingForReady, Progress::Restoring)
+            | (State::Granting, Progress::Ready)
+            | (State::Granted, Progress::Released)
+            | (State::Killing(_), Progress::Released | Progress::Resident) => Vec::new(),
+            (State::Granted | State::Ended(_), Progress::Resident) => self.received(FromDestination::Commit),
+            (_, progress) => self.gone(format!("the destination has lost its state: it is at {progress:?}")),
+        }
+    }
+
+    fn once_greeted(&self, output: SourceOutput) -> Vec<SourceOutput> {
+        if self.is_greeted { vec![output] } else { Vec::new() }
+    }
+
+    /// The program does not run at the destination.
+    fn gone(&mut self, reason: String) -> Vec<SourceOutput> {
+        match self.state {
+            // The record may say GRANT already: what the destination does is known when it is written.
+            State::Granting | State::Killing(_) | State::Ended(_) => Vec::new(),
+            State::Granted => self.kill(SourceOutcome::Lost(reason)),
+            _ => self.abort(reason),
+        }
+    }
+
+    fn violated(&mut self, message: &FromDestination) -> Vec<SourceOutput> {
+        if self.has_granted() || matches!(self.state, State::Ended(_)) {
+            return Vec::new();
+        }
+        self.abort(format!("the destination sent {message:?}, which violates the protocol"))
+    }
+
+    fn timed_out(&mut self, reason: String) -> Vec<SourceOutput> {
+        match self.state {
+            State::Granting | State::Killing(_) | State::Ended(_) => Vec::new(),
+            State::Granted => self.kill(SourceOutcome::Unknown(reason)),
+            _ => self.abort(reason),
+        }
+    }
+
+    fn abort(&mut self, reason: String) -> Vec<SourceOutput> {
+        if let State::Ended(_) = self.state {
+            return Vec::new();
+        }
+        let outcome = SourceOutcome::Aborted(reason.clone());
+        self.state = State::Ended(outcome.clone());
+        vec![SourceOutput::Thaw, SourceOutput::Send(FromSource::Abort(reason)), SourceOutput::End(outcome)]
+    }
+
+    fn kill(&mut self, outcome: SourceOutcome) -> Vec<SourceOutput> {
+        self.state = State::Killing(outcome);
+        vec![SourceOutput::Kill]
+    }
+
+    fn killed(&mut self) -> Vec<SourceOutput> {
+        let State::Killing(outcome) = &self.state else { return Vec::new() };
+        let outcome = outcome.clone();
+        self.state = State::Ended(outcome.clone());
+        let last = self.migrated().then_some(SourceOutput::Send(FromSource::Discarded));
+        last.into_iter().chain([SourceOutput::End(outcome)]).collect()
+    }
+
+    fn migrated(&self) -> bool {
+        self.state == State::Ended(SourceOutcome::Migrated)
+    }
+}

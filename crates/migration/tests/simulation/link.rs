@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A connection that delays, and that is cut. Each side learns of the cut in its own time.
+
+use std::collections::VecDeque;
+
+use rewake_migration::blocks::{BlockDigest, BlockNumber, BlockPresence};
+use rewake_migration::message::{FromDestination, FromSource};
+
+/// What travels to the destination, in order.
+#[derive(Debug, Clone)]
+pub(super) enum ToDestination {
+    Message(FromSource),
+    /// Bytes of a block, read while the program runs.
+    Candidate(BlockNumber, u64),
+    Digest(BlockNumber, BlockDigest),
+    /// Bytes of a block, read after the freeze.
+    Bytes(BlockNumber, u64),
+}
+
+/// What travels to the source, in order.
+#[derive(Debug, Clone)]
+pub(super) enum ToSource {
+    Message(FromDestination),
+    /// All blocks that the destination has; after its Hello.
+    Presence(Vec<BlockPresence>),
+    Demand {
+        block: BlockNumber,
+        is_stale: bool,
+    },
+}
+
+/// The network between both hosts: one connection at most.
+#[derive(Debug, Default)]
+pub(super) struct Link {
+    is_connected: bool,
+    to_destination: VecDeque<ToDestination>,
+    to_source: VecDeque<ToSource>,
+    /// Sides that have not learnt of the cut.
+    pub(super) source_believes: bool,
+    pub(super) destination_believes: bool,
+}
+
+impl Link {
+    pub(super) fn connect(&mut self) {
+        *self =
+            Self { is_connected: true, source_believes: true, destination_believes: true, ..Self::default() };
+    }
+
+    /// What is in flight is lost.
+    pub(super) fn cut(&mut self) {
+        self.is_connected = false;
+        self.to_destination.clear();
+        self.to_source.clear();
+    }
+
+    pub(super) fn is_connected(&self) -> bool {
+        self.is_connected
+    }
+
+    pub(super) fn send_to_destination(&mut self, item: ToDestination) {
+        if self.is_connected {
+            self.to_destination.push_back(item);
+        }
+    }
+
+    pub(super) fn send_to_source(&mut self, item: ToSource) {
+        if self.is_connected {
+            self.to_source.push_back(item);
+        }
+    }
+
+    pub(super) fn next_for_destination(&mut self) -> Option<ToDestination> {
+        self.to_destination.pop_front()
+    }
+
+    pub(super) fn next_for_source(&mut self) -> Option<ToSource> {
+        self.to_source.pop_front()
+    }
+}

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The rules that hold after each step, and at the end of a run.
+
+use rewake_migration::blocks::BlockPresence;
+use rewake_migration::destination::{DestinationInput, DestinationOutcome};
+use rewake_migration::record::{DestinationRecord, SourceRecord};
+use rewake_migration::source::{SourceInput, SourceOutcome};
+
+use super::{BLOCKS, Pending, TreeState, World};
+
+/// Steps in which a run without faults must end.
+const MAX_STEPS: usize = 40_000;
+/// Steps without a change after which a side's time limit passes.
+const PATIENCE: usize = 1000;
+
+/// Where the program is at the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EndPlace {
+    Source,
+    Destination,
+    Nowhere,
+}
+
+impl World {
+    /// I9 and I1.
+    pub(super) fn check(&self) {
+        let (source, destination) = (&self.source, &self.destination);
+        let both = source.tree == TreeState::Running && destination.tree == TreeState::Running;
+        assert!(!both, "I9: the program runs on both sides\n{}", self.story());
+        assert!(
+            source.tree != TreeState::Running || source.record != Some(SourceRecord::Granted),
+            "I9: the source runs after GRANT\n{}",
+            self.story()
+        );
+        assert!(
+            destination.tree != TreeState::Running || destination.record == Some(DestinationRecord::Released),
+            "I9: the destination runs without RELEASE\n{}",
+            self.story()
+        );
+        let Some(frozen) = self.frozen else { return };
+        for (block, expected) in frozen.iter().enumerate() {
+            let is_resident = destination.blocks.presence(block) == BlockPresence::Resident;
+            assert!(
+                !is_resident || destination.memory[block] == *expected,
+                "I1: block {block} is wrong at the destination\n{}",
+                self.story()
+            );
+        }
+    }
+
+    /// Lets the run end: agents restart, the link works, and limits pass only where nothing else happens.
+    pub(crate) fn settle(&mut self) {
+        let (mut quiet, mut before) = (0, 0);
+        for _ in 0..MAX_STEPS {
+            if self.has_ended() {
+                return;
+            }
+            self.step(false);
+            quiet = if self.history.len() == before { quiet + 1 } else { 0 };
+            before = self.history.len();
+            if quiet > PATIENCE {
+                quiet = 0;
+                self.pass_a_limit();
+                self.check();
+            }
+        }
+        panic!("the run does not end\n{}", self.story());
+    }
+
+    fn pass_a_limit(&mut self) {
+        let reason = || "the limit has passed".to_owned();
+        if self.source.agent.is_some() && self.source.outcome.is_none() && self.random.below(2) == 0 {
+            self.may_be_lost |= self.source.record == Some(SourceRecord::Granted);
+            self.step_source(SourceInput::TimedOut(reason()));
+        } else if self.destination.outcome.is_none() {
+            self.step_destination(DestinationInput::TimedOut(reason()));
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        let source = self.source.outcome.is_some() || self.source.is_lost;
+        // A destination that has no offer is not part of the migration.
+        let destination = self.destination.outcome.is_some() || self.destination.record.is_none();
+        source && destination && self.pending.iter().all(|pending| *pending == Pending::WriteRelease)
+    }
+
+    /// Checks how a run of honest sides ended. Returns where the program is.
+    pub(crate) fn conclude(&self) -> EndPlace {
+        let (source, destination) = (&self.source, &self.destination);
+        let story = || self.story();
+        assert_ne!(source.tree, TreeState::Held, "the source's tree waits for ever\n{}", story());
+        assert_ne!(destination.tree, TreeState::Held, "the destination's tree waits for ever\n{}", story());
+        if source.tree == TreeState::Running {
+            let is_said = matches!(source.outcome, Some(SourceOutcome::Aborted(_)));
+            assert!(is_said, "it runs at the source, which says {:?}\n{}", source.outcome, story());
+            let never_ran = matches!(destination.outcome, None | Some(DestinationOutcome::Aborted(_)));
+            assert!(never_ran, "the destination says {:?}\n{}", destination.outcome, story());
+            return EndPlace::Source;
+        }
+        if destination.tree == TreeState::Running {
+            assert_eq!(destination.blocks.missing(), 0, "I1: memory is missing for ever\n{}", story());
+            let is_said = matches!(destination.outcome, Some(DestinationOutcome::Restored { .. }));
+            assert!(is_said, "the destination says {:?}\n{}", destination.outcome, story());
+            let agrees = matches!(source.outcome, Some(SourceOutcome::Migrated | SourceOutcome::Unknown(_)));
+            assert!(agrees || self.may_be_lost, "the source says {:?}\n{}", source.outcome, story());
+            return EndPlace::Destination;
+        }
+        assert!(self.may_be_lost, "the program is lost without a reason\n{}", story());
+        let source_says = !matches!(source.outcome, Some(SourceOutcome::Aborted(_)));
+        assert!(
+            source_says || source.is_lost,
+            "it is lost, and the source says {:?}\n{}",
+            source.outcome,
+            story()
+        );
+        let destination_says = !matches!(destination.outcome, Some(DestinationOutcome::Restored { .. }));
+        assert!(destination_says, "it is lost, and the destination says it runs\n{}", story());
+        EndPlace::Nowhere
+    }
+
+    /// Whether both sides ended as after an undisturbed migration.
+    pub(crate) fn is_migrated(&self) -> bool {
+        self.source.outcome == Some(SourceOutcome::Migrated)
+            && matches!(self.destination.outcome, Some(DestinationOutcome::Restored { .. }))
+            && (0..BLOCKS).all(|block| self.destination.blocks.presence(block) == BlockPresence::Resident)
+    }
+
+    /// All that happened, and the state.
+    pub(crate) fn story(&self) -> String {
+        format!("{}\n{:#?}", self.history.join("\n"), (&self.source, &self.destination, &self.pending))
+    }
+}

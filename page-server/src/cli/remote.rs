@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Options of the commands that use another host: images that are copied, programs that move.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::Args;
+
+/// Options of `rewake export`.
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// The directory whose images are served: each one is a directory below it, and its path is its name
+    #[arg(value_name = "DIR")]
+    pub root: PathBuf,
+    /// Address to listen on [default: 127.0.0.1]
+    #[arg(long, value_name = "ADDR")]
+    pub address: Option<String>,
+    /// Port to listen on
+    #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT)]
+    pub port: u16,
+    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can read the images
+    #[arg(long)]
+    pub insecure: bool,
+    /// Log file [default: stderr]
+    #[arg(short = 'o', long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Log level: -v0 nothing but failures, -v1 errors, -v2 warnings, -v3 information, -v4 everything
+    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    pub verbosity: u8,
+}
+
+/// Options of `rewake pull`.
+#[derive(Debug, Args)]
+pub struct PullArgs {
+    /// The image: the server's address and the image's name, with a colon between them
+    #[arg(value_name = "HOST:IMAGE")]
+    pub image: RemoteImage,
+    /// Where the image is copied to: an empty directory, or one with a copy that was cut
+    #[arg(value_name = "DIR")]
+    pub directory: PathBuf,
+    /// Port of the server
+    #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT)]
+    pub port: u16,
+    /// Refuse any other image than the one whose id begins with these digits, 16 at least, as `rewake seal` and
+    /// `rewake verify` show them
+    #[arg(long, value_name = "ID")]
+    pub id: Option<String>,
+}
+
+/// An image of another host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteImage {
+    /// Address or name of the host.
+    pub host: String,
+    /// The name of the image there.
+    pub image: String,
+}
+
+impl std::str::FromStr for RemoteImage {
+    type Err = String;
+
+    /// Reads `HOST:IMAGE` or `[IPV6]:IMAGE`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts = match text.strip_prefix('[') {
+            Some(rest) => rest.split_once("]:"),
+            None => text.split_once(':'),
+        };
+        let parts = parts.filter(|(host, image)| !host.is_empty() && !image.is_empty());
+        let (host, image) = parts.ok_or("expected HOST:IMAGE")?;
+        Ok(Self { host: host.to_owned(), image: image.to_owned() })
+    }
+}
+
+/// Options of `rewake migrate`.
+#[derive(Debug, Args)]
+pub struct MigrateArgs {
+    /// The process to move, with its children. If an earlier `rewake migrate` of it was killed, this one continues
+    #[arg(short = 't', long, value_name = "PID")]
+    pub tree: u32,
+    /// The other host's `rewake receive`
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub to: String,
+    /// Permit an address of another host. Memory then travels unencrypted
+    #[arg(long)]
+    pub insecure: bool,
+    /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
+    #[arg(long, value_name = "PATH")]
+    pub criu: Option<PathBuf>,
+    /// Options for `criu dump`
+    #[arg(last = true, value_name = "CRIU OPTIONS")]
+    pub criu_options: Vec<OsString>,
+}
+
+/// Options of `rewake receive`.
+#[derive(Debug, Args)]
+pub struct ReceiveArgs {
+    /// Address to listen on [default: 127.0.0.1]
+    #[arg(long, value_name = "ADDR")]
+    pub address: Option<String>,
+    /// Port to listen on [default: one that the kernel chooses; stderr shows it]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
+    pub port: Option<u16>,
+    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can connect
+    #[arg(long)]
+    pub insecure: bool,
+    /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
+    #[arg(long, value_name = "PATH")]
+    pub criu: Option<PathBuf>,
+    /// Options for `criu restore`
+    #[arg(last = true, value_name = "CRIU OPTIONS")]
+    pub criu_options: Vec<OsString>,
+}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake migrate`: the source of a live migration, in the foreground.
+
+use rewake_migration::source::SourceOutcome;
+use rewake_migration_agent::criu::CriuChoice;
+use rewake_migration_agent::source::{self, SourceOptions};
+
+use super::aborts;
+use super::criu::CriuOptions;
+use crate::cli::{MigrateArgs, Programs};
+use crate::logging;
+
+/// Options that the migration gives to CRIU itself.
+const OURS: [&str; 12] = [
+    "-t",
+    "--tree",
+    "-D",
+    "--images-dir",
+    "-W",
+    "--work-dir",
+    "-o",
+    "--log-file",
+    "--action-script",
+    "--lazy-pages",
+    "--page-server",
+    "--manage-cgroups",
+];
+
+/// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory.
+///
+/// # Errors
+/// Nothing was touched.
+pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
+    logging::start(None, 2)?;
+    CriuOptions::refuse(&options.criu_options, &OURS)?;
+    let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
+    let aborts = aborts::watch()?;
+    let wanted = SourceOptions {
+        tree: options.tree.cast_signed(),
+        to: options.to.clone(),
+        insecure: options.insecure,
+        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone() },
+    };
+    let report = source::migrate(&wanted, aborts)?;
+    let (pid, to) = (options.tree, &options.to);
+    let line = match &report.outcome {
+        SourceOutcome::Migrated => {
+            let downtime =
+                report.downtime.map(|time| format!(", downtime {:.1} ms", time.as_secs_f64() * 1e3));
+            println!("{pid} runs at {to}{}", downtime.unwrap_or_default());
+            return Ok(0);
+        }
+        SourceOutcome::Aborted(reason) => format!("{pid} runs here: {reason}"),
+        SourceOutcome::Lost(reason) => {
+            format!("{pid} is lost: the destination had it, and has ended: {reason}")
+        }
+        SourceOutcome::Unknown(reason) => {
+            format!("{pid} was given to {to}, which has not reported that it has all memory: {reason}")
+        }
+    };
+    eprintln!("rewake: {line}");
+    Ok(1)
+}

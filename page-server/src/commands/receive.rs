@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake receive`: the destination of a live migration, in the foreground, for one program.
+
+use std::io::Write as _;
+
+use anyhow::bail;
+use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
+use rewake_migration::destination::DestinationOutcome;
+use rewake_migration_agent::criu::CriuChoice;
+use rewake_migration_agent::destination;
+
+use super::aborts;
+use super::criu::CriuOptions;
+use crate::cli::{Programs, ReceiveArgs};
+use crate::logging;
+
+/// Options that the migration gives to CRIU itself.
+const OURS: [&str; 11] = [
+    "-d",
+    "--restore-detached",
+    "-D",
+    "--images-dir",
+    "-W",
+    "--work-dir",
+    "-o",
+    "--log-file",
+    "--action-script",
+    "--lazy-pages",
+    "--manage-cgroups",
+];
+
+/// Runs the command; gives the exit code: 0 when the program runs here with all its memory.
+///
+/// # Errors
+/// The address cannot be bound, or the host has no cgroups of version 2.
+pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
+    logging::start(None, 2)?;
+    CriuOptions::refuse(&options.criu_options, &OURS)?;
+    let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
+    let criu = CriuChoice { program: programs.criu(), options: options.criu_options.clone() };
+    let aborts = aborts::watch()?;
+    let (address, port, insecure) = (options.address.clone(), options.port, options.insecure);
+    let Entrance::Tcp(listener) = (Endpoint::Tcp { address, port, for_other_hosts: insecure }).open()? else {
+        bail!("--address: expected an address of TCP");
+    };
+    // The source needs the port, whatever the log level.
+    let _ = writeln!(std::io::stderr(), "rewake: listening on {}", listener.local_addr()?);
+    let report = destination::receive(listener, &criu, aborts)?;
+    let line = match &report.outcome {
+        DestinationOutcome::Restored { is_discarded: true } => {
+            println!("the program runs here, with all its memory");
+            return Ok(0);
+        }
+        DestinationOutcome::Restored { is_discarded: false } => {
+            eprintln!(
+                "rewake: the program runs here, with all its memory; the source has not reported that it has ended it"
+            );
+            return Ok(0);
+        }
+        DestinationOutcome::Aborted(reason) => format!("the program does not run here: {reason}"),
+        DestinationOutcome::Lost(reason) => {
+            format!("the program is lost: it ran here, and was killed: {reason}")
+        }
+    };
+    eprintln!("rewake: {line}");
+    Ok(1)
+}
