@@ -16,6 +16,11 @@ use crate::target::{Target, is_right};
 /// The fewest digits of an image id that identify an image.
 const ID_DIGITS: usize = 16;
 
+/// The longest manifest, in bytes: that of an image of some 25 TiB.
+const MAX_MANIFEST: u64 = 4 << 30;
+/// Chunks that wait for others before them.
+const MAX_PENDING: usize = 1024;
+
 /// What was copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PullReport {
@@ -53,6 +58,10 @@ pub fn pull(
     let Some(target) = Target::open(directory, id)? else { return Ok(report) };
     let (file, path) = target.manifest()?;
     let length = source.manifest_length();
+    ensure!(
+        length <= MAX_MANIFEST,
+        "the server has a manifest of {length} bytes, {MAX_MANIFEST} expected at most"
+    );
     let mut copy = ImageCopy { source, target, report, steps: VecDeque::new(), buffer: Vec::new() };
     copy.manifest(&file, length)?;
     let manifest = || -> anyhow::Result<_> {
@@ -115,7 +124,10 @@ impl ImageCopy<'_> {
                     self.report.bytes += file.length;
                 }
                 Step::Copy(place, chunk, first) => {
-                    self.steps.push_back(PendingChunk::Copied(place, chunk, first))
+                    self.steps.push_back(PendingChunk::Copied(place, chunk, first));
+                    while self.steps.len() >= MAX_PENDING || self.is_copy_next() {
+                        self.finish_step()?;
+                    }
                 }
                 Step::Fetch(place, chunk) => self.fetch(place, chunk)?,
             }
@@ -124,6 +136,11 @@ impl ImageCopy<'_> {
             self.finish_step()?;
         }
         Ok(())
+    }
+
+    /// Whether the oldest chunk that is not written yet needs no byte of the server.
+    fn is_copy_next(&self) -> bool {
+        matches!(self.steps.front(), Some(PendingChunk::Copied(..)))
     }
 
     /// Requests a chunk, unless an earlier copy has brought it.

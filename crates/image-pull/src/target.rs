@@ -11,6 +11,7 @@ use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::OFlag;
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_manifest::{MANIFEST_NAME, ManifestReader, SealedChunk, SealedFile, SealedParent};
+use rewake_process::file_lock::DirectoryLock;
 
 /// The manifest until it is put in place.
 const PARTIAL: &str = "rewake-manifest.partial";
@@ -30,6 +31,7 @@ pub(crate) struct Target {
     is_cut: bool,
     /// Whether the file that was made last is from an earlier copy.
     existed: bool,
+    _lock: DirectoryLock,
 }
 
 impl Target {
@@ -39,6 +41,9 @@ impl Target {
     /// It has another image.
     pub(crate) fn open(path: &Path, id: Digest) -> anyhow::Result<Option<Self>> {
         fs::create_dir_all(path).with_context(|| path.display().to_string())?;
+        let lock = DirectoryLock::take(path).with_context(|| format!("locking {}", path.display()))?;
+        let lock =
+            lock.with_context(|| format!("{}: another program writes an image into it", path.display()))?;
         let images = ImageDir::open(path)?;
         if path.join(MANIFEST_NAME).exists() {
             let found = ManifestReader::open(&images)?.id();
@@ -50,19 +55,21 @@ impl Target {
             return Ok(None);
         }
         let earlier = images.file(PARTIAL)?;
-        if earlier.is_none() {
-            let image =
-                fs::read_dir(path)?.flatten().find(|entry| entry.file_name().as_bytes().ends_with(b".img"));
-            ensure!(
-                image.is_none(),
-                "{}: it has files of an image without a manifest: choose an empty directory",
-                path.display()
-            );
-        }
+        let is_partial = earlier.is_some();
         let is_cut = earlier.is_some_and(|(partial, file, length)| {
             ManifestReader::of(file, length, &partial).is_ok_and(|manifest| manifest.id() == id)
         });
-        Ok(Some(Self { path: path.to_owned(), names: Vec::new(), open: Vec::new(), is_cut, existed: false }))
+        if !is_cut {
+            remove_other(path, is_partial)?;
+        }
+        Ok(Some(Self {
+            path: path.to_owned(),
+            names: Vec::new(),
+            open: Vec::new(),
+            is_cut,
+            existed: false,
+            _lock: lock,
+        }))
     }
 
     /// Makes the file of the manifest, empty. Returns its path, too.
@@ -101,11 +108,7 @@ impl Target {
         let found = made.metadata()?;
         ensure!(found.is_file(), "expected a regular file");
         self.existed = self.is_cut && found.len() == file.length;
-        if !self.existed {
-            // Without what another image had here.
-            made.set_len(0)?;
-            made.set_len(file.length)?;
-        }
+        made.set_len(file.length)?;
         self.names.push(file.name.clone());
         Ok(())
     }
@@ -158,6 +161,25 @@ impl Target {
         fs::rename(self.path.join(PARTIAL), self.path.join(MANIFEST_NAME)).with_context(context)?;
         directory.sync_all().with_context(context)
     }
+}
+
+/// Removes what a cut copy of another image has left: its bytes must not be taken for those of this image.
+///
+/// # Errors
+/// There are files of an image, and no copy has left them.
+fn remove_other(path: &Path, is_partial: bool) -> anyhow::Result<()> {
+    for entry in fs::read_dir(path)?.flatten() {
+        let name = entry.file_name();
+        if name.as_bytes().ends_with(b".img") || name == "parent" {
+            ensure!(
+                is_partial,
+                "{}: it has files of an image without a manifest: choose an empty directory",
+                path.display()
+            );
+            fs::remove_file(entry.path()).with_context(|| entry.path().display().to_string())?;
+        }
+    }
+    Ok(())
 }
 
 fn options() -> OpenOptions {

@@ -160,16 +160,34 @@ fn bytes_that_the_manifest_does_not_prove_are_refused() {
 }
 
 #[test]
-fn what_another_image_left_in_the_directory_is_not_kept() {
+fn what_a_cut_copy_of_another_image_left_is_not_kept() {
     let scene = Scene::new();
     scene.pull().unwrap();
-    // As if a copy of another image with these bytes had been cut.
+    // As if a copy of another image with these bytes had been cut, and then one of this image before its files.
     let pages = fs::File::options().write(true).open(scene.copy().join("pages-1.img")).unwrap();
     pages.write_all_at(b"x", 2 * CHUNK as u64).unwrap();
-    fs::remove_file(scene.copy().join("rewake-manifest")).unwrap();
-    fs::write(scene.copy().join("rewake-manifest.partial"), "of another image").unwrap();
+    let (manifest, partial) =
+        (scene.copy().join("rewake-manifest"), scene.copy().join("rewake-manifest.partial"));
+    let own = fs::read(&manifest).unwrap();
+    fs::remove_file(&manifest).unwrap();
+    fs::write(&partial, "of another image").unwrap();
+    let mut source = scene.source("web/1", own.len() + 200).unwrap().0;
+    pull(&mut source, &scene.copy(), None).unwrap_err();
+    assert_eq!(fs::read(&partial).unwrap(), own);
     scene.pull().unwrap();
     scene.assert_copied();
+}
+
+#[test]
+fn two_copies_into_a_directory_do_not_meet() {
+    let scene = Scene::new();
+    fs::create_dir_all(scene.copy()).unwrap();
+    let lock = fs::File::open(scene.copy()).unwrap();
+    lock.lock().unwrap();
+    let error = format!("{:#}", scene.pull().unwrap_err());
+    assert!(error.ends_with("another program writes an image into it"), "{error}");
+    lock.unlock().unwrap();
+    scene.pull().unwrap();
 }
 
 #[test]

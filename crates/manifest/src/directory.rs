@@ -31,7 +31,7 @@ pub(crate) fn covered_files(images: &ImageDir) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
     for entry in entries.map_err(io("list", images.path()))? {
         let name = entry.map_err(io("list", images.path()))?.file_name();
-        if !name.as_bytes().ends_with(b".img") && name != DUPLICATES {
+        if !is_covered(name.as_bytes()) {
             continue;
         }
         let name =
@@ -39,6 +39,11 @@ pub(crate) fn covered_files(images: &ImageDir) -> Result<BTreeSet<String>> {
         names.insert(name);
     }
     Ok(names)
+}
+
+/// Whether a manifest covers files of this name.
+pub(crate) fn is_covered(name: &[u8]) -> bool {
+    name.ends_with(b".img") || name == DUPLICATES.as_bytes()
 }
 
 /// Opens a covered file; `None` where it does not exist.

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use prost::Message as _;
 use rewake_criu_images::{CHUNK, Digest, ImageDir};
 
-use crate::directory::{MANIFEST_NAME, open};
+use crate::directory::{MANIFEST_NAME, is_covered, open};
 use crate::error::{ManifestError, Result, io};
 use crate::generated as raw;
 use crate::generated::{Record, record::What};
@@ -235,8 +235,8 @@ impl ManifestReader {
 
     fn sealed_file(&mut self, start: u64, raw: raw::File) -> Result<ManifestRecord> {
         let raw::File { name, length, memory } = raw;
-        if name.is_empty() || name.contains('/') || name <= self.file.name {
-            let expected = format!("a file name after {:?}, without a slash", self.file.name);
+        if !is_covered(name.as_bytes()) || name.contains('/') || name <= self.file.name {
+            let expected = format!("the name of an image's file after {:?}", self.file.name);
             return Err(self.damaged(start, expected, format!("{name:?}")));
         }
         if length > MAX_FILE {
