@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::sys::signal::Signal;
+use rewake_testkit::programs::rewake;
 use rewake_tests::images::{self, LAZY, PARENT, Pagemap, split};
 use rewake_tests::page_server::Peer::{New, Old};
 use rewake_tests::page_server::{PageServer, Peer, StockLazyPages, command, task};
@@ -208,4 +209,36 @@ fn a_pages_file_that_changes_gives_no_byte_more() {
     assert!(client.is_closed());
     assert_eq!(server.ended().unwrap().code(), Some(1));
     assert!(server.text().contains("the file changed while it was served"), "{}", server.text());
+}
+
+#[test]
+fn damaged_blocks_of_a_sealed_image_are_not_served() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
+    let images = scene.images();
+    let seal = std::process::Command::new(rewake().unwrap()).arg("seal").arg(&images).output().unwrap();
+    assert!(seal.status.success(), "{seal:?}");
+    let map = Pagemap::read(&images::pagemap_path(&images, scene.pid())).unwrap();
+    let server = PageServer::ours(&images, &["--lazy-pages", "--keep-listening"]).unwrap();
+    read_all(&server, New, &images, scene.pid());
+
+    // The last page of the block, of which another page is requested.
+    let (entry, at) = map.placed().find(|(entry, _)| entry.flags & LAZY != 0 && entry.pages > 64).unwrap();
+    let path = images::pages_path(&images, &map);
+    let block = (at + 16) / 16 * 16;
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    let mtime = file.metadata().unwrap().modified().unwrap();
+    file.write_all_at(b"x", (block + 15) * 4096 + 100).unwrap();
+    file.set_modified(mtime).unwrap();
+    drop(server);
+    let server = PageServer::ours(&images, &["--lazy-pages", "--keep-listening"]).unwrap();
+    let pid = u64::try_from(scene.pid().as_raw()).unwrap();
+    let vaddr = entry.vaddr + (block - at) * 4096;
+    let name = path.file_name().unwrap().to_str().unwrap();
+    refused(&server, New, [command::GET.into(), 1, vaddr, pid], name);
+    let offset = format!("offset {}", block * 4096);
+    assert!(server.text().contains(&offset), "{offset}: {}", server.text());
+    let mut client = server.connect(New).unwrap();
+    let (got, bytes) = client.get(pid, vaddr - 4096, 1).unwrap();
+    assert_eq!((got, bytes.len()), (vaddr - 4096, 4096), "the block before it is right");
 }

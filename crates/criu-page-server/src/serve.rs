@@ -5,11 +5,12 @@
 //! those that a streamer would load: lazy pages, from the image or from its parents. A request for any other page
 //! ends the client: no byte is ever invented.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_image_io::{ImageFile, read_now};
+use rewake_image_io::{BLOCK, ImageFile, read_now};
 use rewake_page_protocol::{CLOSED, PageMessage, PageRun, WIDE_LEN, answer_header};
 use rewake_pager::{FileRun, PAGE_SIZE};
 use rewake_streamer::gpu::plugin_folder;
@@ -67,7 +68,7 @@ impl ServedImage {
 /// or a file cannot be read.
 pub(crate) async fn serve(image: &ServedImage, connection: &mut PageConnection) -> anyhow::Result<()> {
     let (mut pages, mut answers) = (0u64, 0u64);
-    let mut answer = AnswerBuffer { buffer: vec![0; WIDE_LEN + PIECE] };
+    let mut answer = AnswerBuffer { buffer: vec![0; WIDE_LEN + PIECE + 2 * BLOCK] };
     loop {
         match connection.next().await? {
             Some(PageMessage::Get { pid, run }) => {
@@ -94,7 +95,8 @@ pub(crate) async fn serve(image: &ServedImage, connection: &mut PageConnection) 
     }
 }
 
-/// Memory for answers: room for a header, then pages.
+/// Memory for answers: room for a header, then pages. Of a sealed file whole blocks are read, so pages may have
+/// others of their block before and after them.
 struct AnswerBuffer {
     buffer: Vec<u8>,
 }
@@ -124,11 +126,11 @@ impl AnswerBuffer {
             let mut offset = run.file_offset;
             while left > 0 {
                 let len = usize::try_from(left).unwrap_or(usize::MAX).min(PIECE);
-                self.read(file, offset, len).await?;
+                let place = self.read(file, offset..offset + len as u64).await?;
                 // The header goes out with the first bytes.
-                let start = WIDE_LEN - header.len();
-                self.buffer[start..WIDE_LEN].copy_from_slice(&header);
-                connection.send_answer(&self.buffer[start..WIDE_LEN + len], header.len()).await?;
+                let start = place.start - header.len();
+                self.buffer[start..place.start].copy_from_slice(&header);
+                connection.send_answer(&self.buffer[start..place.end], header.len()).await?;
                 header.clear();
                 (left, offset) = (left - len as u64, offset + len as u64);
             }
@@ -136,20 +138,27 @@ impl AnswerBuffer {
         Ok(pages)
     }
 
-    /// Reads bytes of a file behind the room for the header.
-    async fn read(&mut self, file: &Arc<ImageFile>, offset: u64, len: usize) -> anyhow::Result<()> {
-        let cached = file.read_cached(offset, &mut self.buffer[WIDE_LEN..WIDE_LEN + len], true)?;
-        if cached < len {
-            let (file, mut buffer) = (Arc::clone(file), std::mem::take(&mut self.buffer));
-            let rest = WIDE_LEN + cached..WIDE_LEN + len;
-            let at = offset + cached as u64;
-            self.buffer = in_thread(move || {
-                read_now(&file, at, &mut buffer[rest])?;
-                Ok(buffer)
-            })
-            .await?;
+    /// Reads bytes of a file behind the room for the header, and checks them if the file is sealed. Returns where
+    /// in the buffer they are.
+    async fn read(&mut self, file: &Arc<ImageFile>, range: Range<u64>) -> anyhow::Result<Range<usize>> {
+        let len = usize::try_from(range.end - range.start)?;
+        let cached = file.read_verified(range.clone(), &mut self.buffer[WIDE_LEN..], true)?;
+        if cached.len() == len {
+            return Ok(WIDE_LEN + cached.start..WIDE_LEN + cached.end);
         }
-        Ok(())
+        let unit = file.read_unit() as u64;
+        let start = range.start / unit * unit;
+        let whole = usize::try_from(range.end.next_multiple_of(unit).min(file.len()) - start)?;
+        let (file, mut buffer) = (Arc::clone(file), std::mem::take(&mut self.buffer));
+        self.buffer = in_thread(move || {
+            let into = &mut buffer[WIDE_LEN..WIDE_LEN + whole];
+            read_now(&file, start, into)?;
+            file.verify(start, into)?;
+            Ok(buffer)
+        })
+        .await?;
+        let first = WIDE_LEN + usize::try_from(range.start - start)?;
+        Ok(first..first + len)
     }
 }
 

@@ -120,7 +120,10 @@ impl ImageFile {
 
     /// Checks bytes of a sealed file that were read: whole blocks from `offset` on. A part of a block counts as
     /// wrong.
-    pub(crate) fn verify(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
+    ///
+    /// # Errors
+    /// [`TransferError::Damaged`], with the first wrong block.
+    pub fn verify(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
         if !self.is_sealed() {
             return Ok(());
         }
