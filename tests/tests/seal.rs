@@ -24,8 +24,9 @@ use tempfile::TempDir;
 /// Dumps that are killed.
 const KILLS: u32 = 50;
 
-/// How many of them have replaced the image before, at least.
-const MIN_REPLACED: u32 = 1;
+/// How many of them have replaced the image before, and how many have not, at least: the moments of their deaths are
+/// even over a dump, and CRIU finishes every second one.
+const LEAST: u32 = 5;
 
 /// A directory for images, `2` the one that dumps go to, and a program to dump.
 struct Site {
@@ -447,8 +448,7 @@ fn killed_dumps_leave_a_whole_image_and_are_cleaned_up() {
         site.replace_target();
     }
     println!("{replaced} of {kills} killed dumps had replaced the image");
-    // Moments are even over a dump, and the exchange is near its end.
-    assert!(kills < KILLS || (MIN_REPLACED..=kills / 2).contains(&replaced), "{replaced} of {kills}");
+    assert!(kills < KILLS || (LEAST..=kills - LEAST).contains(&replaced), "{replaced} of {kills}");
     site.dumped(&[]);
     verified(&site.images());
     assert_eq!(site.others(), [""; 0]);

@@ -88,7 +88,7 @@ fn a_sealed_image_is_restored_from_page_cache_and_disk() {
 }
 
 #[test]
-fn a_program_never_sees_a_wrong_byte_and_a_line_says_where_it_is() {
+fn a_program_never_sees_a_wrong_byte_and_a_line_names_it() {
     let criu = need!(Criu::main());
     for (scenario, is_cached) in [("plain", false), ("plain", true), ("random", false), ("random", true)] {
         let scene = sealed(&criu, scenario);

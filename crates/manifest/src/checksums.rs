@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a restore checks the memory of an image with: the checksums of all blocks, in 8 bytes for 64 KiB.
+//! What a restore checks the memory of an image with: the checksums of all blocks, in 8 bytes for 64 KiB. The other
+//! files are compared at once: they say where memory belongs.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
@@ -14,6 +16,10 @@ use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::segment::SealedSegment;
 use crate::verify::ImageDifference;
+
+/// The longest file without memory that is compared: longer ones have contents of file systems, which CRIU reads.
+/// Pagemaps are compared whatever their length is.
+const MAX_COMPARED: u64 = 64 << 20;
 
 /// The checksums of a sealed image.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -51,14 +57,15 @@ impl ImageChecksums {
 ///
 /// # Errors
 /// The manifest is damaged. Or the directory has other files than were sealed, files of another length, or another
-/// parent.
+/// parent. Or a file that says where memory belongs has other bytes.
 pub fn read_checksums(images: &ImageDir) -> Result<Option<ImageChecksums>> {
     let manifest = match ManifestReader::open(images) {
         Ok(manifest) => manifest,
         Err(ManifestError::NotSealed { .. }) => return Ok(None),
         Err(error) => return Err(error),
     };
-    let mut reading = Reading { images, read: ImageChecksums::default(), sealed: BTreeSet::new() };
+    let mut reading =
+        Reading { images, read: ImageChecksums::default(), sealed: BTreeSet::new(), compared: None };
     reading.all(manifest)?;
     Ok(Some(reading.read))
 }
@@ -90,6 +97,8 @@ struct Reading<'a> {
     read: ImageChecksums,
     /// The names of all files so far.
     sealed: BTreeSet<String>,
+    /// The file of the next segments, if it is compared.
+    compared: Option<File>,
 }
 
 impl Reading<'_> {
@@ -104,7 +113,7 @@ impl Reading<'_> {
                     file = next;
                 }
                 ManifestRecord::Segment(segment) if file.memory => self.segment(&file, &segment),
-                ManifestRecord::Segment(_) => {}
+                ManifestRecord::Segment(segment) => self.compare(&file, &segment)?,
             }
         }
         if let Some(added) = covered_files(self.images)?.difference(&self.sealed).next() {
@@ -121,13 +130,28 @@ impl Reading<'_> {
         if found != sealed.length {
             return Err(self.differs(ImageDifference::Length { file: name, sealed: sealed.length, found }));
         }
+        self.compared = None;
         if sealed.memory {
             let of = file.metadata().map_err(io("stat", &self.images.path().join(&name)))?;
             let memory = MemoryFile { identity: (of.dev(), of.ino()), length: found, checksums: Vec::new() };
             self.read.memory.insert(name.clone(), memory);
+        } else if found <= MAX_COMPARED || name.starts_with("pagemap-") {
+            self.compared = Some(file);
         }
         self.sealed.insert(name);
         Ok(())
+    }
+
+    /// Compares a part of a file that holds no memory.
+    fn compare(&self, file: &SealedFile, segment: &SealedSegment) -> Result<()> {
+        let Some(open) = &self.compared else { return Ok(()) };
+        let found = segment.extent(file.length, false).measure(open, &mut Vec::new());
+        if found.map_err(io("read", &self.images.path().join(&file.name)))? == *segment {
+            return Ok(());
+        }
+        let (offset, length) = (segment.offset, u64::from(segment.length));
+        let file = file.name.clone();
+        Err(self.differs(ImageDifference::Bytes { file, offset, length, place: None }))
     }
 
     fn segment(&mut self, file: &SealedFile, segment: &SealedSegment) {

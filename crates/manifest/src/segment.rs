@@ -56,6 +56,15 @@ pub struct SealedSegment {
     pub checksums: Vec<u64>,
 }
 
+impl SealedSegment {
+    /// Returns where it is, in a file of this length.
+    pub(crate) fn extent(&self, file_length: u64, memory: bool) -> SegmentExtent {
+        let lengths = self.chunks.iter().map(|chunk| chunk.length);
+        let chunks = if self.chunks.is_empty() { vec![self.length] } else { lengths.collect() };
+        SegmentExtent { offset: self.offset, chunks, file_length, memory }
+    }
+}
+
 /// Where a segment is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SegmentExtent {

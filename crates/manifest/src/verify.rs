@@ -245,10 +245,7 @@ impl<'a> VerifyJobs<'a> {
 
     /// The part of the file that a segment is about; none if the file ends before it.
     fn part(&self, sealed: SealedSegment) -> Option<Part> {
-        let lengths = sealed.chunks.iter().map(|chunk| chunk.length);
-        let chunks = if sealed.chunks.is_empty() { vec![sealed.length] } else { lengths.collect() };
-        let extent =
-            SegmentExtent { offset: sealed.offset, chunks, file_length: self.length, memory: self.memory };
+        let extent = sealed.extent(self.length, self.memory);
         let file = self.file.clone().filter(|_| extent.read_end() <= self.found)?;
         extent.prefetch(&file.1);
         Some(Part { file, extent, sealed })

@@ -2,7 +2,7 @@
 //! A restore gets the checksums of an image that is as it was sealed, and of its parents.
 
 use std::fs::{self, OpenOptions};
-use std::os::unix::fs::{MetadataExt as _, symlink};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, symlink};
 use std::path::Path;
 
 use rewake_criu_images::{Generation, ImageDir, Inventory, PageFlags, Pagemap, write};
@@ -85,6 +85,12 @@ fn files_that_do_not_match_the_manifest_are_refused_by_name() {
         OpenOptions::new().write(true).open(dir.join("pages-1.img")).unwrap().set_len(5000).unwrap();
     });
     assert!(cut.starts_with("pages-1.img: truncated: 5000 bytes, sealed with 9441280"), "{cut}");
+    let changed = refusal(|dir| {
+        let file = OpenOptions::new().write(true).open(dir.join("pagemap-7.img")).unwrap();
+        let length = file.metadata().unwrap().len();
+        file.write_all_at(&[0xff], length - 1).unwrap();
+    });
+    assert!(changed.starts_with("pagemap-7.img: wrong bytes in the "), "{changed}");
     let linked = refusal(|dir| symlink(dir, dir.join("parent")).unwrap());
     assert!(linked.starts_with("parent: not sealed: the link was added later"), "{linked}");
 }

@@ -261,9 +261,9 @@ fn an_image_that_changes_while_it_is_read_is_not_sealed() {
             }
         });
         thread::sleep(Duration::from_millis(50));
-        let error = seal(dir.path()).unwrap_err();
+        let sealed = seal(dir.path());
         done.store(true, Ordering::Relaxed);
-        error
+        sealed.unwrap_err()
     });
     assert!(matches!(&error, ManifestError::Changed { file, .. } if *file == path), "{error}");
     assert!(!dir.path().join(MANIFEST_NAME).exists() && !dir.path().join("rewake-manifest.new").exists());
@@ -295,4 +295,7 @@ fn a_parent_must_be_the_one_that_was_sealed() {
     );
     fs::remove_file(child.join("parent")).unwrap();
     assert_eq!(differences(&child), [ImageDifference::Parent { what: "missing".into() }]);
+    symlink("../2", parent.join("parent")).unwrap();
+    let added = "not sealed: the link was added later".into();
+    assert_eq!(differences(&parent), [ImageDifference::Parent { what: added }]);
 }

@@ -156,3 +156,19 @@ fn a_file_of_exabytes_and_a_late_parent_are_refused() {
     });
     assert_eq!(said, "a file or the end; a parent");
 }
+
+#[test]
+fn an_end_that_counts_other_files_or_bytes_is_refused() {
+    let counted = |count: fn(&mut ManifestWriter)| {
+        refused(|writer| {
+            writer.file(&head("a.img", 0)).unwrap();
+            count(writer);
+        })
+    };
+    let files = counted(|writer| writer.files += 1);
+    assert_eq!(files, "2 files of 0 bytes and the end; 1 files of 0 bytes, 0 bytes before the end");
+    let bytes = counted(|writer| writer.bytes += 9);
+    assert_eq!(bytes, "1 files of 9 bytes and the end; 1 files of 0 bytes, 0 bytes before the end");
+    let early = counted(|writer| writer.record(What::End(raw::End { files: 1, bytes: 0 })).unwrap());
+    assert!(early.starts_with("1 files of 0 bytes and the end; "), "an end before the end: {early}");
+}

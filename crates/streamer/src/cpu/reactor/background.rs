@@ -268,6 +268,19 @@ impl Reactor {
         true
     }
 
+    /// Has the background load continue with the block of a page fault, which was read and checked for its page:
+    /// its bytes are at the start of `self.window`.
+    pub(super) fn continue_with(&mut self, space: &Arc<AddressSpace>, block: BlockIx) {
+        if self.current.is_some() || !space.wants_background() || !space.layout().claim_block(block) {
+            return;
+        }
+        let claim = Claim { space: Arc::clone(space), block };
+        let (file, index, next) = claim.place();
+        let bytes = file.block_len(index);
+        self.block[..bytes].copy_from_slice(&self.window[..bytes]);
+        self.current = Some(Work { claim, next, bytes: BlockBytes::Own(bytes) });
+    }
+
     /// Finds a claimed block in the block cache, or starts to read it from the disk. Returns false when no buffer is
     /// free.
     fn acquire(&mut self, claim: Claim) -> bool {

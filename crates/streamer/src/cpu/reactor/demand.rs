@@ -86,6 +86,9 @@ impl Reactor {
                 let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(page));
                 drop(layout);
                 self.served(demand, filled);
+                if file.is_sealed() {
+                    self.continue_with(&space, place.block);
+                }
             }
             PageSource::Block(block) => {
                 let filled = fill_around(&space, &layout, demand.address, place, &block);
