@@ -141,7 +141,7 @@ fn a_client_with_an_expired_certificate_is_refused() {
 }
 
 #[test]
-fn a_client_with_another_name_is_refused_unless_any_name_will_do() {
+fn a_client_with_another_name_is_refused_by_default() {
     let authority = Authority::new();
     let other = authority.issue(|request| request.common_name("host-a"));
     let client = tls_options(&authority, &other);
