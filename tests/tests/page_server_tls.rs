@@ -5,7 +5,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use nix::sys::signal::Signal;
 use rewake_testkit::authority::{Authority, Issued};
@@ -172,6 +172,23 @@ fn a_client_without_tls_and_a_server_without_it_are_named() {
 }
 
 #[test]
+fn a_client_without_a_certificate_is_refused() {
+    need!(Criu::main());
+    let (authority, images) = (Authority::new(), tempfile::tempdir().unwrap());
+    let mut server = server(&authority, &own(&authority), images.path(), &[]);
+    let mut client = Command::new("openssl");
+    client
+        .args(["s_client", "-connect", &format!("{HOST}:{}", server.port()), "-CAfile"])
+        .arg(authority.ca());
+    client.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    client.status().unwrap();
+    assert_eq!(server.ended().unwrap().code(), Some(1));
+    let text = server.text();
+    let said = text.lines().filter(|line| line.starts_with("rewake: client 127.0.0.1:"));
+    assert_eq!(said.filter(|line| line.contains("the peer showed no certificate")).count(), 1, "{text}");
+}
+
+#[test]
 fn a_server_that_its_client_does_not_accept_says_so() {
     let (authority, other) = (Authority::new(), Authority::new());
     let server = tls_options(&authority, &other.issue(|request| request.address(HOST)));
@@ -220,7 +237,6 @@ fn commands_of_the_manual() -> String {
 #[test]
 fn certificates_of_the_manual_s_five_commands_are_accepted() {
     let criu = need!(Criu::main());
-    need!(Command::new("openssl").arg("version").output().map_err(|error| format!("openssl: {error}")));
     let commands = commands_of_the_manual();
     assert_eq!(commands.lines().count(), 5);
     let folder = tempfile::tempdir().unwrap();
