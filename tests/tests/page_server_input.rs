@@ -177,6 +177,7 @@ fn other_hosts_are_refused_without_insecure() {
     }
     let server = PageServer::ours(images.path(), &["--address", "0.0.0.0", "--insecure"]).unwrap();
     assert!(server.text().contains("rewake: listening on 0.0.0.0:"), "{}", server.text());
+    drop(server);
     for address in ["127.0.0.1", "localhost", "::1"] {
         PageServer::ours(images.path(), &["--address", address]).unwrap();
     }
