@@ -97,6 +97,12 @@ impl PageServer {
         [client_options(self.port), self.for_clients.clone()].concat()
     }
 
+    /// The TCP port that it listens on.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     /// Gives its clients further options.
     #[must_use]
     pub fn with_clients(mut self, options: &[String]) -> Self {

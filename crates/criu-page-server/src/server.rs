@@ -34,9 +34,9 @@ pub enum Role {
     Serve(ServedImage),
 }
 
-/// A page server.
+/// What a page server does, and for whom.
 #[derive(Debug)]
-pub struct PageServer {
+pub struct PageService {
     /// What it does.
     pub role: Role,
     /// Its certificate, and which clients it accepts; none: without encryption.
@@ -49,7 +49,7 @@ pub struct PageServer {
 ///
 /// # Errors
 /// The only client failed, or a signal came before it was done. What clients failed at is logged, too.
-pub fn run(server: PageServer, entrance: Entrance, ready: impl FnOnce()) -> anyhow::Result<()> {
+pub fn run(server: PageService, entrance: Entrance, ready: impl FnOnce()) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(DISK_THREADS)
@@ -67,7 +67,7 @@ pub fn run(server: PageServer, entrance: Entrance, ready: impl FnOnce()) -> anyh
     })
 }
 
-impl PageServer {
+impl PageService {
     /// Waits until no image is half published.
     async fn settled(&self) {
         match &self.role {
@@ -80,7 +80,7 @@ impl PageServer {
 /// Serves the first client. The socket is closed when it has connected: no other client waits in vain. `stop`
 /// is the name of a signal.
 async fn one(
-    server: &PageServer,
+    server: &PageService,
     mut door: Door,
     mut stop: Pin<&mut impl Future<Output = &'static str>>,
 ) -> anyhow::Result<()> {
@@ -104,7 +104,7 @@ async fn one(
 
 /// Serves all clients until `stop`, the name of a signal.
 async fn many(
-    server: &Rc<PageServer>,
+    server: &Rc<PageService>,
     mut door: Door,
     mut stop: Pin<&mut impl Future<Output = &'static str>>,
 ) -> anyhow::Result<()> {
@@ -141,7 +141,7 @@ async fn many(
 }
 
 /// Serves one client to its end.
-async fn client(server: &PageServer, arrival: ConnectedClient) -> anyhow::Result<()> {
+async fn client(server: &PageService, arrival: ConnectedClient) -> anyhow::Result<()> {
     let peer = arrival.peer.clone();
     info!("client {peer}: connected");
     let served = async {
@@ -225,10 +225,10 @@ mod tests {
         sleep(WAIT).await;
     }
 
-    fn receiving(images: &Path, keep_listening: bool) -> Rc<PageServer> {
+    fn receiving(images: &Path, keep_listening: bool) -> Rc<PageService> {
         let options = ReceiveOptions { own_folders: keep_listening, ..ReceiveOptions::default() };
         let role = Role::Receive(Receiver::new(images, options).unwrap());
-        Rc::new(PageServer { role, tls: None, keep_listening })
+        Rc::new(PageService { role, tls: None, keep_listening })
     }
 
     struct TestClient(tokio::net::UnixStream);

@@ -21,18 +21,18 @@ const PIPE: usize = 64 << 10;
 
 /// What each side says about the other; an accepted client also gets a byte.
 #[derive(Debug, PartialEq, Eq)]
-struct Outcome {
+struct BothSides {
     server: Result<(), HandshakeError>,
     client: Result<(), HandshakeError>,
 }
 
-const ACCEPTED: Outcome = Outcome { server: Ok(()), client: Ok(()) };
+const ACCEPTED: BothSides = BothSides { server: Ok(()), client: Ok(()) };
 
 fn runtime() -> Runtime {
     Builder::new_current_thread().enable_time().build().unwrap()
 }
 
-fn shake(server: &TlsServer, client: &TlsClient) -> Outcome {
+fn shake(server: &TlsServer, client: &TlsClient) -> BothSides {
     let (near, far) = duplex(PIPE);
     runtime().block_on(async {
         let serve = async {
@@ -47,7 +47,7 @@ fn shake(server: &TlsServer, client: &TlsClient) -> Outcome {
             read.map_err(|error| HandshakeError::of(&error).unwrap_or(HandshakeError::Closed))
         };
         let (server, client) = tokio::join!(serve, connect);
-        Outcome { server, client }
+        BothSides { server, client }
     })
 }
 

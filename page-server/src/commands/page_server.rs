@@ -7,7 +7,7 @@ use std::io::Write as _;
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
 use rewake_criu_page_server::receive::{ReceiveOptions, Receiver};
 use rewake_criu_page_server::serve::ServedImage;
-use rewake_criu_page_server::server::{self, PageServer, Role};
+use rewake_criu_page_server::server::{self, PageService, Role};
 use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
@@ -56,7 +56,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
             }
         }
     };
-    match server::run(PageServer { role, tls, keep_listening: options.keep_listening }, entrance, ready) {
+    match server::run(PageService { role, tls, keep_listening: options.keep_listening }, entrance, ready) {
         Ok(()) => Ok(0),
         Err(error) => {
             complain(server, &error);

@@ -42,13 +42,13 @@ impl ParentImage {
     /// image has no pages of it.
     pub(super) fn pages(&self, id: PagemapId) -> anyhow::Result<Option<ParentPages>> {
         let Some(map) = self.0.pagemap_of(id)? else { return Ok(None) };
-        let mut levels = vec![Level::of(&self.0, id, map)];
+        let mut levels = vec![AncestorPages::of(&self.0, id, map)];
         let mut next = self.0.parent()?;
-        while levels.last().is_some_and(Level::has_holes)
+        while levels.last().is_some_and(AncestorPages::has_holes)
             && let Some(directory) = next.take()
             && let Some(map) = directory.pagemap_of(id)?
         {
-            levels.push(Level::of(&directory, id, map));
+            levels.push(AncestorPages::of(&directory, id, map));
             next = directory.parent()?;
         }
         Ok(Some(ParentPages { levels }))
@@ -64,18 +64,18 @@ impl ParentImage {
 #[derive(Debug)]
 pub(super) struct ParentPages {
     /// From the youngest image to the oldest.
-    levels: Vec<Level>,
+    levels: Vec<AncestorPages>,
 }
 
-/// One image's.
+/// Those of one image.
 #[derive(Debug)]
-struct Level {
+struct AncestorPages {
     /// The pagemap's path, for messages.
     file: String,
     map: Pagemap,
 }
 
-impl Level {
+impl AncestorPages {
     fn of(directory: &ImageDir, id: PagemapId, map: Pagemap) -> Self {
         Self { file: directory.path().join(id.file_name()).display().to_string(), map }
     }
@@ -105,7 +105,7 @@ impl ParentPages {
 
     /// Looks for the pages from `start` to `end`. Returns the first that is in no file, and the pagemap that
     /// should have it. At most [`rewake_criu_images::MAX_PARENTS`] levels deep.
-    fn find(levels: &[Level], start: u64, end: u64) -> Result<(), (&str, u64)> {
+    fn find(levels: &[AncestorPages], start: u64, end: u64) -> Result<(), (&str, u64)> {
         let Some((level, older)) = levels.split_first() else { return Err(("no further parent", start)) };
         let entries = &level.map.entries;
         let first = entries.partition_point(|entry| entry.end() <= start);
@@ -135,13 +135,13 @@ mod tests {
     const FIRST: u64 = 0x10000;
 
     /// An image with one run of four pages for each of these flags.
-    fn level(file: &str, flags: &[PageFlags]) -> Level {
+    fn level(file: &str, flags: &[PageFlags]) -> AncestorPages {
         let starts = (0..).map(|number| FIRST + number * 0x4000);
         let runs = starts.zip(flags).map(|(start, flags)| (start, 4, *flags));
-        Level { file: file.to_owned(), map: Pagemap::new(1, Generation::Wide, runs) }
+        AncestorPages { file: file.to_owned(), map: Pagemap::new(1, Generation::Wide, runs) }
     }
 
-    fn check(levels: Vec<Level>, start: u64, pages: u64) -> Result<(), String> {
+    fn check(levels: Vec<AncestorPages>, start: u64, pages: u64) -> Result<(), String> {
         let pages = ParentPages { levels }.check(PageRun::new(start, pages).unwrap());
         pages.map_err(|error| error.to_string())
     }
