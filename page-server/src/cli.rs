@@ -125,10 +125,7 @@ impl Remote {
     /// The first option given that is not served yet.
     #[must_use]
     pub fn refused(&self) -> Option<&'static str> {
-        let given = [
-            (self.tls, "--tls"),
-            (self.auto_dedup, "--auto-dedup"),
-        ];
+        let given = [(self.tls, "--tls"), (self.auto_dedup, "--auto-dedup")];
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
 }

@@ -125,6 +125,14 @@ impl NamespacedRestore {
         Ok(Self { child, work: work.to_owned() })
     }
 
+    /// Kills it, with all processes of its namespace.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn kill(&mut self) -> anyhow::Result<()> {
+        self.child.kill().context("kill criu restore")
+    }
+
     /// Waits for the end of the restored program.
     ///
     /// # Errors

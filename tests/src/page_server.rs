@@ -94,6 +94,12 @@ impl PageServer {
         client_options(self.port)
     }
 
+    /// Its port.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     /// Connects to it.
     ///
     /// # Errors
@@ -220,7 +226,9 @@ fn record(mut client: TcpStream, mut server: TcpStream) -> anyhow::Result<Vec<u8
     Ok(sent)
 }
 
-fn client_options(port: u16) -> Vec<String> {
+/// The options that name a page server on this host to a client.
+#[must_use]
+pub fn client_options(port: u16) -> Vec<String> {
     let options = ["--page-server", "--address", "127.0.0.1", "--port", &port.to_string()];
     options.into_iter().map(str::to_owned).collect()
 }

@@ -4,9 +4,9 @@
 
 use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit};
 use rewake_tests::page_server::PageServer;
+use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::{Server, Setup};
-use rewake_tests::process::until;
 use rewake_tests::{Criu, Scene, images, need};
 
 const MIB: usize = 24;

@@ -40,11 +40,7 @@ pub(crate) enum PageStream {
 
 impl PageStream {
     /// Connects to the peer. If it was connected before (`again`), it gets time to listen again.
-    pub(crate) fn connect(
-        peer: &PagePeer,
-        connected: Option<OwnedFd>,
-        again: bool,
-    ) -> anyhow::Result<Self> {
+    pub(crate) fn connect(peer: &PagePeer, connected: Option<OwnedFd>, again: bool) -> anyhow::Result<Self> {
         let connect = || match peer {
             PagePeer::Tcp(addresses) => connect_tcp(addresses).map(Self::Tcp),
             PagePeer::Unix(path) => UnixStream::connect(path).map(Self::Unix),

@@ -204,7 +204,10 @@ impl Fetcher {
         while let Some(expected) = self.queue.expected().copied() {
             let answer = wire.answer(&expected).map_err(|error| error.context(Hostile))?;
             let Some((pages, bytes)) = answer else { break };
-            self.cache.write_all_at(bytes, expected.first * PAGE).context("writing the cache file").context(Local)?;
+            self.cache
+                .write_all_at(bytes, expected.first * PAGE)
+                .context("writing the cache file")
+                .context(Local)?;
             self.presence.set(expected.first, pages);
             wire.used(pages);
             self.queue.answered(pages);
@@ -285,7 +288,8 @@ fn wake(readers: &[File], which: u64) {
 fn wait(descriptors: &[BorrowedFd<'_>], limit: Option<Duration>) -> anyhow::Result<Vec<bool>> {
     let mut polled: Vec<PollFd<'_>> =
         descriptors.iter().map(|descriptor| PollFd::new(*descriptor, PollFlags::POLLIN)).collect();
-    let limit = limit.map_or(PollTimeout::NONE, |limit| PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX));
+    let limit =
+        limit.map_or(PollTimeout::NONE, |limit| PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX));
     match poll(&mut polled, limit) {
         Ok(_) | Err(Errno::EINTR) => {}
         Err(error) => return Err(error).context("waiting"),

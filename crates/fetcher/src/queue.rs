@@ -81,7 +81,8 @@ impl FetchQueue {
     /// # Errors
     /// Too many wait, or it is for pages beyond the last address.
     pub(crate) fn add(&mut self, request: &FetchRequest, now: Instant) -> anyhow::Result<()> {
-        let end = request.first.checked_add(request.pages.into()).context("a request beyond the last page")?;
+        let end =
+            request.first.checked_add(request.pages.into()).context("a request beyond the last page")?;
         let wanted = WantedPages { pages: request.first..end, readers: 1 << (request.reader % 64) };
         let queue = match request.class {
             Class::Demand => {
@@ -164,7 +165,8 @@ impl FetchQueue {
                 }
                 queue.pop_front();
             }
-            let run = PageRun::new(extent.vaddr + (first - extent.first) * rewake_criu_images::PAGE, end - first)?;
+            let run =
+                PageRun::new(extent.vaddr + (first - extent.first) * rewake_criu_images::PAGE, end - first)?;
             let flight = FlightPages { first, pid: extent.pid, run, class, readers };
             in_flight.push_back(flight);
             return Ok(Some(flight));
@@ -206,7 +208,9 @@ fn covers(flight: &FlightPages, page: u64) -> bool {
 fn extent_of(extents: &[FetchExtent], page: u64) -> anyhow::Result<FetchExtent> {
     let at = extents.partition_point(|extent| extent.first + extent.pages <= page);
     let found = extents.get(at).filter(|extent| extent.first <= page);
-    found.copied().with_context(|| format!("the streamer requests page {page:#x} of the cache, which is no task's"))
+    found
+        .copied()
+        .with_context(|| format!("the streamer requests page {page:#x} of the cache, which is no task's"))
 }
 
 #[cfg(test)]

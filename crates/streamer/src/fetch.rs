@@ -131,7 +131,9 @@ impl Fetch {
         for (entry, descriptors) in peek_all(store.descriptor())? {
             match entry.kind {
                 EntryKind::Remote => files = <[OwnedFd; 3]>::try_from(descriptors).ok(),
-                EntryKind::Fetcher => fetcher = descriptors.into_iter().next().map(|socket| (entry.index, socket)),
+                EntryKind::Fetcher => {
+                    fetcher = descriptors.into_iter().next().map(|socket| (entry.index, socket))
+                }
                 EntryKind::Peer => connected = true,
                 _ => {}
             }

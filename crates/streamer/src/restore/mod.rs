@@ -213,7 +213,10 @@ impl StreamedRestore {
             // The last worker died when the session had ended, and may not have kept the record.
             timeline.handed_over();
         }
-        let Some(mut session) = worker.open(images, &self.options.work, self.options.server.as_ref()).await? else { return Ok(()) };
+        let Some(mut session) = worker.open(images, &self.options.work, self.options.server.as_ref()).await?
+        else {
+            return Ok(());
+        };
         timeline.brings(&session.session);
         start.ready();
         let outcome = worker.serve(&mut session).await;

@@ -62,7 +62,9 @@ impl CacheFile {
         let cache = File::from(cache);
         let found = cache.metadata().context("the cache file")?.len();
         if found != len {
-            bail!("the cache file has {found} bytes, and {len} were reserved: did another program write to it?");
+            bail!(
+                "the cache file has {found} bytes, and {len} were reserved: did another program write to it?"
+            );
         }
         Self::of(cache, presence, layout)
     }

@@ -95,7 +95,9 @@ impl Image {
     /// Fails when `plan` is not sealed, is damaged or has another version. Also when a descriptor refers to
     /// another file, or the contents of the file may have changed.
     pub fn unseal(plan: BorrowedFd<'_>, files: Vec<OwnedFd>) -> anyhow::Result<Self> {
-        Self::unseal_with(plan, files, |_| bail!("its pages come from a page server, and it has no cache file"))
+        Self::unseal_with(plan, files, |_| {
+            bail!("its pages come from a page server, and it has no cache file")
+        })
     }
 
     /// [`Image::unseal`], for a plan that may have a cache file: `cache` makes it, or gives the one of another worker.
@@ -258,7 +260,8 @@ impl Input<'_> {
             image.files.push(file);
         }
         keep_in_page_cache(image.files.iter().map(|file| &**file));
-        let all: Vec<_> = image.files.iter().chain(cache.as_ref().map(|cache| &cache.file)).cloned().collect();
+        let all: Vec<_> =
+            image.files.iter().chain(cache.as_ref().map(|cache| &cache.file)).cloned().collect();
         image.cache = cache;
         let tasks = self.u32()?;
         ensure!(tasks as usize <= MAX_TASKS, "{tasks} tasks, more than MAX_TASKS = {MAX_TASKS}");
