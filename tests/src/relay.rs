@@ -4,11 +4,13 @@
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{sleep, spawn};
 use std::time::Duration;
 
 use anyhow::Context;
+use nix::libc::linger;
+use nix::sys::socket::{setsockopt, sockopt};
 
 /// Bytes that pass at once.
 const PIECE: usize = 16 << 10;
@@ -17,7 +19,7 @@ const PIECE: usize = 16 << 10;
 #[derive(Debug)]
 pub struct Link {
     port: u16,
-    streams: Arc<Mutex<Vec<TcpStream>>>,
+    streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     passed: Arc<AtomicU64>,
 }
 
@@ -27,21 +29,32 @@ impl Link {
     /// # Errors
     /// The machine has no port.
     pub fn to(server: u16, rate: u64) -> anyhow::Result<Self> {
+        Self::for_clients(usize::MAX, server, rate)
+    }
+
+    /// [`Link::to`] a server of one client: it does not listen after the first.
+    ///
+    /// # Errors
+    /// The machine has no port.
+    pub fn to_one(server: u16, rate: u64) -> anyhow::Result<Self> {
+        Self::for_clients(1, server, rate)
+    }
+
+    fn for_clients(clients: usize, server: u16, rate: u64) -> anyhow::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a port for a link")?;
         let port = listener.local_addr()?.port();
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
         let (kept, count) = (Arc::clone(&streams), Arc::clone(&passed));
         spawn(move || {
-            for client in listener.incoming().flatten() {
+            for client in listener.incoming().take(clients).flatten() {
                 // Without a server the client's connection ends.
                 let Ok(server) = TcpStream::connect((Ipv4Addr::LOCALHOST, server)) else { continue };
-                let Ok(copies) = [&client, &server].map(TcpStream::try_clone).into_iter().collect::<Result<Vec<_>, _>>() else { continue };
-                kept.lock().unwrap_or_else(PoisonError::into_inner).extend(copies);
-                let Ok(back) = client.try_clone() else { continue };
-                let Ok(answers) = server.try_clone() else { continue };
-                let count = Arc::clone(&count);
-                spawn(move || carry(answers, back, rate, &count));
-                spawn(move || carry(client, server, u64::MAX, &AtomicU64::new(0)));
+                let [client, server] = [client, server].map(Arc::new);
+                let both = [&client, &server].map(Arc::downgrade);
+                kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
+                let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
+                spawn(move || carry(&answers, &back, rate, &count));
+                spawn(move || carry(&client, &server, u64::MAX, &AtomicU64::new(0)));
             }
         });
         Ok(Self { port, streams, passed })
@@ -63,16 +76,17 @@ impl Link {
     pub fn cut(&self) {
         for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             // It may have ended.
-            let _ = stream.shutdown(Shutdown::Both);
+            let _ = stream.upgrade().map(|stream| stream.shutdown(Shutdown::Both));
         }
     }
 }
 
-fn carry(mut from: TcpStream, mut to: TcpStream, rate: u64, passed: &AtomicU64) {
+fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64) {
     let mut buffer = vec![0; PIECE];
     loop {
         match from.read(&mut buffer) {
-            Ok(0) | Err(_) => break,
+            Ok(0) => break,
+            Err(_) => return reset(to),
             Ok(len) => {
                 if to.write_all(&buffer[..len]).is_err() {
                     break;
@@ -84,4 +98,11 @@ fn carry(mut from: TcpStream, mut to: TcpStream, rate: u64, passed: &AtomicU64) 
         }
     }
     let _ = to.shutdown(Shutdown::Write);
+}
+
+/// Passes a reset on: the other direction ends, and the connection is reset when its last owner closes it.
+fn reset(stream: &TcpStream) {
+    let _ = setsockopt(stream, sockopt::Linger, &linger { l_onoff: 1, l_linger: 0 });
+    // Neither a reset nor an end is sent by that.
+    let _ = stream.shutdown(Shutdown::Read);
 }

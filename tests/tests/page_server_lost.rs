@@ -162,9 +162,21 @@ impl Migration {
     fn waiting(criu: &Criu) -> Self {
         let scene = Scene::started(criu, "random", MIB).unwrap();
         let dump = LazyDump::listening(&scene).unwrap();
-        let link = Link::to(dump.port(), SLOW).unwrap();
+        let link = Link::to_one(dump.port(), SLOW).unwrap();
         let client = client(&scene, link.port());
         Self { scene, dump, link, client }
+    }
+
+    fn restore(&self) -> NamespacedRestore {
+        let Self { scene, .. } = self;
+        NamespacedRestore::start(scene.criu(), &scene.images(), &scene.work()).unwrap()
+    }
+
+    /// Waits until so many bytes have passed the link.
+    fn passed(&self, bytes: u64) {
+        let Self { dump, link, client, .. } = self;
+        let passed = until(ACT, || (link.passed() >= bytes).then_some(()));
+        assert!(passed.is_some(), "{} bytes\n{}\n{}", link.passed(), client.text(), dump.text());
     }
 
     /// The dump has failed, and its program runs again and has right bytes.
@@ -187,9 +199,9 @@ fn without_its_fetcher_a_copy_is_killed_and_the_dumped_program_is_resumed() {
     let _limit = need!(PipeLimit::raised());
     for criu in Criu::both() {
         let mut migration = Migration::waiting(&need!(criu));
-        let Migration { scene, link, client, .. } = &mut migration;
-        let mut restore = NamespacedRestore::start(scene.criu(), &scene.images(), &scene.work()).unwrap();
-        passed(link, 1 << 20);
+        let mut restore = migration.restore();
+        migration.passed(1 << 20);
+        let Migration { scene, client, .. } = &mut migration;
         assert!(is_held(scene.pid()), "the source waits while the copy is loaded");
         kill(client.fetcher().unwrap(), Signal::SIGKILL).unwrap();
         assert_eq!(client.ended(END).unwrap().code(), Some(1));
@@ -204,9 +216,9 @@ fn a_dumped_program_is_resumed_when_the_restore_fails() {
     let _limit = need!(PipeLimit::raised());
     for criu in Criu::both() {
         let mut migration = Migration::waiting(&need!(criu));
-        let Migration { scene, link, client, .. } = &mut migration;
-        let mut restore = NamespacedRestore::start(scene.criu(), &scene.images(), &scene.work()).unwrap();
-        passed(link, 1 << 16);
+        let mut restore = migration.restore();
+        migration.passed(1 << 16);
+        let Migration { client, .. } = &mut migration;
         // Its namespace ends with it.
         restore.kill().unwrap();
         let ended = client.ended(END).unwrap();

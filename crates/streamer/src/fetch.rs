@@ -36,6 +36,9 @@ use crate::sys;
 /// How many fetchers may end within [`WINDOW`] before the session ends: another one does not help if each fails at once.
 const MAX_FETCHERS: usize = 8;
 const WINDOW: Duration = Duration::from_secs(10);
+/// The pause before the second fetcher of those; the first is started at once, and each further pause is twice as long:
+/// 3 s in all.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Time for the last message: that of a new connection, and of an answer.
 const FINISH_TIME: Duration = Duration::from_secs(60);
 /// Time to find room in the fd store, and the pause between two tries.
@@ -235,10 +238,11 @@ impl Fetch {
             if self.peer == PagePeer::Connected && self.connected.get() {
                 bail!("{reason}: the connection of --ps-socket cannot be made again");
             }
-            if self.too_many() {
+            let Some(pause) = self.pause() else {
                 bail!("{reason}: {MAX_FETCHERS} fetchers ended within {} s", WINDOW.as_secs());
-            }
+            };
             warn!("{reason}: starting another fetcher");
+            sleep(pause).await;
             self.start_another(finishing).await?;
         }
     }
@@ -270,11 +274,14 @@ impl Fetch {
         }
     }
 
-    fn too_many(&self) -> bool {
+    /// Returns the time to wait before another fetcher is started: none if no other one would help.
+    fn pause(&self) -> Option<Duration> {
         let mut ends = self.ends.borrow_mut();
-        ends.push(Instant::now());
         ends.retain(|end| end.elapsed() < WINDOW);
-        ends.len() >= MAX_FETCHERS
+        let before = ends.len();
+        ends.push(Instant::now());
+        let doubled = u32::try_from(before).ok().and_then(|before| before.checked_sub(1));
+        (before + 1 < MAX_FETCHERS).then(|| doubled.map_or(Duration::ZERO, |times| FIRST_PAUSE * (1 << times)))
     }
 
     async fn start_another(&self, finishing: bool) -> anyhow::Result<()> {
