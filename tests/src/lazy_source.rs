@@ -2,12 +2,12 @@
 //! CRIU's servers for lazy restores: `criu page-server --lazy-pages`, and `criu dump --lazy-pages`, whose program waits
 //! frozen and keeps its pid. So its restore runs in a pid namespace of its own.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use anyhow::{Context, ensure};
-use nix::fcntl::OFlag;
+use nix::fcntl::{Flock, FlockArg, OFlag};
 use nix::unistd::pipe2;
 
 use crate::criu::Criu;
@@ -20,9 +20,15 @@ const PIPE_LIMIT: &str = "/proc/sys/fs/pipe-max-size";
 /// What CRIU's servers for lazy restores need (docs/doctor.md).
 const ENOUGH: u64 = 4 << 20;
 
+/// Test programs that raise the limit of pipes wait for each other here.
+const LOCK: &str = "/tmp/rewake-test-pipe-limit";
+
 /// Raises the limit of pipes for CRIU's servers for lazy restores, until it is dropped.
 #[derive(Debug)]
-pub struct PipeLimit(Option<String>);
+pub struct PipeLimit {
+    before: Option<String>,
+    _lock: Flock<File>,
+}
 
 impl PipeLimit {
     /// Raises it where it is too low.
@@ -30,18 +36,22 @@ impl PipeLimit {
     /// # Errors
     /// This machine does not permit it.
     pub fn raised() -> Result<Self, String> {
+        let lock = File::create(LOCK).map_err(|error| format!("{LOCK}: {error}"))?;
+        let lock =
+            Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| format!("{LOCK}: {error}"))?;
         let before = fs::read_to_string(PIPE_LIMIT).map_err(|error| format!("{PIPE_LIMIT}: {error}"))?;
         if before.trim().parse::<u64>().is_ok_and(|bytes| bytes >= ENOUGH) {
-            return Ok(Self(None));
+            return Ok(Self { before: None, _lock: lock });
         }
         let raised = fs::write(PIPE_LIMIT, ENOUGH.to_string());
-        raised.map(|()| Self(Some(before))).map_err(|error| format!("raising {PIPE_LIMIT}: {error}"))
+        raised.map_err(|error| format!("raising {PIPE_LIMIT}: {error}"))?;
+        Ok(Self { before: Some(before), _lock: lock })
     }
 }
 
 impl Drop for PipeLimit {
     fn drop(&mut self) {
-        if let Some(before) = &self.0 {
+        if let Some(before) = &self.before {
             let _ = fs::write(PIPE_LIMIT, before);
         }
     }
@@ -123,14 +133,6 @@ impl NamespacedRestore {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().context("start criu restore")?;
         Ok(Self { child, work: work.to_owned() })
-    }
-
-    /// Kills it, with all processes of its namespace.
-    ///
-    /// # Errors
-    /// It has ended.
-    pub fn kill(&mut self) -> anyhow::Result<()> {
-        self.child.kill().context("kill criu restore")
     }
 
     /// Waits for the end of the restored program.

@@ -82,7 +82,7 @@ fn a_page_server_that_is_killed_ends_the_session_with_one_line() {
 }
 
 #[test]
-fn after_a_cut_the_load_continues_where_the_server_accepts_a_new_connection() {
+fn after_a_cut_the_load_continues_over_a_new_connection() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", MIB).unwrap();
     let server = PageServer::ours(&served(&scene), &["--lazy-pages", "--keep-listening"]).unwrap();
@@ -120,7 +120,9 @@ fn a_fetcher_killed_at_random_moments_costs_no_byte() {
             moment(Duration::from_millis(1500), &mut random);
             // It may have ended.
             let fetcher = client.fetcher();
-            fetcher.into_iter().for_each(|pid| drop(kill(pid, Signal::SIGKILL)));
+            fetcher.into_iter().for_each(|pid| {
+                let _ = kill(pid, Signal::SIGKILL);
+            });
             restore.join().unwrap().unwrap();
         });
         scene.expect_good_end(&mut client).unwrap();
@@ -195,7 +197,7 @@ fn is_held(pid: Pid) -> bool {
 }
 
 #[test]
-fn without_its_fetcher_a_copy_is_killed_and_the_dumped_program_is_resumed() {
+fn a_copy_without_fetcher_is_killed_and_its_source_resumed() {
     let _limit = need!(PipeLimit::raised());
     for criu in Criu::both() {
         let mut migration = Migration::waiting(&need!(criu));
@@ -212,21 +214,22 @@ fn without_its_fetcher_a_copy_is_killed_and_the_dumped_program_is_resumed() {
 }
 
 #[test]
-fn a_dumped_program_is_resumed_when_the_restore_fails() {
+fn a_restore_that_fails_early_leaves_the_dump_waiting() {
     let _limit = need!(PipeLimit::raised());
     for criu in Criu::both() {
-        let mut migration = Migration::waiting(&need!(criu));
-        let mut restore = migration.restore();
-        migration.passed(1 << 16);
-        let Migration { client, .. } = &mut migration;
-        // Its namespace ends with it.
-        restore.kill().unwrap();
-        let ended = client.ended(END).unwrap();
-        assert!(ended.code().is_some(), "{ended}");
-        if ended.code() == Some(0) {
-            // All targets had ended: the session ends well, as for a program that exits early.
-            continue;
-        }
-        migration.source_is_resumed();
+        let Migration { mut scene, mut dump, link, mut client } = Migration::waiting(&need!(criu));
+        // The frozen program has its pid.
+        scene.restore().unwrap_err();
+        assert_eq!(client.ended(END).unwrap().code(), Some(1), "{}", client.text());
+        assert!(is_held(scene.pid()), "{}", dump.text());
+        scene.next_work().unwrap();
+        let mut client = self::client(&scene, link.port());
+        scene.go().unwrap();
+        scene.stop().unwrap();
+        let mut restore = NamespacedRestore::start(scene.criu(), &scene.images(), &scene.work()).unwrap();
+        assert_eq!(client.ended(END).unwrap().code(), Some(0), "{}", client.text());
+        assert_eq!(dump.ended().unwrap().code(), Some(0), "{}", dump.text());
+        restore.ended().unwrap();
+        assert!(scene.written().contains("OK"), "{}", scene.written());
     }
 }
