@@ -17,13 +17,13 @@ const PIECE: usize = 16 << 10;
 
 /// A link with a rate. It carries any number of connections, one after another. Its threads end with the test program.
 #[derive(Debug)]
-pub struct Link {
+pub struct SlowLink {
     port: u16,
     streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     passed: Arc<AtomicU64>,
 }
 
-impl Link {
+impl SlowLink {
     /// Makes a link to a port of this host that carries so many bytes a second to its clients.
     ///
     /// # Errors
@@ -32,7 +32,7 @@ impl Link {
         Self::for_clients(usize::MAX, server, rate)
     }
 
-    /// [`Link::to`] a server of one client: it does not listen after the first.
+    /// [`SlowLink::to`] a server of one client: it does not listen after the first.
     ///
     /// # Errors
     /// The machine has no port.

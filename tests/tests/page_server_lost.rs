@@ -13,9 +13,10 @@ use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit};
 use rewake_tests::page_server::{PageServer, client_options};
 use rewake_tests::process::until;
 use rewake_tests::random::{count, moment, seed};
-use rewake_tests::relay::Link;
+use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Server;
+use rewake_tests::sessions::{own_sessions, parked, recover};
 use rewake_tests::{Criu, Random, Scene, Verdict, images, need};
 
 const MIB: usize = 24;
@@ -35,7 +36,7 @@ fn client(scene: &Scene, port: u16) -> Server {
 }
 
 /// Waits until so many bytes have passed a link.
-fn passed(link: &Link, bytes: u64) {
+fn passed(link: &SlowLink, bytes: u64) {
     assert!(until(ACT, || (link.passed() >= bytes).then_some(())).is_some(), "{}", link.passed());
 }
 
@@ -51,7 +52,7 @@ fn a_demanded_page_overtakes_a_slow_background_load() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "exit-early", MIB).unwrap();
     let mut server = PageServer::ours(&served(&scene), &["--lazy-pages"]).unwrap();
-    let link = Link::to(server.port(), SLOW / 4).unwrap();
+    let link = SlowLink::to(server.port(), SLOW / 4).unwrap();
     let mut client = client(&scene, link.port());
     scene.restore().unwrap();
     passed(&link, 1 << 20);
@@ -68,7 +69,7 @@ fn a_page_server_that_is_killed_ends_the_session_with_one_line() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", MIB).unwrap();
     let server = PageServer::ours(&served(&scene), &["--lazy-pages"]).unwrap();
-    let link = Link::to(server.port(), SLOW).unwrap();
+    let link = SlowLink::to(server.port(), SLOW).unwrap();
     let mut client = client(&scene, link.port());
     scene.go().unwrap();
     scene.restore().unwrap();
@@ -86,7 +87,7 @@ fn after_a_cut_the_load_continues_over_a_new_connection() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", MIB).unwrap();
     let server = PageServer::ours(&served(&scene), &["--lazy-pages", "--keep-listening"]).unwrap();
-    let link = Link::to(server.port(), SLOW).unwrap();
+    let link = SlowLink::to(server.port(), SLOW).unwrap();
     let mut client = client(&scene, link.port());
     scene.go().unwrap();
     scene.restore().unwrap();
@@ -111,7 +112,7 @@ fn a_fetcher_killed_at_random_moments_costs_no_byte() {
     let mut random = Random::new(seed());
     let mut hits = 0;
     for _ in 0..count("REWAKE_KILLS", 12) {
-        let link = Link::to(server.port(), SLOW * 8).unwrap();
+        let link = SlowLink::to(server.port(), SLOW * 8).unwrap();
         let mut client = client(&scene, link.port());
         scene.go().unwrap();
         scene.stop().unwrap();
@@ -138,7 +139,7 @@ fn a_successor_of_a_killed_worker_uses_the_same_connection() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", MIB).unwrap();
     let mut server = PageServer::stock(&criu, &served(&scene), &["--lazy-pages"]).unwrap();
-    let link = Link::to(server.port(), SLOW).unwrap();
+    let link = SlowLink::to(server.port(), SLOW).unwrap();
     let mut client = client(&scene, link.port());
     scene.go().unwrap();
     scene.stop().unwrap();
@@ -152,11 +153,31 @@ fn a_successor_of_a_killed_worker_uses_the_same_connection() {
     assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
 }
 
+#[test]
+fn recover_uses_the_fetcher_of_a_dead_streamer() {
+    let criu = need!(Criu::main());
+    own_sessions().unwrap();
+    let scene = Scene::dumped(&criu, "random", MIB).unwrap();
+    let mut server = PageServer::ours(&served(&scene), &["--lazy-pages"]).unwrap();
+    let link = SlowLink::to(server.port(), SLOW).unwrap();
+    let mut client = client(&scene, link.port());
+    scene.go().unwrap();
+    scene.stop().unwrap();
+    scene.restore().unwrap();
+    assert!(parked(scene.pid(), || client.text().contains("all CPU memory is resident")).unwrap());
+    client.signal_group(Signal::SIGKILL).unwrap();
+    client.all_ended(END).unwrap();
+    let output = recover().unwrap().output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+    assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+}
+
 /// A dump that waits, and the restore of its program, whose memory comes over a slow link.
 struct Migration {
     scene: Scene,
     dump: LazyDump,
-    link: Link,
+    link: SlowLink,
     client: Server,
 }
 
@@ -164,7 +185,7 @@ impl Migration {
     fn waiting(criu: &Criu) -> Self {
         let scene = Scene::started(criu, "random", MIB).unwrap();
         let dump = LazyDump::listening(&scene).unwrap();
-        let link = Link::to_one(dump.port(), SLOW).unwrap();
+        let link = SlowLink::to_one(dump.port(), SLOW).unwrap();
         let client = client(&scene, link.port());
         Self { scene, dump, link, client }
     }
