@@ -2,12 +2,16 @@
 //! CRIU's servers for lazy restores: `criu page-server --lazy-pages`, and `criu dump --lazy-pages`, whose program waits
 //! frozen and keeps its pid. So its restore runs in a pid namespace of its own.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{sleep, spawn};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use nix::fcntl::OFlag;
+use nix::fcntl::{Flock, FlockArg, OFlag};
 use nix::unistd::pipe2;
 
 use crate::criu::Criu;
@@ -20,9 +24,19 @@ const PIPE_LIMIT: &str = "/proc/sys/fs/pipe-max-size";
 /// What CRIU's servers for lazy restores need (docs/doctor.md).
 const ENOUGH: u64 = 4 << 20;
 
+/// Test programs that raise the limit of pipes wait for each other here.
+const LOCK: &str = "/tmp/rewake-test-pipe-limit";
+
 /// Raises the limit of pipes for CRIU's servers for lazy restores, until it is dropped.
 #[derive(Debug)]
-pub struct PipeLimit(Option<String>);
+pub struct PipeLimit {
+    before: String,
+    over: Arc<AtomicBool>,
+    _lock: Flock<File>,
+}
+
+/// Other programs set the limit, too: it is checked as often as this.
+const PERIOD: Duration = Duration::from_millis(1);
 
 impl PipeLimit {
     /// Raises it where it is too low.
@@ -30,20 +44,32 @@ impl PipeLimit {
     /// # Errors
     /// This machine does not permit it.
     pub fn raised() -> Result<Self, String> {
+        let lock = File::create(LOCK).map_err(|error| format!("{LOCK}: {error}"))?;
+        let lock =
+            Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| format!("{LOCK}: {error}"))?;
         let before = fs::read_to_string(PIPE_LIMIT).map_err(|error| format!("{PIPE_LIMIT}: {error}"))?;
-        if before.trim().parse::<u64>().is_ok_and(|bytes| bytes >= ENOUGH) {
-            return Ok(Self(None));
-        }
-        let raised = fs::write(PIPE_LIMIT, ENOUGH.to_string());
-        raised.map(|()| Self(Some(before))).map_err(|error| format!("raising {PIPE_LIMIT}: {error}"))
+        let raise = || fs::write(PIPE_LIMIT, ENOUGH.to_string());
+        raise().map_err(|error| format!("raising {PIPE_LIMIT}: {error}"))?;
+        let over = Arc::new(AtomicBool::new(false));
+        let is_over = Arc::clone(&over);
+        spawn(move || {
+            while !is_over.load(Ordering::Relaxed) {
+                if fs::read_to_string(PIPE_LIMIT).is_ok_and(|now| now.trim() != ENOUGH.to_string()) {
+                    // CRIU reports it where it fails for that.
+                    let _ = raise();
+                }
+                sleep(PERIOD);
+            }
+        });
+        Ok(Self { before, over, _lock: lock })
     }
 }
 
 impl Drop for PipeLimit {
     fn drop(&mut self) {
-        if let Some(before) = &self.0 {
-            let _ = fs::write(PIPE_LIMIT, before);
-        }
+        self.over.store(true, Ordering::Relaxed);
+        sleep(PERIOD * 2);
+        let _ = fs::write(PIPE_LIMIT, &self.before);
     }
 }
 

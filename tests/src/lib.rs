@@ -32,6 +32,7 @@ pub mod limit;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;
+pub mod relay;
 pub mod scene;
 pub mod server;
 pub mod sessions;

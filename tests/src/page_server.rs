@@ -236,7 +236,9 @@ fn record(mut client: TcpStream, mut server: TcpStream) -> anyhow::Result<Vec<u8
     Ok(sent)
 }
 
-fn client_options(port: u16) -> Vec<String> {
+/// The options that name a page server on this host to a client.
+#[must_use]
+pub fn client_options(port: u16) -> Vec<String> {
     let options = ["--page-server", "--address", "127.0.0.1", "--port", &port.to_string()];
     options.into_iter().map(str::to_owned).collect()
 }

@@ -292,6 +292,15 @@ impl Scene {
         fs::create_dir(self.work()).context("create the work directory")
     }
 
+    /// Makes another work directory, for another try with the same images. No process ends.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn next_work(&mut self) -> anyhow::Result<()> {
+        self.rounds += 1;
+        fs::create_dir(self.work()).context("create the work directory")
+    }
+
     /// Kills remaining processes of the target and collects them.
     pub fn kill_restored(&self) {
         if self.pid.as_raw() > 0 {

@@ -74,6 +74,13 @@ impl Setup {
         })
     }
 
+    /// Runs another program in its place, which has to run it.
+    #[must_use]
+    pub fn by(mut self, program: &Path) -> Self {
+        self.program = program.to_owned();
+        self
+    }
+
     /// Adds an option.
     #[must_use]
     pub fn with(mut self, option: &str) -> Self {
@@ -262,6 +269,17 @@ impl Server {
     pub fn continues(&mut self) -> anyhow::Result<()> {
         let mut all = self.worker().into_iter().chain([self.pid()]);
         all.try_for_each(|pid| kill(pid, Signal::SIGCONT).context("SIGCONT to the server"))
+    }
+
+    /// The process that brings pages from a page server. None while none runs.
+    pub fn fetcher(&mut self) -> Option<Pid> {
+        let is_fetcher = |pid: &Pid| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.ends_with(b"\0fetcher\0")
+        };
+        // After its worker's death it is a child of this process.
+        let parents = self.worker().into_iter().chain([nix::unistd::getpid()]);
+        parents.flat_map(children).filter(is_fetcher).max()
     }
 
     /// Kills the process that serves; false when it has none any more.

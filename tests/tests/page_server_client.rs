@@ -4,9 +4,9 @@
 
 use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit};
 use rewake_tests::page_server::PageServer;
-use rewake_tests::process::until;
+use rewake_tests::process::{until, write_program};
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::server::{Server, Setup};
+use rewake_tests::server::{Server, Setup, rewake};
 use rewake_tests::{Criu, Scene, images, need};
 
 const MIB: usize = 24;
@@ -120,4 +120,88 @@ fn a_process_is_restored_from_a_dump_that_waits() {
 #[test]
 fn a_tree_is_restored_from_a_dump_that_waits() {
     restored_from_dump("tree");
+}
+
+#[test]
+fn a_process_is_restored_through_a_unix_socket() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "random", MIB).unwrap();
+    let path = scene.files().join("pages.socket");
+    let address = path.to_str().unwrap();
+    let mut server = PageServer::ours(&moved(&scene), &["--lazy-pages", "--address", address]).unwrap();
+    let options = ["--page-server", "--address", address].map(str::to_owned);
+    let mut client = client(&scene, &options).listening().unwrap();
+    scene.stop().unwrap();
+    scene.play_with(&mut client).unwrap();
+    assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+}
+
+#[test]
+fn a_process_is_restored_through_a_given_connection() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "random", MIB).unwrap();
+    let mut server = PageServer::ours(&moved(&scene), &["--lazy-pages"]).unwrap();
+    let program = scene.work().join("connected");
+    let script = format!(
+        "#!/bin/bash\nexec 8<>/dev/tcp/127.0.0.1/{}\nexec {} \"$@\" --page-server --ps-socket 8\n",
+        server.port(),
+        rewake().unwrap().display()
+    );
+    write_program(&program, &script).unwrap();
+    let mut client = scene.setup().unwrap().by(&program).listening().unwrap();
+    scene.stop().unwrap();
+    scene.play_with(&mut client).unwrap();
+    assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+}
+
+/// Options that a client must refuse, with a line that has these words.
+fn refused(scene: &Scene, options: &[&str], words: &[&str]) {
+    let options: Vec<String> = options.iter().map(|option| (*option).to_owned()).collect();
+    let refusal = client(scene, &options).start().unwrap().expect_err("accepted");
+    assert!(!refusal.status.success() && refusal.line_with(words), "{}", refusal.text);
+}
+
+#[test]
+fn options_that_name_no_page_server_are_refused() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 4).unwrap();
+    refused(&scene, &["--page-server"], &["--port PORT"]);
+    refused(&scene, &["--page-server", "--port", "0"], &["--port"]);
+    refused(
+        &scene,
+        &["--page-server", "--address", "no such host", "--port", "9"],
+        &["--address no such host"],
+    );
+    refused(&scene, &["--page-server", "--port", "9", "--tls"], &["--tls", "not supported yet"]);
+    refused(
+        &scene,
+        &["--page-server", "--ps-socket", "2", "--port", "9"],
+        &["--ps-socket", "cannot be used with"],
+    );
+}
+
+#[test]
+fn an_image_with_gpu_memory_is_refused_with_the_way_out() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 4).unwrap();
+    std::fs::write(scene.images().join("amdgpu-dmabuf_99999.img"), b"\x02\0\0\0\0\0\0\0\x08\x05").unwrap();
+    refused(&scene, &["--page-server", "--port", "9"], &["GPU memory", "copy the whole image"]);
+}
+
+#[test]
+fn a_page_server_that_does_not_listen_ends_the_session() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "random", 4).unwrap();
+    let options = ["--page-server", "--port", "9"].map(str::to_owned);
+    let mut client = client(&scene, &options).listening().unwrap();
+    scene.go().unwrap();
+    // The target ends before or after CRIU does.
+    let _ = scene.restore();
+    assert_eq!(client.ended(END).unwrap().code(), Some(1));
+    let text = client.text();
+    assert!(
+        text.contains("page server 127.0.0.1:9: connecting: does the page server listen there?"),
+        "{text}"
+    );
+    assert_eq!(scene.written(), "", "no byte was read");
 }

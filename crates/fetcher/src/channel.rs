@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The socket between a streamer and its fetcher: SOCK_SEQPACKET, a message each time.
 //!
-//! The streamer sends orders ([`Order`]); its reactors send [`FetchRequest`]s on the same socket. The fetcher sends
+//! The streamer sends orders ([`FetchOrder`]); its reactors send [`FetchRequest`]s on the same socket. The fetcher sends
 //! reports ([`FetchReport`]).
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -13,14 +13,14 @@ use rewake_image_io::FetchRequest;
 
 /// Readers that a fetcher wakes at most: one bit of a word for each.
 pub const MAX_READERS: usize = 64;
-/// Descriptors of a message at most: [`Order::Start`] has four more than readers.
+/// Descriptors of a message at most: [`FetchOrder::Start`] has four more than readers.
 const MAX_DESCRIPTORS: usize = MAX_READERS + 4;
 /// Bytes of a message at most.
 const MAX_MESSAGE: usize = 4096;
 
 /// A message of the streamer.
 #[derive(Debug)]
-pub enum Order {
+pub enum FetchOrder {
     /// Fetch pages.
     Request(FetchRequest),
     /// The first message.
@@ -65,7 +65,7 @@ const CONNECTED: u8 = 5;
 const FAILED: u8 = 6;
 const CLOSED: u8 = 7;
 
-/// Sends [`Order::Start`].
+/// Sends [`FetchOrder::Start`].
 ///
 /// # Errors
 /// The fetcher has ended.
@@ -79,7 +79,7 @@ pub fn send_start(
     send(socket, &[START, again.into()], &descriptors)
 }
 
-/// Sends [`Order::Readers`].
+/// Sends [`FetchOrder::Readers`].
 ///
 /// # Errors
 /// The fetcher has ended.
@@ -87,7 +87,7 @@ pub fn send_readers(socket: BorrowedFd<'_>, readers: &[BorrowedFd<'_>]) -> io::R
     send(socket, &[READERS], readers)
 }
 
-/// Sends [`Order::Finish`].
+/// Sends [`FetchOrder::Finish`].
 ///
 /// # Errors
 /// The fetcher has ended.
@@ -115,21 +115,21 @@ pub(crate) fn report_closed(socket: BorrowedFd<'_>) -> io::Result<()> {
 ///
 /// # Errors
 /// EOF: the streamer has ended. InvalidData: a message that is no order.
-pub(crate) fn receive_order(socket: BorrowedFd<'_>) -> io::Result<Option<Order>> {
+pub(crate) fn receive_order(socket: BorrowedFd<'_>) -> io::Result<Option<FetchOrder>> {
     let Some((bytes, descriptors)) = receive(socket)? else { return Ok(None) };
     let mut descriptors = descriptors.into_iter();
     let mut next = || descriptors.next().ok_or_else(foreign);
     Ok(Some(match bytes.as_slice() {
-        [FetchRequest::KIND, ..] => Order::Request(FetchRequest::decode(&bytes).ok_or_else(foreign)?),
-        [START, again] => Order::Start {
+        [FetchRequest::KIND, ..] => FetchOrder::Request(FetchRequest::decode(&bytes).ok_or_else(foreign)?),
+        [START, again] => FetchOrder::Start {
             again: *again != 0,
             plan: next()?,
             cache: next()?,
             presence: next()?,
             connected: descriptors.next(),
         },
-        [READERS] => Order::Readers(descriptors.collect()),
-        [FINISH] => Order::Finish,
+        [READERS] => FetchOrder::Readers(descriptors.collect()),
+        [FINISH] => FetchOrder::Finish,
         _ => return Err(foreign()),
     }))
 }

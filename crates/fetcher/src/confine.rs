@@ -127,3 +127,62 @@ fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)?.try_into()
 }
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::signal::Signal;
+    use nix::sys::wait::{WaitStatus, waitpid};
+    use nix::unistd::{ForkResult, fork};
+
+    use super::*;
+
+    /// Makes a system call in a confined child. Returns the signal that ended it; none if it exited.
+    fn signal_of(call: impl Fn() -> i64) -> Option<Signal> {
+        // SAFETY: the child makes system calls and allocates, which glibc permits after a fork.
+        match unsafe { fork() }.unwrap() {
+            ForkResult::Child => {
+                let layout = rewake_page_protocol::HeaderLayout::Wide;
+                let plan = FetchPlan { peer: PagePeer::Connected, layout, cache: 0, extents: Vec::new() };
+                let code = if confine(&plan).is_ok() { 0 } else { 1 };
+                call();
+                // SAFETY: it ends this process.
+                unsafe { libc::_exit(code) }
+            }
+            ForkResult::Parent { child } => match waitpid(child, None).unwrap() {
+                WaitStatus::Signaled(_, signal, _) => Some(signal),
+                WaitStatus::Exited(_, 0) => None,
+                other => panic!("{other:?}"),
+            },
+        }
+    }
+
+    #[test]
+    fn a_call_that_no_fetcher_needs_ends_it() {
+        let other = nix::unistd::getppid().as_raw();
+        // SAFETY: no call has an effect on memory.
+        let calls: [(&str, &dyn Fn() -> i64); 8] = unsafe {
+            [
+                ("open", &|| libc::open(c"/etc/passwd".as_ptr(), libc::O_RDONLY).into()),
+                ("fork", &|| libc::syscall(libc::SYS_fork)),
+                ("execve", &|| {
+                    libc::execve(
+                        c"/bin/true".as_ptr(),
+                        [std::ptr::null()].as_ptr(),
+                        [std::ptr::null()].as_ptr(),
+                    )
+                    .into()
+                }),
+                ("kill", &|| libc::kill(other, 0).into()),
+                ("ptrace", &|| libc::ptrace(libc::PTRACE_TRACEME)),
+                ("listen", &|| libc::listen(0, 1).into()),
+                ("netlink", &|| libc::socket(libc::AF_NETLINK, libc::SOCK_RAW, 0).into()),
+                ("userfaultfd", &|| libc::syscall(libc::SYS_userfaultfd, 0)),
+            ]
+        };
+        for (what, call) in calls {
+            assert_eq!(signal_of(call), Some(Signal::SIGSYS), "{what}");
+        }
+        // SAFETY: integers only.
+        assert_eq!(signal_of(|| unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0) }.into()), None);
+    }
+}

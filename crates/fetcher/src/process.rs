@@ -19,7 +19,7 @@ use rewake_criu_images::PAGE;
 use rewake_image_io::PresenceWriter;
 use rewake_process::descriptors;
 
-use crate::channel::{self, MAX_READERS, Order};
+use crate::channel::{self, FetchOrder, MAX_READERS};
 use crate::confine::confine;
 use crate::peer::PageStream;
 use crate::plan::{FetchPlan, PagePeer};
@@ -97,7 +97,7 @@ struct Fetcher {
 fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<(Fetcher, bool), FetchEnd>> {
     wait(&[socket], Some(START_TIME))?;
     let order = channel::receive_order(socket).context("the first order")?;
-    let Some(Order::Start { again, plan, cache, presence, connected }) = order else {
+    let Some(FetchOrder::Start { again, plan, cache, presence, connected }) = order else {
         bail!("expected the first order, found {order:?}")
     };
     let make = || -> anyhow::Result<Fetcher> {
@@ -143,12 +143,12 @@ impl Fetcher {
         for _ in 0..ORDERS {
             match channel::receive_order(socket) {
                 Ok(None) => return Ok(()),
-                Ok(Some(Order::Request(request))) => self.queue.add(&request, Instant::now())?,
-                Ok(Some(Order::Readers(readers))) => {
+                Ok(Some(FetchOrder::Request(request))) => self.queue.add(&request, Instant::now())?,
+                Ok(Some(FetchOrder::Readers(readers))) => {
                     self.readers = readers.into_iter().take(MAX_READERS).map(File::from).collect();
                 }
-                Ok(Some(Order::Finish)) => self.finishing = true,
-                Ok(Some(Order::Start { .. })) => {
+                Ok(Some(FetchOrder::Finish)) => self.finishing = true,
+                Ok(Some(FetchOrder::Start { .. })) => {
                     return Err(anyhow::anyhow!("a second first order of the streamer").into());
                 }
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
@@ -202,12 +202,12 @@ impl Fetcher {
         wire.receive()?;
         self.alive = Instant::now();
         while let Some(expected) = self.queue.expected().copied() {
-            let answer = wire.answer(&expected).map_err(|error| error.context(Hostile))?;
+            let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
             self.cache
                 .write_all_at(bytes, expected.first * PAGE)
                 .context("writing the cache file")
-                .context(Local)?;
+                .context(LocalFailure)?;
             self.presence.set(expected.first, pages);
             wire.used(pages);
             self.queue.answered(pages);
@@ -215,7 +215,7 @@ impl Fetcher {
             wake(&self.readers, std::mem::take(&mut self.queue.to_wake));
         }
         if self.queue.is_idle() && wire.has_more() {
-            return Err(anyhow::anyhow!("bytes that answer no request").context(Hostile));
+            return Err(anyhow::anyhow!("bytes that answer no request").context(WrongAnswer));
         }
         Ok(())
     }
@@ -251,7 +251,7 @@ impl Fetcher {
 
     /// Says where it failed. Wrong answers, and failures of this host, are not tried again.
     fn failed(&self, error: anyhow::Error) -> FetchEnd {
-        let again = !error.is::<Hostile>() && !error.is::<Local>();
+        let again = !error.is::<WrongAnswer>() && !error.is::<LocalFailure>();
         let text = format!("page server {}, after {} pages", self.plan.peer, self.fetched);
         FetchEnd::Failed { again, error: error.context(text) }
     }
@@ -259,9 +259,9 @@ impl Fetcher {
 
 /// Marks an error: the peer violates the protocol.
 #[derive(Debug, Clone, Copy)]
-struct Hostile;
+struct WrongAnswer;
 
-impl std::fmt::Display for Hostile {
+impl std::fmt::Display for WrongAnswer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "a wrong answer")
     }
@@ -269,9 +269,9 @@ impl std::fmt::Display for Hostile {
 
 /// Marks an error of this host.
 #[derive(Debug, Clone, Copy)]
-struct Local;
+struct LocalFailure;
 
-impl std::fmt::Display for Local {
+impl std::fmt::Display for LocalFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "this host")
     }

@@ -11,7 +11,8 @@ use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN,
 use crate::queue::{FlightPages, MAX_PAGES};
 
 /// Bytes of the longest answer.
-const BUFFER: usize = WIDE_LEN + (MAX_PAGES * PAGE) as usize;
+const BUFFER: usize = WIDE_LEN + (256 << 10);
+const _: () = assert!(MAX_PAGES * PAGE == 256 << 10);
 
 /// The protocol on a connection.
 #[derive(Debug)]

@@ -92,19 +92,21 @@ impl FetchSource {
         self.number.fetch_add(1, Ordering::Release);
     }
 
-    /// Sends a request, unless this fetcher has it. Without room in its queue it is sent by a later call.
-    pub fn request(&self, request: &FetchRequest, sent: &mut SentRequest) {
+    /// Sends a request, unless this fetcher has it. Returns false if it must be called again: the fetcher's queue is
+    /// full, or no fetcher lives.
+    pub fn request(&self, request: &FetchRequest, sent: &mut SentRequest) -> bool {
         let number = self.number.load(Ordering::Acquire);
         if sent.0 == Some(number) {
-            return;
+            return true;
         }
         let fetcher = self.fetcher.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(socket) = &*fetcher else { return };
+        let Some(socket) = &*fetcher else { return false };
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        // An error: its queue is full, or it has ended. Then the next one gets the request.
-        if send(socket.as_raw_fd(), &request.encode(), flags).is_ok() {
+        let is_sent = send(socket.as_raw_fd(), &request.encode(), flags).is_ok();
+        if is_sent {
             sent.0 = Some(number);
         }
+        is_sent
     }
 }
 
@@ -134,12 +136,11 @@ mod tests {
         let source = FetchSource::new(PresenceMap::open(file.as_fd(), PAGE as u64).unwrap());
         let request = FetchRequest { class: Class::Demand, reader: 3, pages: 16, first: 1 << 40 };
         let mut sent = SentRequest::default();
-        source.request(&request, &mut sent);
-        assert_eq!(sent, SentRequest::default(), "no fetcher has it");
+        assert!(!source.request(&request, &mut sent), "no fetcher has it");
         for _ in 0..2 {
             let (ours, its) = pair();
             source.use_fetcher(ours);
-            (0..2).for_each(|_| source.request(&request, &mut sent));
+            assert!((0..2).all(|_| source.request(&request, &mut sent)));
             assert_eq!([received(&its), received(&its)], [Some(request), None]);
         }
     }
@@ -152,7 +153,21 @@ mod tests {
         source.use_fetcher(ours);
         drop(its);
         let mut sent = SentRequest::default();
-        source.request(&FetchRequest { class: Class::Background, reader: 0, pages: 1, first: 0 }, &mut sent);
+        let request = FetchRequest { class: Class::Background, reader: 0, pages: 1, first: 0 };
+        assert!(!source.request(&request, &mut sent));
         assert_eq!(sent, SentRequest::default());
+    }
+
+    #[test]
+    fn without_room_a_request_must_be_sent_again() {
+        let file = presence_file(PAGE as u64).unwrap();
+        let source = FetchSource::new(PresenceMap::open(file.as_fd(), PAGE as u64).unwrap());
+        let (ours, its) = pair();
+        source.use_fetcher(ours);
+        let request = FetchRequest { class: Class::Demand, reader: 0, pages: 1, first: 0 };
+        let sent = (0..100_000).take_while(|_| source.request(&request, &mut SentRequest::default())).count();
+        assert!((10..100_000).contains(&sent), "{sent}");
+        assert_eq!(received(&its), Some(request));
+        assert!(source.request(&request, &mut SentRequest::default()));
     }
 }

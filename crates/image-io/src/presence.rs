@@ -58,7 +58,7 @@ impl PresenceMap {
     /// It has another length, or is not sealed: a process could cut it under this one.
     pub fn open(file: BorrowedFd<'_>, cache: u64) -> io::Result<Self> {
         check(file, cache)?;
-        let map = MmapOptions::new().map_raw_read_only(&file.as_raw_fd())?;
+        let map = MmapOptions::new().map_raw_read_only(file.as_raw_fd())?;
         Ok(Self { map, pages: cache.div_ceil(PAGE as u64) })
     }
 
@@ -110,7 +110,7 @@ impl PresenceWriter {
     /// As for [`PresenceMap::open`].
     pub fn open(file: BorrowedFd<'_>, cache: u64) -> io::Result<Self> {
         check(file, cache)?;
-        let map = MmapOptions::new().map_raw(&file.as_raw_fd())?;
+        let map = MmapOptions::new().map_raw(file.as_raw_fd())?;
         Ok(Self(PresenceMap { map, pages: cache.div_ceil(PAGE as u64) }))
     }
 

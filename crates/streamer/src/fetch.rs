@@ -16,10 +16,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use nix::libc::linger;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::{FetchPlan, PagePeer};
 use rewake_fetcher::process::COMMAND;
+use rewake_image_io::FetchSource;
 use tokio::io::unix::AsyncFd;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
@@ -36,6 +38,9 @@ use crate::sys;
 /// How many fetchers may end within [`WINDOW`] before the session ends: another one does not help if each fails at once.
 const MAX_FETCHERS: usize = 8;
 const WINDOW: Duration = Duration::from_secs(10);
+/// The pause before the second fetcher of those; the first is started at once, and each further pause is twice as long:
+/// 3 s in all.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Time for the last message: that of a new connection, and of an answer.
 const FINISH_TIME: Duration = Duration::from_secs(60);
 /// Time to find room in the fd store, and the pause between two tries.
@@ -64,7 +69,7 @@ struct FetchFiles {
 pub(crate) struct Fetch {
     session: Arc<Session>,
     files: FetchFiles,
-    image: Arc<rewake_image_io::FetchSource>,
+    source: Arc<FetchSource>,
     /// The eventfds of the reactors.
     readers: Vec<OwnedFd>,
     peer: PagePeer,
@@ -132,7 +137,7 @@ impl Fetch {
             match entry.kind {
                 EntryKind::Remote => files = <[OwnedFd; 3]>::try_from(descriptors).ok(),
                 EntryKind::Fetcher => {
-                    fetcher = descriptors.into_iter().next().map(|socket| (entry.index, socket))
+                    fetcher = descriptors.into_iter().next().map(|socket| (entry.index, socket));
                 }
                 EntryKind::Peer => connected = true,
                 _ => {}
@@ -164,7 +169,7 @@ impl Fetch {
         Ok(Self {
             session: Arc::clone(session),
             files,
-            image: Arc::clone(&cache.source),
+            source: Arc::clone(&cache.source),
             readers,
             peer,
             socket: RefCell::new(socket),
@@ -180,7 +185,7 @@ impl Fetch {
         let store = self.session.store().context("a session without an fd store")?;
         let (socket, number) = (Arc::clone(&self.socket.borrow()), self.number.get());
         put(store, EntryKind::Fetcher, number, &[socket.as_raw_fd()]).await?;
-        self.image.use_fetcher(socket.get_ref().try_clone()?);
+        self.source.use_fetcher(socket.get_ref().try_clone()?);
         for reader in &self.readers {
             // What was requested from the fetcher before is requested from this one.
             sys::write_eventfd(reader);
@@ -206,17 +211,33 @@ impl Fetch {
     /// # Errors
     /// The peer has not confirmed it.
     pub(crate) async fn finish(&self) -> anyhow::Result<()> {
-        if self.image.presence().is_closed() {
+        if self.source.presence().is_closed() {
             return Ok(());
         }
         // If it has ended, that is found by its socket.
         let _ = channel::send_finish(self.socket.borrow().as_fd());
         let done = timeout(FINISH_TIME, self.run(true)).await;
         let done = done.unwrap_or_else(|_| bail!("page server {}: no end for {FINISH_TIME:?}", self.peer));
+        if done.is_err() {
+            self.end_plainly();
+        }
         done.context(
             "all memory is resident, but the page server has not confirmed the last message: if `criu dump --lazy-pages` \
-             waits there, it may resume its program: end that",
+             waits there, check that its program has ended",
         )
+    }
+
+    /// Makes the connection end plainly when the fd store is emptied: CRIU takes that for success, and kills the
+    /// program that it dumped. A reset would resume it beside the targets.
+    fn end_plainly(&self) {
+        let stored = self.session.store().map(|store| peek_all(store.descriptor()));
+        let entries = stored.and_then(Result::ok).unwrap_or_default();
+        for (_, connections) in entries.into_iter().filter(|(entry, _)| entry.kind == EntryKind::Peer) {
+            for connection in connections {
+                // A unix socket has no such setting, and always ends plainly.
+                let _ = setsockopt(&connection, sockopt::Linger, &linger { l_onoff: 0, l_linger: 0 });
+            }
+        }
     }
 
     /// Serves fetchers until one has sent the last message.
@@ -226,7 +247,7 @@ impl Fetch {
                 FetcherEnd::Closed => return Ok(()),
                 FetcherEnd::Failed { again, reason } => (again, reason),
             };
-            if self.image.presence().is_closed() {
+            if self.source.presence().is_closed() {
                 return Ok(());
             }
             if !again {
@@ -235,10 +256,11 @@ impl Fetch {
             if self.peer == PagePeer::Connected && self.connected.get() {
                 bail!("{reason}: the connection of --ps-socket cannot be made again");
             }
-            if self.too_many() {
+            let Some(pause) = self.pause() else {
                 bail!("{reason}: {MAX_FETCHERS} fetchers ended within {} s", WINDOW.as_secs());
-            }
+            };
             warn!("{reason}: starting another fetcher");
+            sleep(pause).await;
             self.start_another(finishing).await?;
         }
     }
@@ -270,11 +292,15 @@ impl Fetch {
         }
     }
 
-    fn too_many(&self) -> bool {
+    /// Returns the time to wait before another fetcher is started: none if no other one would help.
+    fn pause(&self) -> Option<Duration> {
         let mut ends = self.ends.borrow_mut();
-        ends.push(Instant::now());
         ends.retain(|end| end.elapsed() < WINDOW);
-        ends.len() >= MAX_FETCHERS
+        let before = ends.len();
+        ends.push(Instant::now());
+        let doubled = u32::try_from(before).ok().and_then(|before| before.checked_sub(1));
+        (before + 1 < MAX_FETCHERS)
+            .then(|| doubled.map_or(Duration::ZERO, |times| FIRST_PAUSE * (1 << times)))
     }
 
     async fn start_another(&self, finishing: bool) -> anyhow::Result<()> {

@@ -5,6 +5,7 @@ use std::net::ToSocketAddrs as _;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use tracing::warn;
 
 use super::criu_server::{Directories, complain, enter};
 use super::{detach, given, to_notify};
@@ -22,9 +23,9 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     if let Some(option) = options.remote.refused() {
         bail!("{option}: not supported yet");
     }
-    let page_server = page_server(&options.remote)?;
     let server = &options.server;
     let Directories { images, work } = enter(server)?;
+    let page_server = page_server(&options.remote)?;
     let mut notify = to_notify(server.status_fd);
     if server.daemon
         && let Some(code) = detach::background(server.pidfile.as_deref(), &mut notify)?
@@ -65,6 +66,9 @@ fn page_server(options: &Remote) -> anyhow::Result<Option<PageServerPeer>> {
             let found = (address, port).to_socket_addrs().with_context(|| format!("--address {address}"))?;
             let found: Vec<_> = found.collect();
             ensure!(!found.is_empty(), "--address {address}: no address of that name");
+            if found.iter().any(|found| !found.ip().is_loopback()) {
+                warn!("memory travels unencrypted from {address}, and any host in between can change it");
+            }
             (PagePeer::Tcp(found), None)
         }
     };

@@ -34,11 +34,15 @@ impl Reactor {
     /// Requests a page that a thread waits for. The page fault is served when it has arrived.
     pub(super) fn await_page(&mut self, demand: Demand, file: &Arc<ImageFile>, offset: u64) {
         let mut absent = AbsentPage { demand, file: Arc::clone(file), offset, sent: SentRequest::default() };
-        self.request(file, Class::Demand, offset, PAGE, &mut absent.sent);
-        self.absent_pages.push(absent);
+        if self.request(file, Class::Demand, offset, PAGE, &mut absent.sent) {
+            self.absent_pages.push(absent);
+        } else {
+            self.deferred.push(absent.demand);
+        }
     }
 
-    /// Requests a claimed block. It is loaded when it has arrived.
+    /// Requests a claimed block. It is loaded when it has arrived. A request that the fetcher has no room for is sent in
+    /// a later turn.
     pub(super) fn await_block(&mut self, claim: Claim, file: Arc<ImageFile>, offset: u64) {
         let mut absent = AbsentBlock { claim, file, offset, sent: SentRequest::default() };
         self.request(&absent.file, Class::Background, offset, BLOCK, &mut absent.sent);
@@ -52,8 +56,11 @@ impl Reactor {
                 self.serve(absent.demand);
             } else if !is_over(&absent.demand.space) {
                 let AbsentPage { file, offset, sent, .. } = &mut absent;
-                self.request(file, Class::Demand, *offset, PAGE, sent);
-                self.absent_pages.push(absent);
+                if self.request(file, Class::Demand, *offset, PAGE, sent) {
+                    self.absent_pages.push(absent);
+                } else {
+                    self.deferred.push(absent.demand);
+                }
             }
         }
     }
@@ -81,13 +88,23 @@ impl Reactor {
         }
     }
 
-    fn request(&self, file: &ImageFile, class: Class, offset: u64, len: usize, sent: &mut SentRequest) {
-        let Some(source) = file.source().filter(|source| !source.presence().has(offset, len)) else { return };
+    /// Requests bytes that have not arrived. Returns false if the fetcher has no room for the request.
+    fn request(
+        &self,
+        file: &ImageFile,
+        class: Class,
+        offset: u64,
+        len: usize,
+        sent: &mut SentRequest,
+    ) -> bool {
+        let Some(source) = file.source().filter(|source| !source.presence().has(offset, len)) else {
+            return false;
+        };
         let first = offset / PAGE as u64;
         let pages = u32::try_from(len / PAGE).unwrap_or(u32::MAX);
         // There are MAX_REACTORS at most.
         let reader = u8::try_from(self.index).unwrap_or(u8::MAX);
-        source.request(&FetchRequest { class, reader, pages, first }, sent);
+        source.request(&FetchRequest { class, reader, pages, first }, sent)
     }
 }
 

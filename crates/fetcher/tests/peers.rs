@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A fetcher and peers that are right, slow, cut short, or lie. Bytes that a peer did not send as an answer never count
+//! as arrived.
+
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
+use rewake_fetcher::channel::{self, FetchReport};
+use rewake_fetcher::plan::{FetchExtent, FetchPlan, PagePeer};
+use rewake_fetcher::process;
+use rewake_image_io::{Class, FetchRequest, PresenceMap, presence_file};
+use rewake_page_protocol::{HeaderLayout, MessageHeader, PageMessage, PageRun, WIDE_LEN, answer_header};
+
+const PAGE: usize = 4096;
+const PAGES: u64 = 256;
+const PID: u32 = 77;
+const BASE: u64 = 0x7000_0000;
+/// Time that a fetcher or a peer has for a step.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A fetcher in a process of its own, and the peer that it connects to.
+struct Scene {
+    fetcher: Pid,
+    socket: OwnedFd,
+    presence: PresenceMap,
+    cache: File,
+    reader: OwnedFd,
+    listener: TcpListener,
+    layout: HeaderLayout,
+}
+
+fn scene(layout: HeaderLayout) -> Scene {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let (cache, plan) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+    let len = PAGES * PAGE as u64;
+    cache.set_len(len).unwrap();
+    let extents = vec![FetchExtent { first: 0, vaddr: BASE, pages: PAGES, pid: PID }];
+    let peer = PagePeer::Tcp(vec![listener.local_addr().unwrap()]);
+    FetchPlan { peer, layout, cache: len, extents }.write(&plan).unwrap();
+    let presence = presence_file(len).unwrap();
+    let (socket, its) =
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+    // SAFETY: the child makes system calls and allocates, which glibc permits after a fork.
+    let fetcher = match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            dup2_stdin(its).unwrap();
+            let code = process::run().map_or(9, i32::from);
+            // SAFETY: it ends this process.
+            unsafe { libc::_exit(code) }
+        }
+        ForkResult::Parent { child } => child,
+    };
+    let start = [plan.as_fd(), cache.as_fd(), presence.as_fd()];
+    channel::send_start(socket.as_fd(), false, start, None).unwrap();
+    let (reader, writer) = nix::unistd::pipe().unwrap();
+    channel::send_readers(socket.as_fd(), &[writer.as_fd()]).unwrap();
+    let presence = PresenceMap::open(presence.as_fd(), len).unwrap();
+    Scene { fetcher, socket, presence, cache, reader, listener, layout }
+}
+
+impl Scene {
+    fn request(&self, class: Class, first: u64, pages: u32) {
+        let request = FetchRequest { class, reader: 0, pages, first };
+        send(self.socket.as_raw_fd(), &request.encode(), MsgFlags::empty()).unwrap();
+    }
+
+    fn peer(&self) -> Peer {
+        let (stream, _) = self.listener.accept().unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        assert!(matches!(self.report(), FetchReport::Connected(_)));
+        Peer { stream, layout: self.layout }
+    }
+
+    fn report(&self) -> FetchReport {
+        readable(&self.socket);
+        channel::receive_report(self.socket.as_fd()).unwrap().unwrap()
+    }
+
+    /// The reason why it failed, and whether another fetcher may succeed.
+    fn failure(&self) -> (bool, String) {
+        match self.report() {
+            FetchReport::Failed { again, reason } => (again, reason),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits until the reader is woken.
+    fn woken(&self) {
+        readable(&self.reader);
+        nix::unistd::read(&self.reader, &mut [0; 4096]).unwrap();
+    }
+
+    fn arrived(&self) -> Vec<u64> {
+        (0..PAGES).filter(|page| self.presence.has_page(*page)).collect()
+    }
+
+    fn bytes(&self, page: u64) -> Vec<u8> {
+        let mut bytes = vec![0; PAGE];
+        self.cache.read_exact_at(&mut bytes, page * PAGE as u64).unwrap();
+        bytes
+    }
+
+    fn code(&self) -> i32 {
+        match waitpid(self.fetcher, None).unwrap() {
+            WaitStatus::Exited(_, code) => code,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn readable(descriptor: &OwnedFd) {
+    let limit = PollTimeout::try_from(LIMIT).unwrap();
+    let ready = poll(&mut [PollFd::new(descriptor.as_fd(), PollFlags::POLLIN)], limit).unwrap();
+    assert_eq!(ready, 1, "nothing for {LIMIT:?}");
+}
+
+struct Peer {
+    stream: TcpStream,
+    layout: HeaderLayout,
+}
+
+impl Peer {
+    fn next(&mut self) -> PageMessage {
+        let mut bytes = [0; WIDE_LEN];
+        self.stream.read_exact(&mut bytes[..self.layout.len()]).unwrap();
+        PageMessage::parse(&self.layout.decode(&bytes)).unwrap()
+    }
+
+    /// The first page and the number of pages of the next request.
+    fn get(&mut self) -> (u64, u64) {
+        match self.next() {
+            PageMessage::Get { pid: PID, run } => ((run.vaddr() - BASE) / PAGE as u64, run.pages()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn send(&mut self, header: MessageHeader, bytes: &[u8]) {
+        let message = [&self.layout.encode(&header).unwrap()[..], bytes].concat();
+        self.stream.write_all(&message).unwrap();
+    }
+
+    /// Answers with the first `pages` pages of a request: each has its number in every byte.
+    fn answer(&mut self, first: u64, pages: u64) {
+        let bytes: Vec<u8> = (first..first + pages).flat_map(content).collect();
+        let run = PageRun::new(BASE + first * PAGE as u64, pages).unwrap();
+        self.send(answer_header(PID, run), &bytes);
+    }
+
+    fn ended(&mut self) -> io::Result<usize> {
+        self.stream.read(&mut [0])
+    }
+}
+
+fn content(page: u64) -> Vec<u8> {
+    vec![u8::try_from(page % 251 + 1).unwrap(); PAGE]
+}
+
+const BOTH: [HeaderLayout; 2] = [HeaderLayout::Narrow, HeaderLayout::Wide];
+
+#[test]
+fn pages_arrive_and_the_last_message_ends_the_session() {
+    for layout in BOTH {
+        let scene = scene(layout);
+        scene.request(Class::Background, 16, 16);
+        let mut peer = scene.peer();
+        assert_eq!(peer.get(), (16, 16));
+        scene.request(Class::Demand, 3, 1);
+        assert_eq!(peer.get(), (3, 1));
+        peer.answer(16, 16);
+        peer.answer(3, 1);
+        while scene.arrived().len() < 17 {
+            scene.woken();
+        }
+        assert_eq!(scene.arrived(), [3].into_iter().chain(16..32).collect::<Vec<_>>());
+        for page in scene.arrived() {
+            assert_eq!(scene.bytes(page), content(page));
+        }
+        channel::send_finish(scene.socket.as_fd()).unwrap();
+        assert_eq!(peer.next(), PageMessage::Close { forced: false });
+        assert!(!scene.presence.is_closed());
+        peer.stream.write_all(&[0; 4]).unwrap();
+        assert!(matches!(scene.report(), FetchReport::Closed));
+        assert!(scene.presence.is_closed());
+        assert_eq!(peer.ended().unwrap(), 0, "no reset: CRIU would take it for a failure");
+        assert_eq!(scene.code(), 0);
+    }
+}
+
+#[test]
+fn without_a_request_the_peer_still_gets_the_last_message() {
+    let scene = scene(HeaderLayout::Wide);
+    channel::send_finish(scene.socket.as_fd()).unwrap();
+    let mut peer = scene.peer();
+    assert_eq!(peer.next(), PageMessage::Close { forced: false });
+    peer.stream.write_all(&[0; 4]).unwrap();
+    assert_eq!(scene.code(), 0);
+}
+
+#[test]
+fn the_rest_of_a_short_answer_is_requested() {
+    for layout in BOTH {
+        let scene = scene(layout);
+        scene.request(Class::Demand, 0, 16);
+        let mut peer = scene.peer();
+        assert_eq!(peer.get(), (0, 16));
+        peer.answer(0, 5);
+        assert_eq!(peer.get(), (5, 11));
+        peer.answer(5, 11);
+        while scene.arrived().len() < 16 {
+            scene.woken();
+        }
+        assert_eq!(scene.bytes(15), content(15));
+    }
+}
+
+/// A peer that answers the request for pages 8 to 11 with this must not add a page; another fetcher does not help.
+fn refused(layout: HeaderLayout, header: MessageHeader, bytes: usize) {
+    let scene = scene(layout);
+    scene.request(Class::Background, 8, 4);
+    let mut peer = scene.peer();
+    assert_eq!(peer.get(), (8, 4));
+    peer.send(header, &vec![0xee; bytes]);
+    let (again, reason) = scene.failure();
+    assert!(!again && reason.contains("no page of this answer is used"), "{header:?}: {reason}");
+    assert!(reason.contains("page server 127.0.0.1:") && reason.contains("after 0 pages"), "{reason}");
+    assert_eq!(scene.arrived(), [0u64; 0]);
+    assert_eq!(scene.code(), 1);
+}
+
+#[test]
+fn an_answer_that_is_not_the_requested_one_is_refused() {
+    let at = |page: u64, pages| PageRun::new(BASE + page * PAGE as u64, pages).unwrap();
+    let right = answer_header(PID, at(8, 4));
+    for layout in BOTH {
+        refused(layout, answer_header(PID, at(8, 5)), 5 * PAGE);
+        refused(layout, answer_header(PID, at(9, 3)), 3 * PAGE);
+        refused(layout, answer_header(PID + 1, at(8, 4)), 4 * PAGE);
+        refused(layout, MessageHeader { pages: 0, ..right }, 0);
+        refused(layout, MessageHeader { pages: u32::MAX.into(), ..right }, PAGE);
+        refused(layout, MessageHeader { command: right.command & 0xffff, ..right }, 4 * PAGE);
+        refused(layout, MessageHeader { command: right.command | 1 << 16, ..right }, 4 * PAGE);
+        refused(layout, MessageHeader { command: 7, ..right }, 4 * PAGE);
+    }
+    refused(HeaderLayout::Wide, MessageHeader { pages: 1 << 52 | 4, ..right }, 4 * PAGE);
+}
+
+#[test]
+fn a_peer_of_the_other_age_is_refused() {
+    for layout in BOTH {
+        let scene = scene(layout);
+        scene.request(Class::Background, 8, 4);
+        let mut peer = scene.peer();
+        peer.get();
+        peer.layout = if layout == HeaderLayout::Wide { HeaderLayout::Narrow } else { HeaderLayout::Wide };
+        peer.answer(8, 4);
+        let (again, reason) = scene.failure();
+        assert!(!again && reason.contains("of the version that made the image"), "{reason}");
+        assert_eq!(scene.arrived(), [0u64; 0]);
+    }
+}
+
+#[test]
+fn bytes_that_answer_no_request_end_the_fetcher() {
+    let scene = scene(HeaderLayout::Wide);
+    scene.request(Class::Background, 8, 4);
+    let mut peer = scene.peer();
+    peer.get();
+    peer.answer(8, 4);
+    scene.woken();
+    // More than a fetcher has memory for: it does not read all of them.
+    let _ = peer.stream.write_all(&vec![0; 64 << 20]);
+    let (again, reason) = scene.failure();
+    assert!(!again && reason.contains("bytes that answer no request"), "{reason}");
+    assert_eq!(scene.arrived(), [8, 9, 10, 11]);
+}
+
+#[test]
+fn a_cut_answer_adds_no_page_and_another_fetcher_may_help() {
+    let run = PageRun::new(BASE + 8 * PAGE as u64, 4).unwrap();
+    for bytes in [0, 1, 3 * PAGE, 4 * PAGE - 1] {
+        let scene = scene(HeaderLayout::Wide);
+        scene.request(Class::Background, 8, 4);
+        let mut peer = scene.peer();
+        peer.get();
+        peer.send(answer_header(PID, run), &vec![1; bytes]);
+        drop(peer);
+        let (again, reason) = scene.failure();
+        assert!(again, "{reason}");
+        assert_eq!(scene.arrived(), [0u64; 0]);
+        assert_eq!(scene.code(), 1);
+    }
+}
+
+#[test]
+fn another_answer_to_the_last_message_is_a_failure() {
+    let scene = scene(HeaderLayout::Wide);
+    channel::send_finish(scene.socket.as_fd()).unwrap();
+    let mut peer = scene.peer();
+    peer.next();
+    peer.stream.write_all(&[0xff; 4]).unwrap();
+    let (_, reason) = scene.failure();
+    assert!(reason.contains("in answer to the last message"), "{reason}");
+    assert!(!scene.presence.is_closed());
+}
+
+#[test]
+fn without_the_last_message_the_connection_is_reset() {
+    let scene = scene(HeaderLayout::Wide);
+    scene.request(Class::Background, 8, 4);
+    let mut peer = scene.peer();
+    peer.get();
+    let Scene { socket, fetcher, .. } = scene;
+    drop(socket);
+    assert_eq!(waitpid(fetcher, None).unwrap(), WaitStatus::Exited(fetcher, 0));
+    assert_eq!(peer.ended().unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn a_peer_that_does_not_listen_is_named() {
+    let scene = scene(HeaderLayout::Wide);
+    let address = scene.listener.local_addr().unwrap();
+    let Scene { listener, socket, presence, cache, reader, fetcher, layout } = scene;
+    drop(listener);
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let scene = Scene { fetcher, socket, presence, cache, reader, listener, layout };
+    scene.request(Class::Demand, 0, 1);
+    let (again, reason) = scene.failure();
+    assert!(!again && reason.contains(&format!("page server {address}: connecting")), "{reason}");
+    assert!(reason.contains("refused"), "{reason}");
+}

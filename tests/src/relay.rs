@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A slow link to a page server, which can be cut.
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::{sleep, spawn};
+use std::time::Duration;
+
+use anyhow::Context;
+use nix::libc::linger;
+use nix::sys::socket::{setsockopt, sockopt};
+
+/// Bytes that pass at once.
+const PIECE: usize = 16 << 10;
+
+/// A link with a rate. It carries any number of connections, one after another. Its threads end with the test program.
+#[derive(Debug)]
+pub struct SlowLink {
+    port: u16,
+    streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
+    passed: Arc<AtomicU64>,
+}
+
+impl SlowLink {
+    /// Makes a link to a port of this host that carries so many bytes a second to its clients.
+    ///
+    /// # Errors
+    /// The machine has no port.
+    pub fn to(server: u16, rate: u64) -> anyhow::Result<Self> {
+        Self::for_clients(usize::MAX, server, rate)
+    }
+
+    /// [`SlowLink::to`] a server of one client: it does not listen after the first.
+    ///
+    /// # Errors
+    /// The machine has no port.
+    pub fn to_one(server: u16, rate: u64) -> anyhow::Result<Self> {
+        Self::for_clients(1, server, rate)
+    }
+
+    fn for_clients(clients: usize, server: u16, rate: u64) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a port for a link")?;
+        let port = listener.local_addr()?.port();
+        let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
+        let (kept, count) = (Arc::clone(&streams), Arc::clone(&passed));
+        spawn(move || {
+            for client in listener.incoming().take(clients).flatten() {
+                // Without a server the client's connection ends.
+                let Ok(server) = TcpStream::connect((Ipv4Addr::LOCALHOST, server)) else { continue };
+                let [client, server] = [client, server].map(Arc::new);
+                let both = [&client, &server].map(Arc::downgrade);
+                kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
+                let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
+                spawn(move || carry(&answers, &back, rate, &count));
+                spawn(move || carry(&client, &server, u64::MAX, &AtomicU64::new(0)));
+            }
+        });
+        Ok(Self { port, streams, passed })
+    }
+
+    /// Its port.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The bytes that its clients have received.
+    #[must_use]
+    pub fn passed(&self) -> u64 {
+        self.passed.load(Ordering::Relaxed)
+    }
+
+    /// Cuts all connections.
+    pub fn cut(&self) {
+        for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            // It may have ended.
+            let _ = stream.upgrade().map(|stream| stream.shutdown(Shutdown::Both));
+        }
+    }
+}
+
+fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64) {
+    let mut buffer = vec![0; PIECE];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => break,
+            Err(_) => return reset(to),
+            Ok(len) => {
+                if to.write_all(&buffer[..len]).is_err() {
+                    break;
+                }
+                let len = len as u64;
+                passed.fetch_add(len, Ordering::Relaxed);
+                sleep(Duration::from_nanos(len.saturating_mul(1_000_000_000) / rate));
+            }
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+/// Passes a reset on: the other direction ends, and the connection is reset when its last owner closes it.
+fn reset(stream: &TcpStream) {
+    let _ = setsockopt(stream, sockopt::Linger, &linger { l_onoff: 1, l_linger: 0 });
+    // Neither a reset nor an end is sent by that.
+    let _ = stream.shutdown(Shutdown::Read);
+}
