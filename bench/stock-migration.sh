@@ -3,13 +3,18 @@
 # How long stock CRIU keeps a program from running when it moves by post-copy on one machine, over loopback:
 #   frozen   criu dump --lazy-pages, from the moment before the stop until its page server listens
 #   restore  criu lazy-pages and criu restore --lazy-pages, from their start until the tasks run
-# Needs root, CRIU in the environment (or criu on the path), and the tests' target program:
+# Programs: the tests' target with a region of so many MiB; 1 stands for an empty one. Needs root, CRIU in the environment (or criu on the path), and the tests' target program:
 #   cargo build -p rewake-tests && bench/stock-migration.sh [MIB...]
 set -euo pipefail
 criu=${CRIU:-criu}
 target=$(dirname "$0")/../target/debug/target
 rounds=5
 port=7761
+# CRIU's page server fails with smaller pipes where it lacks CAP_SYS_RESOURCE.
+pipes=/proc/sys/fs/pipe-max-size
+before=$(cat $pipes)
+trap 'echo "$before" > $pipes' EXIT
+echo 4194304 > $pipes
 
 now() { date +%s%N; }
 
@@ -30,15 +35,16 @@ round() {
     "$criu" lazy-pages -D "$work/img" -W "$work" -o lazy.log --page-server --address 127.0.0.1 --port $port &
     local lazy=$!
     until [ -S "$work/lazy-pages.socket" ]; do sleep 0.001; done
-    # The source still has the pid: the restored tree gets a pid namespace's worth of room.
-    unshare --pid --mount-proc --fork "$criu" restore -D "$work/img" -W "$work" -o restore.log --lazy-pages -d \
-        --action-script "$work/script"
+    # The source still has the pid, so the restored program gets a pid namespace of its own.
+    unshare --pid --mount-proc --fork --kill-child sh -c '"$@"; sleep 600' sh "$criu" restore -D "$work/img" \
+        -W "$work" -o restore.log --lazy-pages -d --action-script "$work/script" &
+    local host=$!
+    until grep -qs '^post-resume' "$work/moments"; do sleep 0.002; done
     wait $lazy
-    wait || true
     awk -v started="$started" '{ at[$1] = $2 } END {
         printf "%.1f %.1f\n", (at["status-ready"] - at["pre-dump"]) / 1e6, (at["post-resume"] - started) / 1e6
     }' "$work/moments"
-    pkill -KILL -s "$pid" || true
+    kill -KILL "$host"
     rm -rf "$work"
 }
 

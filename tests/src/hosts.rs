@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -18,6 +18,8 @@ const SOURCE_ADDRESS: &str = "10.77.0.1/24";
 const DESTINATION_ADDRESS: &str = "10.77.0.2/24";
 /// Where the destination is reached.
 pub const DESTINATION: &str = "10.77.0.2";
+/// Time that `nsenter` has to start a command.
+const ENTER_LIMIT: Duration = Duration::from_secs(10);
 /// What the first process of a host does. It collects orphans.
 const INIT: &str = "mount --make-rprivate / && mount -t tmpfs tmpfs /run/rewake && ip link set lo up && \
                     echo $1 > /proc/sys/kernel/ns_last_pid && touch \"$0\" && while :; do sleep 1; done";
@@ -151,9 +153,6 @@ impl HostPair {
 /// # Errors
 /// It has ended.
 pub fn entered(nsenter: &Child) -> anyhow::Result<Pid> {
-    let limit = Duration::from_secs(10);
-    let found = until(limit, || children(nsenter.id().pid()).first().copied());
-    let pid = found.context("a command of a host has ended")?;
-    ensure!(pid.as_raw() > 0, "no process");
-    Ok(pid)
+    let found = until(ENTER_LIMIT, || children(nsenter.id().pid()).first().copied());
+    found.context("a command of a host has ended")
 }

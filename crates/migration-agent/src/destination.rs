@@ -365,6 +365,7 @@ impl DestinationAgent<'_> {
     /// Starts the process that serves the restore's page faults, with this agent as its page server.
     fn start_client(&mut self) -> anyhow::Result<()> {
         let (ours, criu_end, number) = page_socket()?;
+        // `rewake lazy-pages` has the same options.
         let mut command = self.criu.command("lazy-pages", &self.folder.images(), self.folder.path());
         command.args(["--page-server", "--ps-socket", &number]);
         let mut client = RunningCriu::start(&mut command, "lazy-pages", self.folder.path())?;
