@@ -57,14 +57,7 @@ impl Scene {
     /// # Errors
     /// The target failed.
     pub fn started(criu: &Criu, scenario: &str, mib: usize) -> anyhow::Result<Self> {
-        adopt_orphans()?;
-        let dir = tempfile::Builder::new().prefix("rewake-e2e-").tempdir().context("make a directory")?;
-        let seed = SEED.fetch_add(100, Ordering::Relaxed);
-        let (scenario, pid) = (scenario.to_owned(), Pid::from_raw(0));
-        let mut scene = Self { dir, criu: criu.clone(), scenario, mib, seed, pid, rounds: 0 };
-        for folder in [scene.images(), scene.files(), scene.work()] {
-            fs::create_dir(&folder).with_context(|| format!("create {}", folder.display()))?;
-        }
+        let mut scene = Self::planned(criu, scenario, mib)?;
         let mut target = scene.target()?.spawn().context("start the target")?;
         scene.pid = Pid::from_raw(target.id().cast_signed());
         let ready = scene.files().join("ready");
@@ -75,6 +68,22 @@ impl Scene {
         })
         .context("the target did not get ready in time")?;
         ensure!(ended.is_none(), "the target ended before the dump: {ended:?}\n{}", scene.written());
+        Ok(scene)
+    }
+
+    /// Makes the directories of a target that the caller starts.
+    ///
+    /// # Errors
+    /// A directory cannot be made.
+    pub fn planned(criu: &Criu, scenario: &str, mib: usize) -> anyhow::Result<Self> {
+        adopt_orphans()?;
+        let dir = tempfile::Builder::new().prefix("rewake-e2e-").tempdir().context("make a directory")?;
+        let seed = SEED.fetch_add(100, Ordering::Relaxed);
+        let (scenario, pid) = (scenario.to_owned(), Pid::from_raw(0));
+        let scene = Self { dir, criu: criu.clone(), scenario, mib, seed, pid, rounds: 0 };
+        for folder in [scene.images(), scene.files(), scene.work()] {
+            fs::create_dir(&folder).with_context(|| format!("create {}", folder.display()))?;
+        }
         Ok(scene)
     }
 

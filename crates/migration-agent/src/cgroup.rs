@@ -11,12 +11,16 @@ use anyhow::{Context as _, bail, ensure};
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
+use crate::frame::new_name;
+
 /// Tasks of a tree at most.
 const MAX_TASKS: usize = 4096;
 /// Passes over a tree that forks while it is moved into a group.
 const MAX_PASSES: usize = 10;
 /// Time that the kernel has to freeze or kill a group.
 const CHANGE_LIMIT: Duration = Duration::from_secs(10);
+/// How the names of groups of restored trees begin.
+const RESTORED: &str = "rewake-destination";
 const POLL: Duration = Duration::from_millis(1);
 
 /// A group of version 2 that has the tasks of one tree, and no other process.
@@ -37,6 +41,8 @@ impl TreeCgroup {
         let mount = mount()?;
         let group = group_of(root)?;
         let tasks: BTreeSet<i32> = proc::tree(root, MAX_TASKS).into_iter().collect();
+        let own = std::process::id().cast_signed();
+        ensure!(!tasks.contains(&own), "-t {root}: this command is a child of it, and would stop itself");
         let path = mount.join(&group);
         let is_root = group.as_os_str().is_empty();
         if !is_root && members(&path)?.iter().all(|pid| tasks.contains(pid)) {
@@ -51,16 +57,8 @@ impl TreeCgroup {
             }
             return Ok(Self { path, is_made: false });
         }
-        Self::make(root, &group, path.join(format!("rewake-migration-{root}")))
-    }
-
-    fn make(root: i32, parent: &Path, path: PathBuf) -> anyhow::Result<Self> {
-        match fs::create_dir(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-            made => made.with_context(|| format!("making cgroup {}", path.display()))?,
-        }
-        let made = Self { path, is_made: true };
-        let filled = made.fill(root, parent);
+        let made = Self::make(path.join(new_name("rewake-source")?))?;
+        let filled = made.fill(root, &group);
         if filled.is_err() {
             made.release();
         }
@@ -96,10 +94,20 @@ impl TreeCgroup {
         bail!("process {root} forks faster than its tree can be moved into a cgroup, {MAX_PASSES} times")
     }
 
-    /// Makes an empty group below this process's own, for a tree that will be restored.
-    pub(crate) fn for_restore(name: &str) -> anyhow::Result<Self> {
-        let own = group_of(std::process::id().cast_signed())?;
-        let path = mount()?.join(own).join(name);
+    /// Makes an empty group below this process's own, for a tree that will be restored. It stays as long as the tree, so
+    /// groups of earlier trees that have ended are removed.
+    pub(crate) fn for_restore() -> anyhow::Result<Self> {
+        let own = mount()?.join(group_of(std::process::id().cast_signed())?);
+        for entry in fs::read_dir(&own).with_context(|| format!("listing {}", own.display()))?.flatten() {
+            if entry.file_name().to_string_lossy().starts_with(RESTORED) {
+                // The kernel refuses while it has processes.
+                let _ = fs::remove_dir(entry.path());
+            }
+        }
+        Self::make(own.join(new_name(RESTORED)?))
+    }
+
+    fn make(path: PathBuf) -> anyhow::Result<Self> {
         fs::create_dir(&path).with_context(|| format!("making cgroup {}", path.display()))?;
         Ok(Self { path, is_made: true })
     }

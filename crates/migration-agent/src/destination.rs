@@ -20,7 +20,7 @@ use rewake_migration::record::DestinationRecord;
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu, page_socket};
 use crate::folder::{MigrationFolder, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greeted};
+use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, watch_peer};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::relay::PageRelay;
@@ -81,10 +81,9 @@ pub fn receive(
     criu: &CriuChoice,
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
-    let name = format!("destination-{}", std::process::id());
-    let folder = MigrationFolder::open(&name)?;
+    let folder = MigrationFolder::open(&new_name("destination")?)?;
     folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
-    let cgroup = TreeCgroup::for_restore(&format!("rewake-{name}"))?;
+    let cgroup = TreeCgroup::for_restore()?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
         id: Mutex::default(),
@@ -164,7 +163,7 @@ fn connection(
 }
 
 fn admit(stream: &mut TcpStream, state: &ConnectionState) -> anyhow::Result<()> {
-    stream.set_nodelay(true)?;
+    watch_peer(stream)?;
     stream.set_read_timeout(Some(GREETING_LIMIT))?;
     let id = greeted(stream)?;
     let known = *state.id.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(id);
@@ -366,6 +365,7 @@ impl DestinationAgent<'_> {
     /// Starts the process that serves the restore's page faults, with this agent as its page server.
     fn start_client(&mut self) -> anyhow::Result<()> {
         let (ours, criu_end, number) = page_socket()?;
+        // `rewake lazy-pages` has the same options.
         let mut command = self.criu.command("lazy-pages", &self.folder.images(), self.folder.path());
         command.args(["--page-server", "--ps-socket", &number]);
         let mut client = RunningCriu::start(&mut command, "lazy-pages", self.folder.path())?;

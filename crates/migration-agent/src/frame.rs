@@ -7,11 +7,13 @@
 //! ```
 //! Numbers are little-endian. Messages of the protocol are JSON; the first one has the version.
 
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, bail, ensure};
+use nix::sys::socket::{setsockopt, sockopt};
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_page_protocol::PageRun;
 
@@ -23,8 +25,40 @@ const MAX_BODY: usize = (4 << 20) + (1 << 10);
 pub(crate) const FILE_PIECE: usize = 1 << 20;
 const PAGE: usize = 4096;
 
+/// Seconds without a byte after which the kernel asks the peer whether it still exists, and between two questions.
+const KEEPALIVE: u32 = 5;
+/// Unanswered questions after which the connection is lost.
+const KEEPALIVE_COUNT: u32 = 3;
+/// Milliseconds without an acknowledgement after which the connection is lost.
+const UNACKNOWLEDGED_LIMIT: u32 = 20_000;
+
 /// Names a migration on every connection of it.
 pub(crate) type MigrationId = [u8; 16];
+
+/// Makes an id that no other migration has.
+pub(crate) fn new_id() -> anyhow::Result<MigrationId> {
+    let mut id = MigrationId::default();
+    let mut random = File::open("/dev/urandom").context("opening /dev/urandom")?;
+    random.read_exact(&mut id).context("reading /dev/urandom")?;
+    Ok(id)
+}
+
+/// A short name that no other migration has.
+pub(crate) fn new_name(prefix: &str) -> anyhow::Result<String> {
+    let [a, b, c, d, ..] = new_id()?;
+    Ok(format!("{prefix}-{:08x}", u32::from_le_bytes([a, b, c, d])))
+}
+
+/// Sends small frames at once, and finds out when the peer is lost.
+pub(crate) fn watch_peer(stream: &TcpStream) -> anyhow::Result<()> {
+    stream.set_nodelay(true)?;
+    setsockopt(stream, sockopt::KeepAlive, &true)?;
+    setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE)?;
+    setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE)?;
+    setsockopt(stream, sockopt::TcpKeepCount, &KEEPALIVE_COUNT)?;
+    setsockopt(stream, sockopt::TcpUserTimeout, &UNACKNOWLEDGED_LIMIT)?;
+    Ok(())
+}
 
 /// What both agents send each other.
 #[derive(Debug, Clone, PartialEq, Eq)]

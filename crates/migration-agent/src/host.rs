@@ -53,7 +53,7 @@ impl HostOffer {
         let has = cpu_features()?;
         let lacks: Vec<_> = offer.cpu_features.difference(&has).cloned().collect();
         ensure!(lacks.is_empty(), "this machine's CPUs lack {}", shown(&lacks));
-        let used: Vec<_> = offer.pids.iter().filter(|pid| exists(*pid)).map(ToString::to_string).collect();
+        let used: Vec<_> = offer.pids.iter().filter(|pid| exists(pid)).map(ToString::to_string).collect();
         ensure!(used.is_empty(), "pids of the program are in use here: {}", shown(&used));
         let absent = offer.files.iter().filter(|path| !path.exists());
         let absent: Vec<_> = absent.map(|path| path.display().to_string()).collect();

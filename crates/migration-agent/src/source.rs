@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that has the program.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -20,7 +18,7 @@ use rewake_streamer::gpu::plugin_folder;
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu, page_socket};
 use crate::folder::{MigrationFolder, SourceEntry, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greet};
+use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id, watch_peer};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::process_memory::ProcessMemory;
@@ -121,6 +119,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         was_connected: false,
         downtime: None,
         outcome: None,
+        keeps_record: false,
         folder,
     };
     if agent.machine.has_granted() {
@@ -141,13 +140,6 @@ fn address(options: &SourceOptions) -> anyhow::Result<SocketAddr> {
          or tunnel to a loopback address"
     );
     Ok(address)
-}
-
-fn new_id() -> anyhow::Result<MigrationId> {
-    let mut id = MigrationId::default();
-    let mut random = File::open("/dev/urandom").context("opening /dev/urandom")?;
-    random.read_exact(&mut id).context("reading /dev/urandom")?;
-    Ok(id)
 }
 
 fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> anyhow::Result<()> {
@@ -180,7 +172,7 @@ fn keep_connected(
                 }
                 SourceEvent::Disconnected
             }
-            Err(error) => SourceEvent::Unreachable(format!("connecting to {address}: {error}")),
+            Err(error) => SourceEvent::Unreachable(format!("connecting to {address}: {error:#}")),
         };
         if sender.send(event).is_err() {
             return;
@@ -189,9 +181,9 @@ fn keep_connected(
     }
 }
 
-fn connect(address: SocketAddr, id: &MigrationId) -> std::io::Result<(TcpStream, Arc<FrameWriter>)> {
+fn connect(address: SocketAddr, id: &MigrationId) -> anyhow::Result<(TcpStream, Arc<FrameWriter>)> {
     let mut stream = TcpStream::connect_timeout(&address, LOST_LIMIT)?;
-    stream.set_nodelay(true)?;
+    watch_peer(&stream)?;
     greet(&mut stream, id)?;
     let writer = FrameWriter::new(stream.try_clone()?);
     Ok((stream, Arc::new(writer)))
@@ -245,6 +237,8 @@ struct SourceAgent<'a> {
     was_connected: bool,
     downtime: Option<Duration>,
     outcome: Option<SourceOutcome>,
+    /// The tree is still frozen: the record says why.
+    keeps_record: bool,
     /// Dropped last: its lock keeps other agents away.
     folder: MigrationFolder,
 }
@@ -266,7 +260,9 @@ impl SourceAgent<'_> {
             link.close();
         }
         let downtime = self.downtime;
-        self.folder.remove();
+        if !self.keeps_record {
+            self.folder.remove();
+        }
         SourceReport { outcome, downtime }
     }
 
@@ -452,8 +448,10 @@ impl SourceAgent<'_> {
                 }
                 self.entry.cgroup.release();
             }
-            // It stays frozen: the record says GRANT.
-            Err(error) => tracing::error!("the frozen tree is not killed: {error:#}"),
+            Err(error) => {
+                self.keeps_record = true;
+                tracing::error!("the tree stays frozen, and must not be thawed: {error:#}");
+            }
         }
         self.step(SourceInput::Killed);
     }

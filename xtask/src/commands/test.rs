@@ -17,7 +17,7 @@ use crate::{program, repository, tidy, vm};
 const OPEN_FILES: u64 = 16_384;
 
 /// Packages for single tests: containers, and two of `bench programs`.
-const PACKAGES: [&str; 3] = ["runc", "python3-numpy", "redis-tools"];
+const PACKAGES: [&str; 4] = ["runc", "python3-numpy", "redis-tools", "iproute2"];
 
 /// Programs that took less time are not in the list of times.
 const SHOWN: Duration = Duration::from_secs(1);

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Two hosts on one machine: each has network, pid and mount namespaces of its own, and a `/run/rewake`. The file
+//! system is shared, as a migration needs it.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::process::{MINUTE, ProcessId as _, children, output, until};
+
+const SOURCE_ADDRESS: &str = "10.77.0.1/24";
+const DESTINATION_ADDRESS: &str = "10.77.0.2/24";
+/// Where the destination is reached.
+pub const DESTINATION: &str = "10.77.0.2";
+/// Time that `nsenter` has to start a command.
+const ENTER_LIMIT: Duration = Duration::from_secs(10);
+/// What the first process of a host does. It collects orphans.
+const INIT: &str = "mount --make-rprivate / && mount -t tmpfs tmpfs /run/rewake && ip link set lo up && \
+                    echo $1 > /proc/sys/kernel/ns_last_pid && touch \"$0\" && while :; do sleep 1; done";
+/// The pids of both hosts begin after these: a program's pid must be free on the other host.
+const FIRST_PIDS: [&str; 2] = ["5000", "300"];
+
+/// A host. Dropping it ends all its processes.
+#[derive(Debug)]
+pub struct Host {
+    unshare: Child,
+    init: Pid,
+}
+
+impl Host {
+    fn start(ready: &Path, first_pid: &str) -> anyhow::Result<Self> {
+        fs::create_dir_all("/run/rewake").context("make /run/rewake")?;
+        let mut command = Command::new("unshare");
+        command.args([
+            "--net",
+            "--pid",
+            "--mount",
+            "--mount-proc",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            INIT,
+        ]);
+        let unshare =
+            command.arg(ready).arg(first_pid).stdin(Stdio::null()).spawn().context("start unshare")?;
+        let mut host = Self { unshare, init: Pid::from_raw(0) };
+        until(MINUTE, || ready.exists().then_some(())).context("a host did not start")?;
+        let first = children(host.unshare.id().pid());
+        host.init = *first.first().context("the host's first process")?;
+        Ok(host)
+    }
+
+    /// A command on this host, whose input and output stay the caller's.
+    #[must_use]
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["-t", &self.init.to_string(), "-n", "-p", "-m", "--wdns=/", "--"]);
+        command.arg(program).stdin(Stdio::null());
+        command
+    }
+
+    /// A command on this host that has no file of another host.
+    #[must_use]
+    pub fn alone(&self, command: &Command) -> Command {
+        let mut alone = self.command("sh");
+        alone.args(["-c", "exec \"$@\" </dev/null >/dev/null 2>&1", "sh"]);
+        alone.arg(command.get_program()).args(command.get_args());
+        alone
+    }
+
+    /// Processes of this host with a name, as this machine numbers them.
+    #[must_use]
+    pub fn named(&self, name: &str) -> Vec<Pid> {
+        let space = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+        let own = space(&self.init.to_string());
+        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let is_one = |pid: &i32| {
+            let comm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            let has_ended = state.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'));
+            comm.trim_end() == name && !has_ended && space(&pid.to_string()) == own
+        };
+        pids.filter(is_one).map(Pid::from_raw).collect()
+    }
+
+    /// The number that a process has on its host.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn own_number(&self, pid: Pid) -> anyhow::Result<i32> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).context("a process has ended")?;
+        let list = status.lines().find_map(|line| line.strip_prefix("NSpid:")).context("NSpid")?;
+        list.split_whitespace().last().context("NSpid")?.parse().context("NSpid")
+    }
+
+    /// A path of this host.
+    #[must_use]
+    pub fn path(&self, path: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/root{path}", self.init))
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // The first process takes all others of its host along.
+        let _ = kill(self.init, Signal::SIGKILL);
+        let _ = self.unshare.kill();
+        let _ = self.unshare.wait();
+    }
+}
+
+/// Two hosts, with a network between them.
+#[derive(Debug)]
+pub struct HostPair {
+    /// Where programs start.
+    pub source: Host,
+    /// Where they move to.
+    pub destination: Host,
+}
+
+impl HostPair {
+    /// Starts both.
+    ///
+    /// # Errors
+    /// The machine has no such namespaces, or no `ip`.
+    pub fn start(files: &Path) -> anyhow::Result<Self> {
+        let source = Host::start(&files.join("source-runs"), FIRST_PIDS[0])?;
+        let destination = Host::start(&files.join("destination-runs"), FIRST_PIDS[1])?;
+        let pair = Self { source, destination };
+        let names = [format!("rws{}", pair.source.init), format!("rwd{}", pair.destination.init)];
+        let [one, two] = &names;
+        output(Command::new("ip").args(["link", "add", one, "type", "veth", "peer", "name", two]))?;
+        let ends = [(&pair.source, one, SOURCE_ADDRESS), (&pair.destination, two, DESTINATION_ADDRESS)];
+        for (host, name, address) in ends {
+            output(Command::new("ip").args(["link", "set", name, "netns", &host.init.to_string()]))?;
+            output(host.command("ip").args(["addr", "add", address, "dev", name]))?;
+            output(host.command("ip").args(["link", "set", name, "up"]))?;
+        }
+        Ok(pair)
+    }
+}
+
+/// The process that `nsenter` has started.
+///
+/// # Errors
+/// It has ended.
+pub fn entered(nsenter: &Child) -> anyhow::Result<Pid> {
+    let found = until(ENTER_LIMIT, || children(nsenter.id().pid()).first().copied());
+    found.context("a command of a host has ended")
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A target on one of two hosts, and both agents of its migration.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Output, Stdio};
+
+use anyhow::{Context, ensure};
+use nix::sys::signal::{Signal, kill};
+use serde_json::Value;
+
+use crate::Criu;
+use crate::hosts::{DESTINATION, HostPair, entered};
+use crate::process::{MINUTE, tail, until, write_program};
+use crate::scene::{ACT, Scene};
+use crate::server::rewake;
+
+const PORT: &str = "7700";
+const TARGET: &str = "target";
+
+/// A target that waits on the source host.
+#[derive(Debug)]
+pub struct Migration {
+    /// Its hosts.
+    pub hosts: HostPair,
+    scene: Scene,
+    target: Child,
+    pid: i32,
+}
+
+/// An agent of a host.
+#[derive(Debug)]
+pub struct HostAgent {
+    child: Option<Child>,
+}
+
+impl Migration {
+    /// Starts the hosts, and a target on one of them.
+    ///
+    /// # Errors
+    /// The machine or the target is broken.
+    pub fn started(criu: &Criu, scenario: &str, mib: usize) -> anyhow::Result<Self> {
+        let scene = Scene::planned(criu, scenario, mib)?;
+        let hosts = HostPair::start(&scene.files())?;
+        let mut command = hosts.source.alone(&scene.target()?);
+        let target = command.spawn().context("start the target")?;
+        until(ACT, || scene.files().join("ready").exists().then_some(()))
+            .context("the target is not ready")?;
+        let first = hosts.source.named(TARGET).into_iter().min().context("the target has ended")?;
+        let pid = hosts.source.own_number(first)?;
+        Ok(Self { hosts, scene, target, pid })
+    }
+
+    /// Starts `rewake receive` on the destination, and waits until it listens.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn receive(&self, criu: &Path) -> anyhow::Result<HostAgent> {
+        let mut command = self.hosts.destination.command(rewake()?);
+        command.args(["receive", "--address", DESTINATION, "--port", PORT, "--insecure", "--criu"]).arg(criu);
+        let log = self.scene.files().join("receive.log");
+        let file = fs::File::create(&log)?;
+        let child = command.stdout(file.try_clone()?).stderr(file).spawn().context("start rewake receive")?;
+        let listens = || fs::read_to_string(&log).is_ok_and(|text| text.contains("listening on"));
+        until(MINUTE, || listens().then_some(())).context("rewake receive does not listen")?;
+        Ok(HostAgent { child: Some(child) })
+    }
+
+    /// What `rewake receive` has written.
+    #[must_use]
+    pub fn received(&self) -> String {
+        tail(&self.scene.files().join("receive.log"), 20)
+    }
+
+    /// Starts `rewake migrate` on the source.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn migrate(&self) -> anyhow::Result<HostAgent> {
+        let mut command = self.hosts.source.command(rewake()?);
+        command.args(["migrate", "-t", &self.pid.to_string(), "--to", &format!("{DESTINATION}:{PORT}")]);
+        command.args(["--insecure", "--criu"]).arg(self.scene.criu());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
+    }
+
+    /// A CRIU whose restores wait until [`Migration::proceed`].
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn criu_that_waits(&self) -> anyhow::Result<PathBuf> {
+        let program = self.scene.files().join("criu-that-waits");
+        let files = self.scene.files().display().to_string();
+        let real = Path::new(self.scene.criu().as_ref()).display().to_string();
+        write_program(
+            &program,
+            &format!(
+                "#!/bin/sh\nif [ \"$1\" = restore ]; then\n  touch {files}/restoring\n  \
+                 until [ -e {files}/proceed ]; do sleep 0.01; done\nfi\nexec {real} \"$@\"\n"
+            ),
+        )?;
+        Ok(program)
+    }
+
+    /// Waits until the restore waits: the tree is frozen then, and GRANT was not asked for.
+    ///
+    /// # Errors
+    /// That does not happen.
+    pub fn restoring(&self) -> anyhow::Result<()> {
+        let file = self.scene.files().join("restoring");
+        until(ACT, || file.exists().then_some(())).context("the restore does not begin")
+    }
+
+    /// The record of the source; none before a migration and after it.
+    #[must_use]
+    pub fn source_record(&self) -> Option<Value> {
+        let folder = self.hosts.source.path("/run/rewake/migrations");
+        let folder = fs::read_dir(folder).ok()?.next()?.ok()?.path();
+        serde_json::from_slice(&fs::read(folder.join("record")).ok()?).ok()
+    }
+
+    /// Whether the source has written GRANT.
+    #[must_use]
+    pub fn is_granted(&self) -> bool {
+        self.source_record().is_some_and(|record| record["source"]["record"] == "granted")
+    }
+
+    /// Whether the source's tree is frozen.
+    #[must_use]
+    pub fn is_frozen(&self) -> bool {
+        let record = self.source_record().unwrap_or_default();
+        let path = record["source"]["cgroup"]["path"].as_str().unwrap_or_default();
+        let events = fs::read_to_string(Path::new(path).join("cgroup.events")).unwrap_or_default();
+        events.lines().any(|line| line == "frozen 1")
+    }
+
+    /// The number of the target's processes on the source and on the destination.
+    #[must_use]
+    pub fn processes(&self) -> (usize, usize) {
+        (self.hosts.source.named(TARGET).len(), self.hosts.destination.named(TARGET).len())
+    }
+
+    /// Lets the target act, and waits until it has checked its memory.
+    ///
+    /// # Errors
+    /// It saw wrong bytes, or did not end.
+    pub fn expect_right_bytes(&self) -> anyhow::Result<()> {
+        self.scene.go()?;
+        self.scene.stop()?;
+        let is_done = || self.scene.written().lines().last().is_some_and(|line| line == "OK");
+        until(ACT, || is_done().then_some(()))
+            .with_context(|| format!("the target: {:?}\n{}", self.scene.written(), self.received()))
+    }
+
+    /// What the target has written.
+    #[must_use]
+    pub fn written(&self) -> String {
+        self.scene.written()
+    }
+}
+
+impl Drop for Migration {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.received());
+        }
+        let _ = self.target.kill();
+        let _ = self.target.wait();
+    }
+}
+
+impl HostAgent {
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        let child = self.child.as_ref().context("it was collected")?;
+        kill(entered(child)?, signal).context("a signal to an agent")
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It does not end in time.
+    pub fn ended(&mut self) -> anyhow::Result<Output> {
+        let mut child = self.child.take().context("it was collected")?;
+        let ended = until(MINUTE, || child.try_wait().ok().flatten());
+        if ended.is_none() {
+            let _ = entered(&child).map(|pid| kill(pid, Signal::SIGKILL));
+        }
+        let output = child.wait_with_output()?;
+        ensure!(ended.is_some(), "an agent did not end: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(output)
+    }
+}
+
+impl Drop for HostAgent {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = entered(&child).map(|pid| kill(pid, Signal::SIGKILL));
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

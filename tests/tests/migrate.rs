@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake migrate` and `rewake receive`: a program moves between two hosts. It runs on one of them at most, and it
+//! sees right bytes only.
+
+use std::path::Path;
+use std::process::Output;
+use std::thread::sleep;
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+use rewake_tests::migration::Migration;
+use rewake_tests::process::{MINUTE, soon, until};
+use rewake_tests::{Criu, need};
+
+const MIB: usize = 64;
+/// Enough that most is missing when the program runs at the destination.
+const LARGE: usize = 768;
+
+fn said(output: &Output) -> String {
+    let text = [&output.stdout[..], &output.stderr].concat();
+    String::from_utf8_lossy(&text).into_owned()
+}
+
+fn path(criu: &Criu) -> &Path {
+    Path::new(criu.as_ref())
+}
+
+/// Moves a target, which then checks its memory.
+fn migrates(criu: &Criu, scenario: &str) {
+    let migration = Migration::started(criu, scenario, MIB).unwrap();
+    let (processes, _) = migration.processes();
+    let mut receive = migration.receive(path(criu)).unwrap();
+    let migrated = migration.migrate().unwrap().ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
+    assert!(said(&migrated).contains("downtime "), "{}", said(&migrated));
+    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+    assert_eq!(migration.processes(), (0, processes));
+    assert_eq!(migration.source_record(), None);
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn a_program_moves_with_every_byte() {
+    for criu in Criu::both() {
+        migrates(&need!(criu), "random");
+    }
+}
+
+#[test]
+fn a_tree_moves_with_every_byte() {
+    migrates(&need!(Criu::main()), "tree");
+}
+
+#[test]
+fn an_abort_before_grant_leaves_the_program_at_the_source() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", MIB).unwrap();
+    let mut receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    migration.restoring().unwrap();
+    assert!(migration.is_frozen() && !migration.is_granted());
+    migrate.signal(Signal::SIGINT).unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(1));
+    assert!(
+        said(&migrated).contains("runs here: the source's user ended the migration"),
+        "{}",
+        said(&migrated)
+    );
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1));
+    assert!(migration.received().contains("the program does not run here"), "{}", migration.received());
+    assert_eq!(migration.processes(), (1, 0));
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn a_destination_killed_before_grant_leaves_the_program() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", MIB).unwrap();
+    let receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    migration.restoring().unwrap();
+    receive.signal(Signal::SIGKILL).unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(1));
+    assert!(said(&migrated).contains("runs here: no connection to"), "{}", said(&migrated));
+    assert_eq!(migration.processes(), (1, 0));
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn a_source_agent_killed_before_grant_leaves_the_program() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", MIB).unwrap();
+    let _receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let migrate = migration.migrate().unwrap();
+    migration.restoring().unwrap();
+    assert!(migration.is_frozen());
+    migrate.signal(Signal::SIGKILL).unwrap();
+    // CRIU's action script thaws the tree.
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn after_grant_the_source_never_runs() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_granted().then_some(())).expect("GRANT");
+    migrate.signal(Signal::SIGKILL).unwrap();
+    migrate.ended().unwrap();
+    for _ in 0..20 {
+        assert!(migration.is_frozen() && migration.is_granted(), "{}", migration.received());
+        sleep(Duration::from_millis(50));
+    }
+    let continued = migration.migrate().unwrap().ended().unwrap();
+    assert_eq!(continued.status.code(), Some(0), "{}\n{}", said(&continued), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+    assert!(soon(|| migration.processes() == (0, 1)), "{:?}", migration.processes());
+    migration.expect_right_bytes().unwrap();
+}
