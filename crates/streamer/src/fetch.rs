@@ -333,6 +333,7 @@ fn launch(
     let mut command = Command::new(launch::program()?);
     command.arg(COMMAND).env_clear().process_group(0);
     command.stdin(Stdio::from(its)).stdout(Stdio::null());
+    sys::give_short_time_slices(&mut command);
     let child = command.spawn().context("starting the fetcher")?;
     let [plan, cache, presence] = [&files.plan, &files.cache, &files.presence].map(|file| file.as_fd());
     let sent = channel::send_start(ours.as_fd(), again, [plan, cache, presence], connected)
