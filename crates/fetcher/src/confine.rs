@@ -52,6 +52,8 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_clock_gettime,
     libc::SYS_clock_nanosleep,
     libc::SYS_nanosleep,
+    // A wait that a freezer, SIGSTOP or a tracer has interrupted continues by this one.
+    libc::SYS_restart_syscall,
     libc::SYS_writev,
     libc::SYS_getpid,
     libc::SYS_gettid,

@@ -190,11 +190,15 @@ impl Fetch {
             // What was requested from the fetcher before is requested from this one.
             sys::write_eventfd(reader);
         }
-        let old = |entry: StoreEntry| {
-            matches!(entry.kind, EntryKind::Fetcher | EntryKind::Peer) && entry.index < number
-        };
+        self.forget(EntryKind::Fetcher)
+    }
+
+    /// Removes what earlier fetchers have left in the fd store.
+    fn forget(&self, kind: EntryKind) -> anyhow::Result<()> {
+        let store = self.session.store().context("a session without an fd store")?;
+        let number = self.number.get();
         // Without room they stay until the session ends.
-        let _ = store.retain(|entry| !old(entry));
+        let _ = store.retain(|entry| entry.kind != kind || entry.index >= number);
         Ok(())
     }
 
@@ -276,6 +280,9 @@ impl Fetch {
                     self.connected.set(true);
                     let store = self.session.store().context("a session without an fd store")?;
                     put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
+                    // Not before: `criu dump --lazy-pages` takes the end of its connection for a failed restore,
+                    // and resumes the program, while the targets run.
+                    self.forget(EntryKind::Peer)?;
                 }
                 Ok(Some(FetchReport::Closed)) => return Ok(FetcherEnd::Closed),
                 Ok(Some(FetchReport::Failed { again, reason })) => {
@@ -333,6 +340,7 @@ fn launch(
     let mut command = Command::new(launch::program()?);
     command.arg(COMMAND).env_clear().process_group(0);
     command.stdin(Stdio::from(its)).stdout(Stdio::null());
+    sys::give_short_time_slices(&mut command);
     let child = command.spawn().context("starting the fetcher")?;
     let [plan, cache, presence] = [&files.plan, &files.cache, &files.presence].map(|file| file.as_fd());
     let sent = channel::send_start(ours.as_fd(), again, [plan, cache, presence], connected)

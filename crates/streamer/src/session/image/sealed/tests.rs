@@ -9,6 +9,7 @@ use std::time::Duration;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
+use rewake_fetcher::plan::PagePeer;
 use rewake_image_io::read_now;
 
 use super::*;
@@ -250,6 +251,30 @@ fn a_plan_of_another_version_says_so() {
     bytes[8] = 1;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
     assert!(error.contains("expected version 4, found 1: another `rewake` made it"), "{error}");
+}
+
+#[test]
+fn in_a_cache_file_each_task_has_blocks_of_its_own() {
+    let root = tempfile::tempdir().unwrap();
+    write_image(&root.path().join("image"), 1);
+    let memory = memory_file().unwrap();
+    let draft = Draft::read_remote(&ImageDir::open(&root.path().join("image")).unwrap()).unwrap();
+    draft.write(&memory).unwrap();
+    seal(&memory).unwrap();
+    let leases =
+        || draft.leases.iter().map(|lease| lease.try_clone().unwrap().into()).collect::<Vec<OwnedFd>>();
+    let error = format!("{:#}", Image::unseal(memory.as_fd(), leases()).unwrap_err());
+    assert!(error.contains("has no cache file"), "{error}");
+    let create = |of: DraftCache| CacheFile::create(root.path(), of.len, of.layout);
+    let image = Image::unseal_with(memory.as_fd(), leases(), create).unwrap();
+    let cache = image.cache_file().unwrap();
+    let plan = image.fetch_plan(cache, PagePeer::Connected).unwrap();
+    let extents = plan.extents.iter().map(|of| (of.first, of.vaddr, of.pages, of.pid));
+    assert_eq!(extents.collect::<Vec<_>>(), [(0, 0x70_0000, 3, 7), (16, 0x80_0000, 3, 8)]);
+    assert_eq!((plan.cache, cache.file.len()), (32 * PAGE_SIZE, 32 * PAGE_SIZE));
+    // Pages that are no task's are never requested.
+    let absent = (0..32).filter(|page| !cache.source.presence().has_page(*page));
+    assert_eq!(absent.collect::<Vec<_>>(), [0, 1, 2, 16, 17, 18]);
 }
 
 #[test]
