@@ -8,8 +8,8 @@
 //! * [`HandshakeError`]: why a connection was not made, and what to do.
 //!
 //! What CRIU's own side needs (measured with 4.1.1 and 4.2.1, GnuTLS 3.8):
-//! - A server sends no session tickets. A lazy client takes any record for the answer to a request, and
-//!   aborts when it has sent none.
+//! - A server sends no session tickets. `criu dump` takes one for an answer that did not arrive, and fails. A
+//!   lazy client aborts when one arrives while it has no request outstanding (read in its source).
 //! - A server sends the header of an answer in a record of its own, and its pages in others. A lazy client
 //!   reads as many bytes as it needs, and waits for its socket while GnuTLS still has the rest. Each write
 //!   into a stream of this crate begins a record, so a caller only has to write header and pages one after

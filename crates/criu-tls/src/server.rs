@@ -52,7 +52,7 @@ impl TlsServer {
             .with_client_cert_verifier(Arc::new(verifier))
             .with_single_cert(identity.chain, identity.key)
             .with_context(|| options.identity_files())?;
-        // A lazy client of CRIU aborts when it gets a ticket. Each connection shows its certificate.
+        // `criu dump` fails when it gets a ticket. Each connection shows its certificate.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         Ok(Self { acceptor: TlsAcceptor::from(Arc::new(config)) })
