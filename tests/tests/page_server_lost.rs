@@ -227,6 +227,9 @@ fn a_copy_without_fetcher_is_killed_and_its_source_resumed() {
         let Migration { scene, client, .. } = &mut migration;
         assert!(is_held(scene.pid()), "the source waits while the copy is loaded");
         kill(client.fetcher().unwrap(), Signal::SIGKILL).unwrap();
+        // A new connection is tried for 5 s.
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(is_held(scene.pid()), "the source waits while its copy lives");
         assert_eq!(client.ended(END).unwrap().code(), Some(1));
         assert!(complaint(client).contains("connecting again"), "{}", complaint(client));
         restore.ended().unwrap();
