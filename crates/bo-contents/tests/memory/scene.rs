@@ -107,6 +107,13 @@ impl Scene {
         fallocate(file, how, offset, i64::try_from(bytes).unwrap()).unwrap();
     }
 
+    /// The first byte of a buffer, from `at` on, that is the first of a block of its file.
+    pub(crate) fn block_border(&self, buffer: usize, at: usize) -> usize {
+        let (_, offset) = self.place(buffer);
+        let border = (offset + at as u64).next_multiple_of(65536) - offset;
+        usize::try_from(border).unwrap()
+    }
+
     /// The file of a buffer, and its first byte there.
     fn place(&self, buffer: usize) -> (File, u64) {
         let gpu = self.image.buffers[buffer].gpu_id;

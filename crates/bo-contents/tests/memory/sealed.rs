@@ -73,5 +73,9 @@ fn a_hole_in_the_place_of_sealed_bytes_ends_the_load() {
         let (scene, _) = sealed();
         scene.punch(buffer, at, bytes);
         refused(&scene, buffer);
+        // Of whole blocks: no byte of them is stored.
+        let (scene, _) = sealed();
+        scene.punch(buffer, scene.block_border(buffer, at), 65536);
+        refused(&scene, buffer);
     }
 }
