@@ -190,11 +190,9 @@ impl Fetch {
             // What was requested from the fetcher before is requested from this one.
             sys::write_eventfd(reader);
         }
-        let old = |entry: StoreEntry| {
-            matches!(entry.kind, EntryKind::Fetcher | EntryKind::Peer) && entry.index < number
-        };
-        // Without room they stay until the session ends.
-        let _ = store.retain(|entry| !old(entry));
+        // Without room they stay until the session ends. An earlier connection stays until there is another one: its end
+        // would resume a program that was dumped.
+        let _ = store.retain(|entry| entry.kind != EntryKind::Fetcher || entry.index >= number);
         Ok(())
     }
 
@@ -276,6 +274,8 @@ impl Fetch {
                     self.connected.set(true);
                     let store = self.session.store().context("a session without an fd store")?;
                     put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
+                    let number = self.number.get();
+                    let _ = store.retain(|entry| entry.kind != EntryKind::Peer || entry.index >= number);
                 }
                 Ok(Some(FetchReport::Closed)) => return Ok(FetcherEnd::Closed),
                 Ok(Some(FetchReport::Failed { again, reason })) => {
