@@ -48,8 +48,9 @@ impl Host {
             "-c",
             INIT,
         ]);
-        let unshare =
-            command.arg(ready).arg(first_pid).stdin(Stdio::null()).spawn().context("start unshare")?;
+        // A test that is killed leaves its hosts: they must not keep its output open.
+        command.arg(ready).arg(first_pid).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let unshare = command.spawn().context("start unshare")?;
         let mut host = Self { unshare, init: Pid::from_raw(0) };
         until(MINUTE, || ready.exists().then_some(())).context("a host did not start")?;
         let first = children(host.unshare.id().pid());

@@ -212,7 +212,7 @@ impl FrameWriter {
 
 #[cfg(test)]
 mod tests {
-    use rewake_migration::message::Progress;
+    use rewake_migration::message::DestinationProgress;
 
     use super::*;
 
@@ -220,7 +220,10 @@ mod tests {
     fn frames_are_read_as_they_were_sent() {
         let frames = [
             Frame::Source(FromSource::Hello { version: 1 }),
-            Frame::Destination(FromDestination::Hello { version: 1, progress: Progress::Gone("x".into()) }),
+            Frame::Destination(FromDestination::Hello {
+                version: 1,
+                progress: DestinationProgress::Gone("x".into()),
+            }),
             Frame::File { name: "core-1.img".into(), offset: 7, bytes: vec![1, 2, 3] },
             Frame::PageRequest { pid: 9, run: PageRun::new(0x7000, 3).unwrap() },
             Frame::Pages { pid: 9, vaddr: 0x7000, bytes: vec![5; PAGE] },

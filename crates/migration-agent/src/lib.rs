@@ -6,7 +6,7 @@
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `frame`: the connection. `relay`: page requests of a lazy restore, over that connection.
-//! * `host`: what hosts compare. `image_files`, `process_memory`, `criu`: what their names say.
+//! * `host`: what hosts compare. `image_files`, `frozen_memory`, `criu`: what their names say.
 #![forbid(unsafe_code)]
 
 mod cgroup;
@@ -14,9 +14,9 @@ pub mod criu;
 pub mod destination;
 mod folder;
 mod frame;
+mod frozen_memory;
 mod host;
 mod image_files;
-mod process_memory;
 mod relay;
 pub mod script;
 pub mod source;

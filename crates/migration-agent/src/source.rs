@@ -19,9 +19,9 @@ use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu, page_socket};
 use crate::folder::{MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id, watch_peer};
+use crate::frozen_memory::FrozenMemory;
 use crate::host::HostOffer;
 use crate::image_files;
-use crate::process_memory::ProcessMemory;
 use crate::script::{self, CriuMoment, WaitingScript};
 
 /// Time without a connection before GRANT, after which the program runs on here.
@@ -68,7 +68,7 @@ enum SourceEvent {
     Abort,
 }
 
-type SharedMemory = Arc<Mutex<Option<ProcessMemory>>>;
+type SharedMemory = Arc<Mutex<Option<FrozenMemory>>>;
 
 /// Migrates a tree, or continues the migration of it that an agent has left.
 ///
@@ -392,7 +392,7 @@ impl SourceAgent<'_> {
     }
 
     fn open_memory(&self) -> anyhow::Result<()> {
-        let opened = ProcessMemory::open(&self.entry.cgroup.processes()?)?;
+        let opened = FrozenMemory::open(&self.entry.cgroup.processes()?)?;
         *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
         Ok(())
     }

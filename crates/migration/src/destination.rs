@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The side that restores the program.
 
-use crate::message::{FromDestination, FromSource, Progress, VERSION};
+use crate::message::{DestinationProgress, FromDestination, FromSource, VERSION};
 use crate::record::DestinationRecord;
 
 /// What happens to a destination.
@@ -94,7 +94,7 @@ pub enum DestinationOutcome {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum State {
+enum DestinationPhase {
     /// Waits for an offer.
     New,
     /// The driver compares.
@@ -117,7 +117,7 @@ enum State {
 /// The destination of one migration.
 #[derive(Debug)]
 pub struct MigrationDestination {
-    state: State,
+    state: DestinationPhase,
     /// The program runs, or did.
     is_running: bool,
     /// All memory is resident, maybe before the program runs.
@@ -136,7 +136,7 @@ impl MigrationDestination {
     /// A new migration. The record says [`DestinationRecord::Started`].
     #[must_use]
     pub fn new() -> Self {
-        Self { state: State::New, is_running: false, is_resident: false, withdraws: false }
+        Self { state: DestinationPhase::New, is_running: false, is_resident: false, withdraws: false }
     }
 
     /// Continues a migration whose agent ended. `has_tree` says whether the released tree still exists. The outputs
@@ -146,7 +146,7 @@ impl MigrationDestination {
         let mut destination = Self::new();
         let outputs = match record {
             DestinationRecord::Released => {
-                (destination.state, destination.is_running) = (State::Released, true);
+                (destination.state, destination.is_running) = (DestinationPhase::Released, true);
                 if has_tree { Vec::new() } else { destination.end("the restored processes have ended") }
             }
             DestinationRecord::Started => destination.end("the destination's agent ended before RELEASE"),
@@ -160,16 +160,16 @@ impl MigrationDestination {
         match input {
             DestinationInput::Connected | DestinationInput::Disconnected => Vec::new(),
             DestinationInput::Received(message) => self.received(message),
-            DestinationInput::Compared(Ok(())) if self.state == State::Comparing => {
-                self.state = State::Accepted;
+            DestinationInput::Compared(Ok(())) if self.state == DestinationPhase::Comparing => {
+                self.state = DestinationPhase::Accepted;
                 vec![DestinationOutput::Send(FromDestination::Accept)]
             }
-            DestinationInput::RestoreWaits if self.state == State::Restoring => {
-                self.state = State::Ready;
+            DestinationInput::RestoreWaits if self.state == DestinationPhase::Restoring => {
+                self.state = DestinationPhase::Ready;
                 vec![DestinationOutput::Send(FromDestination::Ready)]
             }
-            DestinationInput::ReleaseWritten if self.state == State::Releasing => {
-                self.state = State::Released;
+            DestinationInput::ReleaseWritten if self.state == DestinationPhase::Releasing => {
+                self.state = DestinationPhase::Released;
                 vec![DestinationOutput::Release]
             }
             DestinationInput::Compared(Ok(()))
@@ -188,11 +188,11 @@ impl MigrationDestination {
             | DestinationInput::RestoreFailed(reason)
             | DestinationInput::WriteFailed(reason)
             | DestinationInput::MemoryLost(reason) => self.end(&reason),
-            DestinationInput::TreeEnded if self.state == State::Resident => Vec::new(),
+            DestinationInput::TreeEnded if self.state == DestinationPhase::Resident => Vec::new(),
             DestinationInput::TreeEnded => self.end("the restored processes have ended"),
             DestinationInput::TimedOut(reason) => self.timed_out(&reason),
             DestinationInput::Abort if self.may_run() => vec![DestinationOutput::AbortRefused],
-            DestinationInput::Abort if self.state == State::Ready => {
+            DestinationInput::Abort if self.state == DestinationPhase::Ready => {
                 self.withdraws = true;
                 vec![DestinationOutput::Send(FromDestination::Withdraw)]
             }
@@ -202,33 +202,43 @@ impl MigrationDestination {
 
     /// Whether the program runs, or may be released by a record that is being written.
     fn may_run(&self) -> bool {
-        matches!(self.state, State::Releasing | State::Released | State::Resident)
+        matches!(
+            self.state,
+            DestinationPhase::Releasing | DestinationPhase::Released | DestinationPhase::Resident
+        )
     }
 
     fn received(&mut self, message: FromSource) -> Vec<DestinationOutput> {
         match (&self.state, message) {
             (_, FromSource::Hello { version }) => self.greet(version),
-            (State::Ended(outcome), _) => outcome.answer().into_iter().collect(),
-            (State::New, FromSource::Offer(text)) => {
-                self.state = State::Comparing;
+            (DestinationPhase::Ended(outcome), _) => outcome.answer().into_iter().collect(),
+            (DestinationPhase::New, FromSource::Offer(text)) => {
+                self.state = DestinationPhase::Comparing;
                 vec![DestinationOutput::Compare(text)]
             }
-            (State::Comparing, FromSource::Offer(_)) => Vec::new(),
+            (DestinationPhase::Comparing, FromSource::Offer(_)) => Vec::new(),
             // Sent again after a new connection.
-            (State::Accepted, FromSource::Offer(_)) => vec![DestinationOutput::Send(FromDestination::Accept)],
-            (State::Accepted, FromSource::Metadata) => {
-                self.state = State::Restoring;
+            (DestinationPhase::Accepted, FromSource::Offer(_)) => {
+                vec![DestinationOutput::Send(FromDestination::Accept)]
+            }
+            (DestinationPhase::Accepted, FromSource::Metadata) => {
+                self.state = DestinationPhase::Restoring;
                 vec![DestinationOutput::Restore]
             }
-            (State::Ready, FromSource::Grant) => {
-                self.state = State::Releasing;
+            (DestinationPhase::Ready, FromSource::Grant) => {
+                self.state = DestinationPhase::Releasing;
                 vec![DestinationOutput::WriteRelease]
             }
             // Sent again after a new connection.
-            (State::Releasing | State::Released | State::Resident, FromSource::Grant) => Vec::new(),
-            (State::Resident, FromSource::Discarded) => self.finish(true),
+            (
+                DestinationPhase::Releasing | DestinationPhase::Released | DestinationPhase::Resident,
+                FromSource::Grant,
+            ) => Vec::new(),
+            (DestinationPhase::Resident, FromSource::Discarded) => self.finish(true),
             // Whatever the source says, its tree never runs again.
-            (State::Releasing | State::Released | State::Resident, _) => Vec::new(),
+            (DestinationPhase::Releasing | DestinationPhase::Released | DestinationPhase::Resident, _) => {
+                Vec::new()
+            }
             (_, FromSource::Abort(reason)) => self.end(&reason),
             (_, message) => self.end(&format!("the source sent {message:?}, which violates the protocol")),
         }
@@ -242,7 +252,7 @@ impl MigrationDestination {
                 self.end(&format!("the source speaks version {version} of the protocol, expected {VERSION}"));
         }
         // Before the Hello, which asks for GRANT again.
-        if self.withdraws && self.state == State::Ready {
+        if self.withdraws && self.state == DestinationPhase::Ready {
             outputs.push(DestinationOutput::Send(FromDestination::Withdraw));
         }
         let hello = FromDestination::Hello { version: VERSION, progress: self.progress() };
@@ -250,52 +260,54 @@ impl MigrationDestination {
         outputs
     }
 
-    fn progress(&self) -> Progress {
+    fn progress(&self) -> DestinationProgress {
         match &self.state {
-            State::New | State::Comparing => Progress::New,
-            State::Accepted => Progress::Accepted,
-            State::Restoring => Progress::Restoring,
+            DestinationPhase::New | DestinationPhase::Comparing => DestinationProgress::New,
+            DestinationPhase::Accepted => DestinationProgress::Accepted,
+            DestinationPhase::Restoring => DestinationProgress::Restoring,
             // Until the record is written, a restart would forget GRANT.
-            State::Ready | State::Releasing => Progress::Ready,
-            State::Released => Progress::Released,
-            State::Resident | State::Ended(DestinationOutcome::Restored { .. }) => Progress::Resident,
-            State::Ended(DestinationOutcome::Aborted(reason) | DestinationOutcome::Lost(reason)) => {
-                Progress::Gone(reason.clone())
+            DestinationPhase::Ready | DestinationPhase::Releasing => DestinationProgress::Ready,
+            DestinationPhase::Released => DestinationProgress::Released,
+            DestinationPhase::Resident | DestinationPhase::Ended(DestinationOutcome::Restored { .. }) => {
+                DestinationProgress::Resident
             }
+            DestinationPhase::Ended(
+                DestinationOutcome::Aborted(reason) | DestinationOutcome::Lost(reason),
+            ) => DestinationProgress::Gone(reason.clone()),
         }
     }
 
     /// Commits if the program runs and all of its memory is resident.
     fn commit(&mut self) -> Vec<DestinationOutput> {
-        if self.state != State::Released || !self.is_running || !self.is_resident {
+        if self.state != DestinationPhase::Released || !self.is_running || !self.is_resident {
             return Vec::new();
         }
-        self.state = State::Resident;
+        self.state = DestinationPhase::Resident;
         vec![DestinationOutput::Send(FromDestination::Commit)]
     }
 
     fn timed_out(&mut self, reason: &str) -> Vec<DestinationOutput> {
         match self.state {
-            State::Releasing => Vec::new(),
-            State::Resident => self.finish(false),
+            DestinationPhase::Releasing => Vec::new(),
+            DestinationPhase::Resident => self.finish(false),
             _ => self.end(reason),
         }
     }
 
     fn finish(&mut self, is_discarded: bool) -> Vec<DestinationOutput> {
         let outcome = DestinationOutcome::Restored { is_discarded };
-        self.state = State::Ended(outcome.clone());
+        self.state = DestinationPhase::Ended(outcome.clone());
         vec![DestinationOutput::End(outcome)]
     }
 
     /// Ends the migration without the program.
     fn end(&mut self, reason: &str) -> Vec<DestinationOutput> {
         let outcome = match self.state {
-            State::Resident | State::Ended(_) => return Vec::new(),
-            State::Released => DestinationOutcome::Lost(reason.to_owned()),
+            DestinationPhase::Resident | DestinationPhase::Ended(_) => return Vec::new(),
+            DestinationPhase::Released => DestinationOutcome::Lost(reason.to_owned()),
             _ => DestinationOutcome::Aborted(reason.to_owned()),
         };
-        self.state = State::Ended(outcome.clone());
+        self.state = DestinationPhase::Ended(outcome.clone());
         let answer = outcome.answer();
         let kill = [DestinationOutput::Kill];
         kill.into_iter().chain(answer).chain([DestinationOutput::End(outcome)]).collect()

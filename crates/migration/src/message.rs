@@ -42,7 +42,7 @@ pub enum FromDestination {
         /// The version that the destination speaks.
         version: u32,
         /// How far it is.
-        progress: Progress,
+        progress: DestinationProgress,
     },
     /// The destination takes the program.
     Accept,
@@ -64,7 +64,7 @@ pub enum FromDestination {
 /// How far a destination is. The order is that of time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Progress {
+pub enum DestinationProgress {
     /// It has no offer.
     New,
     /// It has accepted the offer, and lacks metadata.

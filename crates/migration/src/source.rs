@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The side that has the program.
 
-use crate::message::{FromDestination, FromSource, Progress, VERSION};
+use crate::message::{DestinationProgress, FromDestination, FromSource, VERSION};
 use crate::record::SourceRecord;
 
 /// What happens to a source.
@@ -87,7 +87,7 @@ pub enum SourceOutcome {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum State {
+enum SourcePhase {
     /// Waits for the destination's answer to the offer.
     Comparing,
     /// Memory is copied while the tree runs.
@@ -108,7 +108,7 @@ enum State {
 /// The source of one migration.
 #[derive(Debug)]
 pub struct MigrationSource {
-    state: State,
+    state: SourcePhase,
     offer: String,
     /// The destination has answered Hello on this connection. Until then its progress is not known, and only Hello is
     /// sent: what else is due is sent after the answer.
@@ -119,7 +119,7 @@ impl MigrationSource {
     /// A new migration. The record says [`SourceRecord::Started`]. The offer is text for the destination's driver.
     #[must_use]
     pub fn new(offer: String) -> Self {
-        Self { state: State::Comparing, offer, is_greeted: false }
+        Self { state: SourcePhase::Comparing, offer, is_greeted: false }
     }
 
     /// Continues a migration whose agent ended. The outputs come before all others.
@@ -127,7 +127,7 @@ impl MigrationSource {
     pub fn restarted(record: SourceRecord) -> (Self, Vec<SourceOutput>) {
         let (mut source, mut outputs) = (Self::new(String::new()), Vec::new());
         match record {
-            SourceRecord::Granted => source.state = State::Granted,
+            SourceRecord::Granted => source.state = SourcePhase::Granted,
             SourceRecord::Started => {
                 outputs = source.abort("the source's agent ended before GRANT".to_owned());
             }
@@ -139,9 +139,12 @@ impl MigrationSource {
     #[must_use]
     pub fn has_granted(&self) -> bool {
         match &self.state {
-            State::Granting | State::Granted | State::Killing(_) => true,
-            State::Ended(outcome) => !matches!(outcome, SourceOutcome::Aborted(_)),
-            State::Comparing | State::PreCopying | State::Freezing | State::WaitingForReady => false,
+            SourcePhase::Granting | SourcePhase::Granted | SourcePhase::Killing(_) => true,
+            SourcePhase::Ended(outcome) => !matches!(outcome, SourceOutcome::Aborted(_)),
+            SourcePhase::Comparing
+            | SourcePhase::PreCopying
+            | SourcePhase::Freezing
+            | SourcePhase::WaitingForReady => false,
         }
     }
 
@@ -158,16 +161,16 @@ impl MigrationSource {
                 Vec::new()
             }
             SourceInput::Received(message) => self.received(message),
-            SourceInput::PreCopied if self.state == State::PreCopying => {
-                self.state = State::Freezing;
+            SourceInput::PreCopied if self.state == SourcePhase::PreCopying => {
+                self.state = SourcePhase::Freezing;
                 vec![SourceOutput::Freeze]
             }
-            SourceInput::Frozen if self.state == State::Freezing => {
-                self.state = State::WaitingForReady;
+            SourceInput::Frozen if self.state == SourcePhase::Freezing => {
+                self.state = SourcePhase::WaitingForReady;
                 self.once_greeted(SourceOutput::SendMetadata)
             }
-            SourceInput::GrantWritten if self.state == State::Granting => {
-                self.state = State::Granted;
+            SourceInput::GrantWritten if self.state == SourcePhase::Granting => {
+                self.state = SourcePhase::Granted;
                 self.once_greeted(SourceOutput::Send(FromSource::Grant))
             }
             SourceInput::Killed => self.killed(),
@@ -176,7 +179,7 @@ impl MigrationSource {
             SourceInput::FreezeFailed(reason) if !self.has_granted() => self.abort(reason),
             SourceInput::FreezeFailed(_) => Vec::new(),
             // The record is as before, and Grant was not sent.
-            SourceInput::WriteFailed(reason) if self.state == State::Granting => self.abort(reason),
+            SourceInput::WriteFailed(reason) if self.state == SourcePhase::Granting => self.abort(reason),
             SourceInput::WriteFailed(_) => Vec::new(),
             SourceInput::TimedOut(reason) => self.timed_out(reason),
             SourceInput::Abort if self.has_granted() => vec![SourceOutput::AbortRefused],
@@ -193,24 +196,28 @@ impl MigrationSource {
                 self.is_greeted = true;
                 self.resume(progress)
             }
-            FromDestination::Accept if self.state == State::Comparing => {
-                self.state = State::PreCopying;
+            FromDestination::Accept if self.state == SourcePhase::Comparing => {
+                self.state = SourcePhase::PreCopying;
                 vec![SourceOutput::PreCopy]
             }
             // Sent again after a new connection.
-            FromDestination::Accept if matches!(self.state, State::PreCopying | State::Freezing) => {
+            FromDestination::Accept
+                if matches!(self.state, SourcePhase::PreCopying | SourcePhase::Freezing) =>
+            {
                 Vec::new()
             }
-            FromDestination::Ready if self.state == State::WaitingForReady => {
-                self.state = State::Granting;
+            FromDestination::Ready if self.state == SourcePhase::WaitingForReady => {
+                self.state = SourcePhase::Granting;
                 vec![SourceOutput::WriteGrant]
             }
             // After a restart, or a message that crossed ours.
-            FromDestination::Ready if self.state == State::Granted => {
+            FromDestination::Ready if self.state == SourcePhase::Granted => {
                 vec![SourceOutput::Send(FromSource::Grant)]
             }
-            FromDestination::Running if self.state == State::Granted => Vec::new(),
-            FromDestination::Commit if self.state == State::Granted => self.kill(SourceOutcome::Migrated),
+            FromDestination::Running if self.state == SourcePhase::Granted => Vec::new(),
+            FromDestination::Commit if self.state == SourcePhase::Granted => {
+                self.kill(SourceOutcome::Migrated)
+            }
             FromDestination::Commit if self.migrated() => vec![SourceOutput::Send(FromSource::Discarded)],
             FromDestination::Withdraw if self.has_granted() => Vec::new(),
             FromDestination::Withdraw => self.abort("the destination's user ended the migration".to_owned()),
@@ -220,31 +227,35 @@ impl MigrationSource {
     }
 
     /// Continues on a new connection.
-    fn resume(&mut self, progress: Progress) -> Vec<SourceOutput> {
+    fn resume(&mut self, progress: DestinationProgress) -> Vec<SourceOutput> {
         match (&self.state, progress) {
-            (_, Progress::Gone(reason)) => self.gone(reason),
+            (_, DestinationProgress::Gone(reason)) => self.gone(reason),
             (
-                State::Ended(
+                SourcePhase::Ended(
                     SourceOutcome::Aborted(reason)
                     | SourceOutcome::Lost(reason)
                     | SourceOutcome::Unknown(reason),
                 ),
                 _,
             ) => vec![SourceOutput::Send(FromSource::Abort(reason.clone()))],
-            (State::Comparing, Progress::New) => {
+            (SourcePhase::Comparing, DestinationProgress::New) => {
                 vec![SourceOutput::Send(FromSource::Offer(self.offer.clone()))]
             }
-            (State::Comparing, Progress::Accepted) => self.received(FromDestination::Accept),
-            (State::PreCopying | State::Freezing, Progress::Accepted) => Vec::new(),
-            (State::WaitingForReady, Progress::Accepted) => vec![SourceOutput::SendMetadata],
-            (State::WaitingForReady | State::Granted, Progress::Ready) => {
+            (SourcePhase::Comparing, DestinationProgress::Accepted) => self.received(FromDestination::Accept),
+            (SourcePhase::PreCopying | SourcePhase::Freezing, DestinationProgress::Accepted) => Vec::new(),
+            (SourcePhase::WaitingForReady, DestinationProgress::Accepted) => vec![SourceOutput::SendMetadata],
+            (SourcePhase::WaitingForReady | SourcePhase::Granted, DestinationProgress::Ready) => {
                 self.received(FromDestination::Ready)
             }
-            (State::WaitingForReady, Progress::Restoring)
-            | (State::Granting, Progress::Ready)
-            | (State::Granted, Progress::Released)
-            | (State::Killing(_), Progress::Released | Progress::Resident) => Vec::new(),
-            (State::Granted | State::Ended(_), Progress::Resident) => self.received(FromDestination::Commit),
+            (SourcePhase::WaitingForReady, DestinationProgress::Restoring)
+            | (SourcePhase::Granting, DestinationProgress::Ready)
+            | (SourcePhase::Granted, DestinationProgress::Released)
+            | (SourcePhase::Killing(_), DestinationProgress::Released | DestinationProgress::Resident) => {
+                Vec::new()
+            }
+            (SourcePhase::Granted | SourcePhase::Ended(_), DestinationProgress::Resident) => {
+                self.received(FromDestination::Commit)
+            }
             (_, progress) => self.gone(format!("the destination has lost its state: it is at {progress:?}")),
         }
     }
@@ -257,14 +268,14 @@ impl MigrationSource {
     fn gone(&mut self, reason: String) -> Vec<SourceOutput> {
         match self.state {
             // The record may say GRANT already: what the destination does is known when it is written.
-            State::Granting | State::Killing(_) | State::Ended(_) => Vec::new(),
-            State::Granted => self.kill(SourceOutcome::Lost(reason)),
+            SourcePhase::Granting | SourcePhase::Killing(_) | SourcePhase::Ended(_) => Vec::new(),
+            SourcePhase::Granted => self.kill(SourceOutcome::Lost(reason)),
             _ => self.abort(reason),
         }
     }
 
     fn violated(&mut self, message: &FromDestination) -> Vec<SourceOutput> {
-        if self.has_granted() || matches!(self.state, State::Ended(_)) {
+        if self.has_granted() || matches!(self.state, SourcePhase::Ended(_)) {
             return Vec::new();
         }
         self.abort(format!("the destination sent {message:?}, which violates the protocol"))
@@ -272,35 +283,35 @@ impl MigrationSource {
 
     fn timed_out(&mut self, reason: String) -> Vec<SourceOutput> {
         match self.state {
-            State::Granting | State::Killing(_) | State::Ended(_) => Vec::new(),
-            State::Granted => self.kill(SourceOutcome::Unknown(reason)),
+            SourcePhase::Granting | SourcePhase::Killing(_) | SourcePhase::Ended(_) => Vec::new(),
+            SourcePhase::Granted => self.kill(SourceOutcome::Unknown(reason)),
             _ => self.abort(reason),
         }
     }
 
     fn abort(&mut self, reason: String) -> Vec<SourceOutput> {
-        if let State::Ended(_) = self.state {
+        if let SourcePhase::Ended(_) = self.state {
             return Vec::new();
         }
         let outcome = SourceOutcome::Aborted(reason.clone());
-        self.state = State::Ended(outcome.clone());
+        self.state = SourcePhase::Ended(outcome.clone());
         vec![SourceOutput::Thaw, SourceOutput::Send(FromSource::Abort(reason)), SourceOutput::End(outcome)]
     }
 
     fn kill(&mut self, outcome: SourceOutcome) -> Vec<SourceOutput> {
-        self.state = State::Killing(outcome);
+        self.state = SourcePhase::Killing(outcome);
         vec![SourceOutput::Kill]
     }
 
     fn killed(&mut self) -> Vec<SourceOutput> {
-        let State::Killing(outcome) = &self.state else { return Vec::new() };
+        let SourcePhase::Killing(outcome) = &self.state else { return Vec::new() };
         let outcome = outcome.clone();
-        self.state = State::Ended(outcome.clone());
+        self.state = SourcePhase::Ended(outcome.clone());
         let last = self.migrated().then_some(SourceOutput::Send(FromSource::Discarded));
         last.into_iter().chain([SourceOutput::End(outcome)]).collect()
     }
 
     fn migrated(&self) -> bool {
-        self.state == State::Ended(SourceOutcome::Migrated)
+        self.state == SourcePhase::Ended(SourceOutcome::Migrated)
     }
 }

@@ -17,11 +17,11 @@ const MAX_PAGES: u64 = 1024;
 
 /// Open files of the memory of each task, by the number that the image gives it.
 #[derive(Debug)]
-pub(crate) struct ProcessMemory {
+pub(crate) struct FrozenMemory {
     tasks: BTreeMap<u32, File>,
 }
 
-impl ProcessMemory {
+impl FrozenMemory {
     /// Opens the memory of these processes.
     pub(crate) fn open(processes: &[i32]) -> anyhow::Result<Self> {
         let mut tasks = BTreeMap::new();
