@@ -173,7 +173,11 @@ fn other_hosts_are_refused_without_insecure() {
     for address in ["0.0.0.0", "::"] {
         let refused = PageServer::try_ours(images.path(), &["--address", address]).unwrap().unwrap_err();
         assert_eq!(refused.code, Some(1));
-        assert!(refused.text.contains("add --tls, or --insecure"), "{}", refused.text);
+        assert!(
+            refused.text.contains("add --insecure if the network is trusted, or --tls"),
+            "{}",
+            refused.text
+        );
     }
     let server = PageServer::ours(images.path(), &["--address", "0.0.0.0", "--insecure"]).unwrap();
     assert!(server.text().contains("rewake: listening on 0.0.0.0:"), "{}", server.text());

@@ -67,7 +67,7 @@ impl Endpoint {
                 ensure!(
                     address.ip().is_loopback() || for_other_hosts,
                     "--address {}: other hosts reach this address, and memory would travel unencrypted, to and from \
-                     any host: add --tls, or --insecure if the network is trusted",
+                     any host: add --insecure if the network is trusted, or --tls where the command has it",
                     address.ip()
                 );
                 let listener =

@@ -10,7 +10,7 @@ use std::sync::{PoisonError, RwLock};
 
 use nix::sys::socket::{MsgFlags, send};
 
-use crate::engine::Class;
+use crate::class::Class;
 use crate::presence::PresenceMap;
 
 /// Bytes of a request on the socket.

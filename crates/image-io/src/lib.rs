@@ -22,6 +22,7 @@
 mod buffer;
 mod cache;
 mod cache_regions;
+mod class;
 mod engine;
 mod error;
 mod fetch_source;
@@ -39,8 +40,9 @@ mod verification;
 
 pub use buffer::BufferSlice;
 pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, LoadGuard};
+pub use class::Class;
 pub use engine::{
-    Class, Completion, DEMAND_RESERVE, DEPTH, Direction, Engine, MAX_EIO_RETRIES, MAX_INTERRUPTIONS,
+    Completion, DEMAND_RESERVE, DEPTH, Direction, Engine, MAX_EIO_RETRIES, MAX_INTERRUPTIONS,
     MAX_SHORT_CALLS, Request, SimPlan, read_now,
 };
 pub use error::{StoreError, TransferError};

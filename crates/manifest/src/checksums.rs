@@ -11,11 +11,11 @@ use std::sync::Arc;
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_io::{BLOCK, BlockChecksums, checksum_of_zeros};
 
+use crate::difference::ImageDifference;
 use crate::directory::{covered_files, open, parent_link};
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::segment::SealedSegment;
-use crate::verify::ImageDifference;
 
 /// The longest file without memory that is compared: longer ones have contents of file systems, which CRIU reads.
 /// Pagemaps are compared whatever their length is.

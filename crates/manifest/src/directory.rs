@@ -13,15 +13,10 @@ use nix::unistd::fsync;
 use rewake_criu_images::ImageDir;
 
 use crate::error::{ManifestError, Result, io};
-
-/// The name of the manifest in an image directory.
-pub const MANIFEST_NAME: &str = "rewake-manifest";
+use crate::names::PARENT;
 
 /// A file of ours that says which buffers have the same bytes: a wrong one makes wrong bytes.
 const DUPLICATES: &str = "rewake-duplicates.json";
-
-/// The symbolic link to the parent image.
-pub(crate) const PARENT: &str = "parent";
 
 /// Returns the names of the files that are the image: those that a restore reads. Logs, statistics, sockets and
 /// what users put beside them are no part of it.

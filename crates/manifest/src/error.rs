@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use rewake_criu_images::{Digest, ImageError};
 
-use crate::directory::MANIFEST_NAME;
-use crate::verify::ImageDifference;
+use crate::difference::ImageDifference;
+use crate::names::MANIFEST_NAME;
 
 /// Why an image was not sealed, or not verified. Every message has the file, and what to do.
 #[derive(Debug, thiserror::Error)]

@@ -12,10 +12,11 @@ use std::path::{Path, PathBuf};
 use prost::Message as _;
 use rewake_criu_images::{CHUNK, Digest, ImageDir};
 
-use crate::directory::{MANIFEST_NAME, is_covered, open};
+use crate::directory::{is_covered, open};
 use crate::error::{ManifestError, Result, io};
 use crate::generated as raw;
 use crate::generated::{Record, record::What};
+use crate::names::MANIFEST_NAME;
 use crate::segment::{MAX_CHUNKS, MAX_FILE, SEGMENT, SealedChunk, SealedSegment, SegmentExtent};
 
 const MAGIC: [u8; 8] = *b"RWKIMAGE";

@@ -9,19 +9,22 @@
 #![forbid(unsafe_code)]
 
 mod checksums;
+mod difference;
 mod directory;
 mod error;
 mod format;
 mod generated;
+mod names;
 mod parallel;
 mod seal;
 mod segment;
 mod verify;
 
 pub use checksums::{ImageChecksums, MemoryFile, read_chain, read_checksums};
-pub use directory::MANIFEST_NAME;
+pub use difference::ImageDifference;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
+pub use names::MANIFEST_NAME;
 pub use seal::{SealReport, seal};
 pub use segment::{SealedChunk, SealedSegment};
-pub use verify::{ImageDifference, VerifyReport, verify};
+pub use verify::{VerifyReport, verify};

@@ -16,9 +16,10 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 use rewake_criu_images::{Digest, INVENTORY_NAME, ImageDir, MemoryFiles};
 use rewake_image_io::FileState;
 
-use crate::directory::{MANIFEST_NAME, covered_files, open, parent_link, sync, sync_files};
+use crate::directory::{covered_files, open, parent_link, sync, sync_files};
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestWriter, SealedFile, SealedParent};
+use crate::names::MANIFEST_NAME;
 use crate::parallel::Workers;
 use crate::segment::{Cutter, MAX_FILE, SealedChunk, SealedSegment, SegmentExtent};
 

@@ -2,16 +2,16 @@
 //! Compares an image with its manifest, to the last byte.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use rewake_criu_images::{Digest, ImageDir, MemoryPlace};
+use rewake_criu_images::{Digest, ImageDir};
 
-use crate::directory::{PARENT, covered_files, open, parent_link};
+use crate::difference::ImageDifference;
+use crate::directory::{covered_files, open, parent_link};
 use crate::error::{ManifestError, Result};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::parallel::Workers;
@@ -19,72 +19,6 @@ use crate::segment::{SealedSegment, SegmentExtent};
 
 /// Differences whose place in memory is searched for: each search reads the pagemaps.
 const MAX_PLACES: u64 = 50;
-
-/// A difference between an image and its manifest.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ImageDifference {
-    /// A file is missing.
-    Missing {
-        /// Its name.
-        file: String,
-    },
-    /// A file of an image that was not sealed. A restore may read it.
-    Added {
-        /// Its name.
-        file: String,
-    },
-    /// A file has another length.
-    Length {
-        /// Its name.
-        file: String,
-        /// Its length in bytes when it was sealed.
-        sealed: u64,
-        /// Its length now.
-        found: u64,
-    },
-    /// A file cannot be read, or a part of it.
-    Unreadable {
-        /// Its name.
-        file: String,
-        /// Why.
-        reason: String,
-    },
-    /// Some bytes of a file are not those that were sealed: at least one in each block, or in the chunk.
-    Bytes {
-        /// Its name.
-        file: String,
-        /// The first byte.
-        offset: u64,
-        /// The number of bytes.
-        length: u64,
-        /// The memory at `offset`, if this is known.
-        place: Option<MemoryPlace>,
-    },
-    /// The link `parent` says something else, or leads to another image.
-    Parent {
-        /// What is wrong.
-        what: String,
-    },
-}
-
-impl fmt::Display for ImageDifference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing { file } => write!(f, "{file}: missing"),
-            Self::Added { file } => write!(f, "{file}: not sealed: it was added later"),
-            Self::Length { file, sealed, found } => {
-                let what = if found < sealed { "truncated" } else { "longer" };
-                write!(f, "{file}: {what}: {found} bytes, sealed with {sealed}")
-            }
-            Self::Unreadable { file, reason } => write!(f, "{file}: {reason}"),
-            Self::Bytes { file, offset, length, place } => {
-                write!(f, "{file}: wrong bytes in the {length} from offset {offset}")?;
-                place.as_ref().map_or(Ok(()), |place| write!(f, " ({place})"))
-            }
-            Self::Parent { what } => write!(f, "{PARENT}: {what}"),
-        }
-    }
-}
 
 /// What was compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

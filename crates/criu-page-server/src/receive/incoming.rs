@@ -17,7 +17,7 @@ use rewake_process::file_lock::{DirectoryLock, Leftover};
 use tempfile::TempDir;
 use tracing::{info, warn};
 
-use super::memory::MemoryFiles;
+use super::memory::ReceivedMemory;
 
 /// Names of hidden folders begin like this.
 const PREFIX: &str = ".rewake-incoming-";
@@ -80,12 +80,12 @@ impl IncomingImage {
     }
 
     /// Makes the files of a memory.
-    pub(super) fn create(&mut self, id: PagemapId, generation: Generation) -> anyhow::Result<MemoryFiles> {
+    pub(super) fn create(&mut self, id: PagemapId, generation: Generation) -> anyhow::Result<ReceivedMemory> {
         ensure!(self.seen.insert(id), "the client opens {id} twice: expected each memory once");
         ensure!(self.memories.len() < MAX_MEMORIES, "more than MAX_MEMORIES = {MAX_MEMORIES} memories");
         let pages_id = self.free_pages_id()?;
         self.memories.push((id, pages_id));
-        MemoryFiles::create(self.folder.path(), id, pages_id, generation)
+        ReceivedMemory::create(self.folder.path(), id, pages_id, generation)
     }
 
     /// Returns the next number of a pages file that the directory does not have. The pagemaps of an earlier dump keep

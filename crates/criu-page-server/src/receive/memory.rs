@@ -14,7 +14,7 @@ use rewake_page_protocol::PageRun;
 
 /// `pagemap-ID.img` and `pages-N.img`, while they are written.
 #[derive(Debug)]
-pub(super) struct MemoryFiles {
+pub(super) struct ReceivedMemory {
     id: PagemapId,
     generation: Generation,
     pagemap: BufWriter<File>,
@@ -28,7 +28,7 @@ pub(super) struct MemoryFiles {
     len: u64,
 }
 
-impl MemoryFiles {
+impl ReceivedMemory {
     /// Makes the files in `folder`, which has none of these names.
     pub(super) fn create(
         folder: &Path,

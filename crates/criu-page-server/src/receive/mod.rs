@@ -27,7 +27,7 @@ use tracing::{info, warn};
 use crate::connection::PageConnection;
 use crate::disk::in_thread;
 use incoming::{Destination, IncomingImage};
-use memory::MemoryFiles;
+use memory::ReceivedMemory;
 use parent::{ParentImage, ParentPages};
 
 /// Bytes of pages that a client's task has in memory at most.
@@ -152,7 +152,7 @@ struct Reception {
 /// The memory whose pages are received.
 struct OpenMemory {
     id: PagemapId,
-    files: MemoryFiles,
+    files: ReceivedMemory,
     parent: Option<ParentPages>,
 }
 

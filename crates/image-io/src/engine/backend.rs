@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use rewake_process::Notifier;
 
-use super::request::{Class, Completion, Direction, Request};
+use super::request::{Completion, Direction, Request};
 use super::transfer::{FileTransfer, Next, TransferStep};
+use crate::class::Class;
 use crate::error::TransferError;
 use crate::file::ReadMode;
 use crate::io_budget::Permit;

@@ -16,11 +16,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use backend::DEPTH;
-pub use request::{Class, Completion, Direction, Request};
+pub use request::{Completion, Direction, Request};
 pub use sim::SimPlan;
 pub use transfer::{MAX_EIO_RETRIES, MAX_INTERRUPTIONS, MAX_SHORT_CALLS};
 
 use crate::cache::BlockCache;
+use crate::class::Class;
 use crate::error::{StoreError, TransferError};
 use crate::file::{ImageFile, ReadMode};
 use crate::io_budget::{IoBudget, Lane, PIECE, Permit};

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use crate::buffer::BufferSlice;
+use crate::class::Class;
 use crate::error::TransferError;
 use crate::file::ImageFile;
 use crate::units::PAGE;
@@ -24,15 +25,6 @@ impl Direction {
             Self::Write => "writing",
         }
     }
-}
-
-/// Why a transfer is made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Class {
-    /// A thread waits for it.
-    Demand,
-    /// No thread waits for it: the I/O budget limits reads of this class.
-    Background,
 }
 
 /// A range of a file and the memory to transfer it to or from.

@@ -8,8 +8,9 @@ use std::thread::JoinHandle;
 use rewake_process::Notifier;
 
 use super::backend::{Backend, DEPTH, Flight};
-use super::request::{Class, Completion};
+use super::request::Completion;
 use super::transfer::TransferStep;
+use crate::class::Class;
 use crate::error::StoreError;
 use crate::memory::Memory;
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use super::super::ring::testing::{Flag, ends};
 use super::super::ring::{TRUST_FLAG_FOR, build_as};
 use super::*;
-use crate::engine::{Class, Request};
+use crate::class::Class;
+use crate::engine::Request;
 use crate::file::{ImageFile, ReadMode};
 use crate::{Acquire, BufferSlice, LoadGuard};
 
