@@ -206,7 +206,7 @@ fn in_a_cache_file_each_task_has_blocks_of_its_own() {
     let root = tempfile::tempdir().unwrap();
     write_image(&root.path().join("image"), 1);
     let memory = memory_file().unwrap();
-    let draft = Draft::read_remote(&ImageDir::open(&root.path().join("image")).unwrap()).unwrap();
+    let draft = Draft::read_remote(&ImageDir::open(root.path().join("image")).unwrap()).unwrap();
     draft.write(&memory).unwrap();
     seal(&memory).unwrap();
     let error = format!("{:#}", Image::unseal(memory.as_fd(), Vec::new()).unwrap_err());
