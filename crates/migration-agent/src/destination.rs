@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that the program moves to.
 
+use std::fs::File;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
@@ -11,6 +12,7 @@ use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use nix::fcntl::Flock;
 use rewake_migration::destination::{
     DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
 };
@@ -83,7 +85,7 @@ pub fn receive(
 ) -> anyhow::Result<DestinationReport> {
     let folder = MigrationFolder::open(&new_name("destination")?)?;
     folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
-    let cgroup = TreeCgroup::for_restore()?;
+    let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
         id: Mutex::default(),
@@ -106,6 +108,7 @@ pub fn receive(
         machine: MigrationDestination::new(),
         criu,
         cgroup,
+        _cgroup_lock: cgroup_lock,
         state,
         sender,
         events,
@@ -206,6 +209,7 @@ struct DestinationAgent<'a> {
     machine: MigrationDestination,
     criu: &'a CriuChoice,
     cgroup: TreeCgroup,
+    _cgroup_lock: Flock<File>,
     state: Arc<ConnectionState>,
     sender: Sender<DestinationEvent>,
     events: Receiver<DestinationEvent>,
@@ -402,9 +406,7 @@ impl DestinationAgent<'_> {
 
     /// Kills the restored tasks first: without the lazy-pages client their missing memory would be zeros.
     fn kill(&mut self) {
-        if let Err(error) = self.cgroup.kill() {
-            tracing::error!("restored processes are not killed: {error:#}");
-        }
+        self.cgroup.kill();
         self.script = None;
         if let Some(mut restore) = self.restore.take() {
             restore.end_within(CRIU_LIMIT);

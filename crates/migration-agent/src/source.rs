@@ -119,7 +119,6 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         was_connected: false,
         downtime: None,
         outcome: None,
-        keeps_record: false,
         folder,
     };
     if agent.machine.has_granted() {
@@ -237,8 +236,6 @@ struct SourceAgent<'a> {
     was_connected: bool,
     downtime: Option<Duration>,
     outcome: Option<SourceOutcome>,
-    /// The tree is still frozen: the record says why.
-    keeps_record: bool,
     /// Dropped last: its lock keeps other agents away.
     folder: MigrationFolder,
 }
@@ -260,9 +257,7 @@ impl SourceAgent<'_> {
             link.close();
         }
         let downtime = self.downtime;
-        if !self.keeps_record {
-            self.folder.remove();
-        }
+        self.folder.remove();
         SourceReport { outcome, downtime }
     }
 
@@ -441,18 +436,11 @@ impl SourceAgent<'_> {
     }
 
     fn kill(&mut self) {
-        match self.entry.cgroup.kill() {
-            Ok(()) => {
-                if let Some(dump) = self.dump.take() {
-                    end_criu(dump, true);
-                }
-                self.entry.cgroup.release();
-            }
-            Err(error) => {
-                self.keeps_record = true;
-                tracing::error!("the tree stays frozen, and must not be thawed: {error:#}");
-            }
+        self.entry.cgroup.kill();
+        if let Some(dump) = self.dump.take() {
+            end_criu(dump, true);
         }
+        self.entry.cgroup.release();
         self.step(SourceInput::Killed);
     }
 }
