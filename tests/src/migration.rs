@@ -77,8 +77,16 @@ impl Migration {
     /// # Errors
     /// No program to start.
     pub fn migrate(&self) -> anyhow::Result<HostAgent> {
+        self.migrate_to(&format!("{DESTINATION}:{PORT}"))
+    }
+
+    /// Starts `rewake migrate` on the source with another destination.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn migrate_to(&self, destination: &str) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
-        command.args(["migrate", "-t", &self.pid.to_string(), "--to", &format!("{DESTINATION}:{PORT}")]);
+        command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
         command.args(["--insecure", "--criu"]).arg(self.scene.criu());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })

@@ -114,6 +114,10 @@ fn after_grant_the_source_never_runs() {
         assert!(migration.is_frozen() && migration.is_granted(), "{}", migration.received());
         sleep(Duration::from_millis(50));
     }
+    let elsewhere = migration.migrate_to("10.77.0.2:7701").unwrap().ended().unwrap();
+    assert_eq!(elsewhere.status.code(), Some(1));
+    assert!(said(&elsewhere).contains("continue with --to 10.77.0.2:7700"), "{}", said(&elsewhere));
+    assert!(migration.is_frozen() && migration.is_granted());
     let continued = migration.migrate().unwrap().ended().unwrap();
     assert_eq!(continued.status.code(), Some(0), "{}\n{}", said(&continued), migration.received());
     assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());

@@ -28,10 +28,11 @@ use crate::image_files;
 use crate::relay::PageRelay;
 use crate::script::{self, CriuMoment, WaitingScript};
 
-/// Time without a connection before the program is released. The source's limit is shorter, so it decides.
+/// Time without a connection before GRANT is asked for. The source's limit is shorter, so it decides.
 const LOST_LIMIT: Duration = Duration::from_secs(90);
-/// Time without a connection after which missing memory is given up.
-const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
+/// Time without a connection after which missing memory is given up, or GRANT, which the source may have written: longer
+/// than the source's 300 s, by the time in which a lost connection is noticed.
+const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
 /// Time that a connection has for its greeting.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
 /// Connections without a greeting, at once.
@@ -158,7 +159,7 @@ fn connection(
     state.strangers.fetch_sub(1, Ordering::Relaxed);
     admitted?;
     let number = state.newest.fetch_add(1, Ordering::SeqCst) + 1;
-    let writer = Arc::new(FrameWriter::new(stream.try_clone()?));
+    let writer = Arc::new(FrameWriter::new(&stream)?);
     sender.send(DestinationEvent::Connected(number, writer))?;
     let ended = read_frames(&mut stream, number, state, sender);
     sender.send(DestinationEvent::Disconnected(number))?;
@@ -306,7 +307,8 @@ impl DestinationAgent<'_> {
                 false => self.step(DestinationInput::MemoryLost(failure)),
             }
         }
-        let limit = if self.is_released { GIVE_UP_LIMIT } else { LOST_LIMIT };
+        let has_asked_for_grant = self.script.is_some();
+        let limit = if self.is_released || has_asked_for_grant { GIVE_UP_LIMIT } else { LOST_LIMIT };
         if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
             self.step(DestinationInput::TimedOut(format!("no connection for {} s", limit.as_secs())));
         }
