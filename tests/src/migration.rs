@@ -133,6 +133,26 @@ impl Migration {
         self.source_record().is_some_and(|record| record["source"]["record"] == "granted")
     }
 
+    /// Whether the destination has written RELEASE.
+    #[must_use]
+    pub fn is_released(&self) -> bool {
+        let folder = self.hosts.destination.path("/run/rewake/migrations");
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.into_iter().any(|entry| {
+            let text = fs::read(entry.path().join("record")).unwrap_or_default();
+            String::from_utf8_lossy(&text).contains("released")
+        })
+    }
+
+    /// Lets the target act, and then end.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn act(&self) -> anyhow::Result<()> {
+        self.scene.go()?;
+        self.scene.stop()
+    }
+
     /// Whether the source's tree is frozen.
     #[must_use]
     pub fn is_frozen(&self) -> bool {

@@ -102,6 +102,23 @@ fn a_source_agent_killed_before_grant_leaves_the_program() {
 }
 
 #[test]
+fn without_its_agent_the_program_reads_no_zeros() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let receive = migration.receive(path(&criu)).unwrap();
+    let migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    receive.signal(Signal::SIGKILL).unwrap();
+    migration.act().unwrap();
+    let ended = until(MINUTE, || (migration.processes().1 == 0).then_some(()));
+    assert!(ended.is_some(), "the program runs on: {:?}", migration.written());
+    let last = migration.written();
+    let last = last.lines().last().unwrap_or_default();
+    assert!(!last.starts_with("BAD"), "{last:?}");
+    migrate.signal(Signal::SIGKILL).unwrap();
+}
+
+#[test]
 fn after_grant_the_source_never_runs() {
     let criu = need!(Criu::main());
     let migration = Migration::started(&criu, "random", LARGE).unwrap();

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 /// Error lines of a log that are shown.
 const SHOWN: usize = 4;
@@ -39,7 +41,7 @@ impl CriuChoice {
     }
 }
 
-/// A CRIU that runs.
+/// A CRIU that runs, or a `rewake lazy-pages` in the place of CRIU's.
 #[derive(Debug)]
 pub(crate) struct RunningCriu {
     child: Child,
@@ -84,6 +86,13 @@ impl RunningCriu {
             reports.look();
             sleep(POLL);
         }
+    }
+
+    /// Asks it to end, and kills it at the limit.
+    pub(crate) fn stop_within(&mut self, limit: Duration) {
+        // It may have ended.
+        let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
+        self.end_within(limit);
     }
 
     pub(crate) fn kill(&mut self) {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that the program moves to.
 
-use std::fs::File;
+use std::env;
+use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::PathBuf;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -20,7 +23,7 @@ use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::DestinationRecord;
 
 use crate::cgroup::TreeCgroup;
-use crate::criu::{CriuChoice, RunningCriu, page_socket};
+use crate::criu::{CriuChoice, RunningCriu};
 use crate::folder::{MigrationFolder, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, watch_peer};
 use crate::host::HostOffer;
@@ -42,6 +45,8 @@ const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 /// Time that CRIU has to end once its tasks are killed.
 const CRIU_LIMIT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(1);
+/// Where CRIU's work directory is made.
+const WORK: &str = "/var/tmp";
 /// Time between two looks at children and limits.
 const TICK: Duration = Duration::from_millis(20);
 
@@ -86,6 +91,7 @@ pub fn receive(
 ) -> anyhow::Result<DestinationReport> {
     let folder = MigrationFolder::open(&new_name("destination")?)?;
     folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
+    let work = work_directory()?;
     let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
@@ -121,9 +127,17 @@ pub fn receive(
         script: None,
         is_released: false,
         outcome: None,
+        work,
         folder,
     };
     Ok(agent.run())
+}
+
+fn work_directory() -> anyhow::Result<PathBuf> {
+    let path = Path::new(WORK).join(new_name("rewake-destination")?);
+    let made = fs::DirBuilder::new().mode(0o700).create(&path);
+    made.with_context(|| format!("making {}", path.display()))?;
+    Ok(path)
 }
 
 fn accept(listener: &TcpListener, state: &Arc<ConnectionState>, sender: &Sender<DestinationEvent>) {
@@ -223,6 +237,8 @@ struct DestinationAgent<'a> {
     script: Option<WaitingScript>,
     is_released: bool,
     outcome: Option<DestinationOutcome>,
+    /// CRIU's work directory: on a disk, as it has the cache file of all lazy pages.
+    work: PathBuf,
     /// Dropped last.
     folder: MigrationFolder,
 }
@@ -244,6 +260,9 @@ impl DestinationAgent<'_> {
         }
         if !matches!(outcome, DestinationOutcome::Restored { .. }) {
             self.cgroup.release();
+        }
+        if let Err(error) = fs::remove_dir_all(&self.work) {
+            tracing::warn!(%error, "removing {}", self.work.display());
         }
         self.folder.remove();
         DestinationReport { outcome }
@@ -356,7 +375,7 @@ impl DestinationAgent<'_> {
 
     fn start_restore(&mut self) -> anyhow::Result<()> {
         self.start_client()?;
-        let criu = self.criu.command("restore", &self.folder.images(), self.folder.path());
+        let criu = self.criu.command("restore", &self.folder.images(), &self.work);
         let mut command = Command::new("/bin/sh");
         // CRIU's tasks are in the group from the beginning.
         command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.cgroup.entrance());
@@ -364,19 +383,21 @@ impl DestinationAgent<'_> {
         command.args(["-d", "--lazy-pages", "--manage-cgroups=ignore"]);
         script::add_to(&mut command, self.folder.path())?;
         command.args(&self.criu.options);
-        self.restore = Some(RunningCriu::start(&mut command, "restore", self.folder.path())?);
+        self.restore = Some(RunningCriu::start(&mut command, "restore", &self.work)?);
         Ok(())
     }
 
-    /// Starts the process that serves the restore's page faults, with this agent as its page server.
+    /// Starts the process that serves the restore's page faults, with this agent as its page server. If it or this agent
+    /// is killed, no page reads as zeros: the userfaultfds are parked in the tree.
     fn start_client(&mut self) -> anyhow::Result<()> {
-        let (ours, criu_end, number) = page_socket()?;
-        // `rewake lazy-pages` has the same options.
-        let mut command = self.criu.command("lazy-pages", &self.folder.images(), self.folder.path());
-        command.args(["--page-server", "--ps-socket", &number]);
-        let mut client = RunningCriu::start(&mut command, "lazy-pages", self.folder.path())?;
-        drop(criu_end);
-        let socket = self.folder.path().join("lazy-pages.socket");
+        let pages = self.work.join("pages.socket");
+        let listener = UnixListener::bind(&pages).with_context(|| format!("binding {}", pages.display()))?;
+        let this =
+            CriuChoice { program: env::current_exe().context("finding this program")?, options: Vec::new() };
+        let mut command = this.command("lazy-pages", &self.folder.images(), &self.work);
+        command.args(["--page-server", "--address"]).arg(&pages);
+        let mut client = RunningCriu::start(&mut command, "lazy-pages", &self.work)?;
+        let socket = self.work.join("lazy-pages.socket");
         let start = Instant::now();
         while !socket.exists() {
             if let Some(status) = client.ended()? {
@@ -386,12 +407,12 @@ impl DestinationAgent<'_> {
             sleep(POLL);
         }
         self.client = Some(client);
-        let relay = Arc::new(PageRelay::new(ours));
+        let relay = Arc::new(PageRelay::default());
         relay.connect(self.link.clone());
         *self.state.relay.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&relay));
         let sender = self.sender.clone();
         thread::spawn(move || {
-            if let Err(error) = relay.run() {
+            if let Err(error) = relay.run(&listener) {
                 // The agent may have ended.
                 let _ = sender.send(DestinationEvent::MemoryLost(format!("{error:#}")));
             }
@@ -414,7 +435,7 @@ impl DestinationAgent<'_> {
             restore.end_within(CRIU_LIMIT);
         }
         if let Some(mut client) = self.client.take() {
-            client.kill();
+            client.stop_within(CRIU_LIMIT);
         }
     }
 }
