@@ -142,6 +142,11 @@ impl TreeCgroup {
         members(&self.path)
     }
 
+    /// Whether it may have processes.
+    pub(crate) fn has_processes(&self) -> bool {
+        !self.is_removed() && !has_event(&self.path, "populated 0").unwrap_or(false)
+    }
+
     /// Stops every task. One that is traced counts as frozen, and stays so when its tracer ends.
     pub(crate) fn freeze(&self) -> anyhow::Result<()> {
         self.write("cgroup.freeze", "1")?;

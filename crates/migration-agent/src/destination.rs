@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -24,7 +24,7 @@ use rewake_migration::record::DestinationRecord;
 
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu};
-use crate::folder::{MigrationFolder, WrittenRecord};
+use crate::folder::{self, MigrationFolder, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, watch_peer};
 use crate::host::HostOffer;
 use crate::image_files;
@@ -45,8 +45,6 @@ const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 /// Time that CRIU has to end once its tasks are killed.
 const CRIU_LIMIT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(1);
-/// Where CRIU's work directory is made.
-const WORK: &str = "/var/tmp";
 /// Time between two looks at children and limits.
 const TICK: Duration = Duration::from_millis(20);
 
@@ -72,8 +70,9 @@ struct ConnectionState {
     /// The migration that the first greeting named.
     id: Mutex<Option<MigrationId>>,
     strangers: AtomicUsize,
-    /// The number of the newest connection.
-    newest: AtomicUsize,
+    /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is handled
+    /// after it.
+    newest: Mutex<usize>,
     images: PathBuf,
     relay: Mutex<Option<Arc<PageRelay>>>,
 }
@@ -89,15 +88,17 @@ pub fn receive(
     criu: &CriuChoice,
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
-    let folder = MigrationFolder::open(&new_name("destination")?)?;
+    folder::remove_leftovers();
+    let name = new_name("destination")?;
+    let folder = MigrationFolder::open(&name)?;
     folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
-    let work = work_directory()?;
+    let work = work_directory(&name)?;
     let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
         id: Mutex::default(),
         strangers: AtomicUsize::new(0),
-        newest: AtomicUsize::new(0),
+        newest: Mutex::default(),
         images: folder.images(),
         relay: Mutex::default(),
     });
@@ -133,8 +134,8 @@ pub fn receive(
     Ok(agent.run())
 }
 
-fn work_directory() -> anyhow::Result<PathBuf> {
-    let path = Path::new(WORK).join(new_name("rewake-destination")?);
+fn work_directory(name: &str) -> anyhow::Result<PathBuf> {
+    let path = folder::work(name);
     let made = fs::DirBuilder::new().mode(0o700).create(&path);
     made.with_context(|| format!("making {}", path.display()))?;
     Ok(path)
@@ -172,7 +173,11 @@ fn connection(
     let admitted = admit(&mut stream, state);
     state.strangers.fetch_sub(1, Ordering::Relaxed);
     admitted?;
-    let number = state.newest.fetch_add(1, Ordering::SeqCst) + 1;
+    let number = {
+        let mut newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        *newest += 1;
+        *newest
+    };
     let writer = Arc::new(FrameWriter::new(&stream)?);
     sender.send(DestinationEvent::Connected(number, writer))?;
     let ended = read_frames(&mut stream, number, state, sender);
@@ -197,7 +202,8 @@ fn read_frames(
     sender: &Sender<DestinationEvent>,
 ) -> anyhow::Result<()> {
     while let Some(frame) = Frame::read(stream)? {
-        ensure!(state.newest.load(Ordering::SeqCst) == number, "a newer connection has taken its place");
+        let newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        ensure!(*newest == number, "a newer connection has taken its place");
         let stored = match frame {
             Frame::Source(message) => {
                 sender.send(DestinationEvent::Received(number, message))?;

@@ -17,7 +17,7 @@ use rewake_streamer::gpu::plugin_folder;
 
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, CriuReports, RunningCriu, page_socket};
-use crate::folder::{MigrationFolder, SourceEntry, WrittenRecord};
+use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id, watch_peer};
 use crate::frozen_memory::FrozenMemory;
 use crate::host::HostOffer;
@@ -82,7 +82,8 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let address = address(options)?;
     let start = proc::stat(options.tree).ok().and_then(|fields| fields.get(19).cloned());
     let start = start.with_context(|| format!("-t {}: no such process", options.tree))?;
-    let folder = MigrationFolder::open(&format!("source-{}-{start}", options.tree))?;
+    folder::remove_leftovers();
+    let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
     let earlier = match folder.read()? {
         Some(WrittenRecord::Source(entry)) => Some(entry),
         Some(WrittenRecord::Destination(_)) => {
