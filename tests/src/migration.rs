@@ -14,6 +14,7 @@ use crate::hosts::{DESTINATION, HostPair, entered};
 use crate::process::{MINUTE, tail, until, write_program};
 use crate::scene::{ACT, Scene};
 use crate::server::rewake;
+use crate::sessions::holds_a_socket;
 
 const PORT: &str = "7700";
 const TARGET: &str = "target";
@@ -142,6 +143,12 @@ impl Migration {
             let text = fs::read(entry.path().join("record")).unwrap_or_default();
             String::from_utf8_lossy(&text).contains("released")
         })
+    }
+
+    /// The number of the target's processes on the destination that have a session's fd store parked.
+    #[must_use]
+    pub fn parked(&self) -> usize {
+        self.hosts.destination.named(TARGET).into_iter().filter(|pid| holds_a_socket(*pid)).count()
     }
 
     /// Lets the target act, and then end.

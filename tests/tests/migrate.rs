@@ -36,6 +36,7 @@ fn migrates(criu: &Criu, scenario: &str) {
     assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
     assert_eq!(migration.processes(), (0, processes));
     assert_eq!(migration.source_record(), None);
+    assert_eq!(migration.parked(), 0);
     migration.expect_right_bytes().unwrap();
 }
 
@@ -117,6 +118,24 @@ fn without_its_agent_the_program_reads_no_zeros() {
     assert!(ended.is_some(), "the program runs on: {:?}", migration.written());
     assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
     migrate.signal(Signal::SIGKILL).unwrap();
+}
+
+/// Longer than `rewake lazy-pages` waits for an answer.
+#[test]
+fn after_grant_a_cut_link_only_pauses_the_program() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    migration.hosts.cut(true).unwrap();
+    sleep(Duration::from_secs(35));
+    assert_eq!((migration.processes().1, migration.parked()), (1, 1), "{}", migration.received());
+    migration.hosts.cut(false).unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+    migration.expect_right_bytes().unwrap();
 }
 
 #[test]

@@ -243,7 +243,7 @@ struct DestinationAgent<'a> {
     script: Option<WaitingScript>,
     is_released: bool,
     outcome: Option<DestinationOutcome>,
-    /// CRIU's work directory: on a disk, as it has the cache file of all lazy pages.
+    /// CRIU's work directory.
     work: PathBuf,
     /// Dropped last.
     folder: MigrationFolder,

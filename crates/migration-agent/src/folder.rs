@@ -106,7 +106,7 @@ impl MigrationFolder {
     }
 }
 
-/// Where a destination's CRIU works: on a disk, as the cache file of all lazy pages is there.
+/// Where a destination's CRIU works: on a disk, because it has the cache file of all lazy pages.
 pub(crate) fn work(name: &str) -> PathBuf {
     Path::new("/var/tmp").join(format!("rewake-{name}"))
 }

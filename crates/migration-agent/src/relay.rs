@@ -173,8 +173,8 @@ fn next(
     if stream.read_exact(&mut bytes[..first]).is_err() {
         return Ok(None);
     }
-    if known.is_some() {
-        return Ok(Some((known, PageMessage::parse(&known.unwrap_or(HeaderLayout::Narrow).decode(&bytes))?)));
+    if let Some(layout) = known {
+        return Ok(Some((known, PageMessage::parse(&layout.decode(&bytes))?)));
     }
     if let Ok(close @ PageMessage::Close { .. }) = PageMessage::parse(&HeaderLayout::Narrow.decode(&bytes)) {
         return Ok(Some((None, close)));
