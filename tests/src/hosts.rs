@@ -128,6 +128,17 @@ pub struct HostPair {
 }
 
 impl HostPair {
+    /// Cuts the network between both, or joins it again.
+    ///
+    /// # Errors
+    /// No `ip`.
+    pub fn cut(&self, is_cut: bool) -> anyhow::Result<()> {
+        let name = format!("rws{}", self.source.init);
+        let state = if is_cut { "down" } else { "up" };
+        output(self.source.command("ip").args(["link", "set", &name, state]))?;
+        Ok(())
+    }
+
     /// Starts both.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use crate::hosts::{DESTINATION, HostPair, entered};
 use crate::process::{MINUTE, tail, until, write_program};
 use crate::scene::{ACT, Scene};
 use crate::server::rewake;
+use crate::sessions::holds_a_socket;
 
 const PORT: &str = "7700";
 const TARGET: &str = "target";
@@ -77,8 +78,16 @@ impl Migration {
     /// # Errors
     /// No program to start.
     pub fn migrate(&self) -> anyhow::Result<HostAgent> {
+        self.migrate_to(&format!("{DESTINATION}:{PORT}"))
+    }
+
+    /// Starts `rewake migrate` on the source with another destination.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn migrate_to(&self, destination: &str) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
-        command.args(["migrate", "-t", &self.pid.to_string(), "--to", &format!("{DESTINATION}:{PORT}")]);
+        command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
         command.args(["--insecure", "--criu"]).arg(self.scene.criu());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
@@ -123,6 +132,32 @@ impl Migration {
     #[must_use]
     pub fn is_granted(&self) -> bool {
         self.source_record().is_some_and(|record| record["source"]["record"] == "granted")
+    }
+
+    /// Whether the destination has written RELEASE.
+    #[must_use]
+    pub fn is_released(&self) -> bool {
+        let folder = self.hosts.destination.path("/run/rewake/migrations");
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.into_iter().any(|entry| {
+            let text = fs::read(entry.path().join("record")).unwrap_or_default();
+            String::from_utf8_lossy(&text).contains("released")
+        })
+    }
+
+    /// The number of the target's processes on the destination that have a session's fd store parked.
+    #[must_use]
+    pub fn parked(&self) -> usize {
+        self.hosts.destination.named(TARGET).into_iter().filter(|pid| holds_a_socket(*pid)).count()
+    }
+
+    /// Lets the target act, and then end.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn act(&self) -> anyhow::Result<()> {
+        self.scene.go()?;
+        self.scene.stop()
     }
 
     /// Whether the source's tree is frozen.

@@ -66,7 +66,8 @@ fn is_traced(pid: Pid) -> bool {
     statuses.any(|status| !status.contains("TracerPid:\t0\n"))
 }
 
-fn holds_a_socket(task: Pid) -> bool {
+/// Whether a process has a socket.
+pub(crate) fn holds_a_socket(task: Pid) -> bool {
     rewake_plugin_protocol::sockets_of(task.as_raw()).is_ok_and(|sockets| !sockets.is_empty())
 }
 

@@ -36,6 +36,7 @@ fn migrates(criu: &Criu, scenario: &str) {
     assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
     assert_eq!(migration.processes(), (0, processes));
     assert_eq!(migration.source_record(), None);
+    assert_eq!(migration.parked(), 0);
     migration.expect_right_bytes().unwrap();
 }
 
@@ -102,6 +103,42 @@ fn a_source_agent_killed_before_grant_leaves_the_program() {
 }
 
 #[test]
+fn without_its_agent_the_program_reads_no_zeros() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let receive = migration.receive(path(&criu)).unwrap();
+    let migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    receive.signal(Signal::SIGKILL).unwrap();
+    migration.act().unwrap();
+    // Its threads wait for missing memory while another connection is tried, for 5 s.
+    sleep(Duration::from_secs(1));
+    assert_eq!(migration.processes().1, 1, "{:?}", migration.written());
+    let ended = until(MINUTE, || (migration.processes().1 == 0).then_some(()));
+    assert!(ended.is_some(), "the program runs on: {:?}", migration.written());
+    assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
+    migrate.signal(Signal::SIGKILL).unwrap();
+}
+
+/// Longer than `rewake lazy-pages` waits for an answer.
+#[test]
+fn after_grant_a_cut_link_only_pauses_the_program() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    migration.hosts.cut(true).unwrap();
+    sleep(Duration::from_secs(35));
+    assert_eq!((migration.processes().1, migration.parked()), (1, 1), "{}", migration.received());
+    migration.hosts.cut(false).unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
 fn after_grant_the_source_never_runs() {
     let criu = need!(Criu::main());
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
@@ -114,6 +151,10 @@ fn after_grant_the_source_never_runs() {
         assert!(migration.is_frozen() && migration.is_granted(), "{}", migration.received());
         sleep(Duration::from_millis(50));
     }
+    let elsewhere = migration.migrate_to("10.77.0.2:7701").unwrap().ended().unwrap();
+    assert_eq!(elsewhere.status.code(), Some(1));
+    assert!(said(&elsewhere).contains("continue with --to 10.77.0.2:7700"), "{}", said(&elsewhere));
+    assert!(migration.is_frozen() && migration.is_granted());
     let continued = migration.migrate().unwrap().ended().unwrap();
     assert_eq!(continued.status.code(), Some(0), "{}\n{}", said(&continued), migration.received());
     assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());

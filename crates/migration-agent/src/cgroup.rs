@@ -2,12 +2,15 @@
 //! The cgroup of a tree: its freezer decides whether the tree runs, whatever process has died.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
@@ -17,8 +20,10 @@ use crate::frame::new_name;
 const MAX_TASKS: usize = 4096;
 /// Passes over a tree that forks while it is moved into a group.
 const MAX_PASSES: usize = 10;
-/// Time that the kernel has to freeze or kill a group.
+/// Time that the kernel has to freeze or kill a group, and between two tries to kill it.
 const CHANGE_LIMIT: Duration = Duration::from_secs(10);
+/// Groups that another agent may remove before they are locked.
+const MAX_GROUPS: usize = 10;
 /// How the names of groups of restored trees begin.
 const RESTORED: &str = "rewake-destination";
 const POLL: Duration = Duration::from_millis(1);
@@ -45,6 +50,12 @@ impl TreeCgroup {
         ensure!(!tasks.contains(&own), "-t {root}: this command is a child of it, and would stop itself");
         let path = mount.join(&group);
         let is_root = group.as_os_str().is_empty();
+        ensure!(
+            is_root || !has_event(&path, "frozen 1")?,
+            "-t {root}: its cgroup is frozen, which the end of a migration would undo: \
+             write 0 to {}/cgroup.freeze first",
+            path.display()
+        );
         if !is_root && members(&path)?.iter().all(|pid| tasks.contains(pid)) {
             for task in &tasks {
                 let other = group_of(*task)?;
@@ -95,16 +106,25 @@ impl TreeCgroup {
     }
 
     /// Makes an empty group below this process's own, for a tree that will be restored. It stays as long as the tree, so
-    /// groups of earlier trees that have ended are removed.
-    pub(crate) fn for_restore() -> anyhow::Result<Self> {
+    /// groups of earlier trees that have ended are removed. The lock keeps other agents from that while it is empty.
+    pub(crate) fn for_restore() -> anyhow::Result<(Self, Flock<File>)> {
         let own = mount()?.join(group_of(std::process::id().cast_signed())?);
         for entry in fs::read_dir(&own).with_context(|| format!("listing {}", own.display()))?.flatten() {
             if entry.file_name().to_string_lossy().starts_with(RESTORED) {
-                // The kernel refuses while it has processes.
-                let _ = fs::remove_dir(entry.path());
+                remove_unused(&entry.path());
             }
         }
-        Self::make(own.join(new_name(RESTORED)?))
+        for _ in 0..MAX_GROUPS {
+            let made = Self::make(own.join(new_name(RESTORED)?))?;
+            // Another agent may remove it before it is locked.
+            let locked = File::open(&made.path).map(|folder| Flock::lock(folder, FlockArg::LockExclusive));
+            if let Ok(Ok(lock)) = locked
+                && made.path.exists()
+            {
+                return Ok((made, lock));
+            }
+        }
+        bail!("{}: {MAX_GROUPS} new cgroups were removed by other processes", own.display())
     }
 
     fn make(path: PathBuf) -> anyhow::Result<Self> {
@@ -122,6 +142,11 @@ impl TreeCgroup {
         members(&self.path)
     }
 
+    /// Whether it may have processes.
+    pub(crate) fn has_processes(&self) -> bool {
+        !self.is_removed() && !has_event(&self.path, "populated 0").unwrap_or(false)
+    }
+
     /// Stops every task. One that is traced counts as frozen, and stays so when its tracer ends.
     pub(crate) fn freeze(&self) -> anyhow::Result<()> {
         self.write("cgroup.freeze", "1")?;
@@ -130,13 +155,46 @@ impl TreeCgroup {
 
     /// Lets the tasks run. A group that was removed has none.
     pub(crate) fn thaw(&self) -> anyhow::Result<()> {
-        if self.path.exists() { self.write("cgroup.freeze", "0") } else { Ok(()) }
+        if self.is_removed() { Ok(()) } else { self.write("cgroup.freeze", "0") }
     }
 
-    /// Kills every process, frozen or not.
-    pub(crate) fn kill(&self) -> anyhow::Result<()> {
-        self.write("cgroup.kill", "1")?;
+    /// Kills every process, frozen or not, and returns when the group has none. There is no limit: what keeps missing
+    /// memory, or says that the tree must not run, must stay until then.
+    pub(crate) fn kill(&self) {
+        loop {
+            let start = Instant::now();
+            let Err(error) = self.try_kill() else { return };
+            tracing::error!("cgroup {}: its processes are not killed yet: {error:#}", self.path.display());
+            sleep(CHANGE_LIMIT.saturating_sub(start.elapsed()));
+        }
+    }
+
+    fn try_kill(&self) -> anyhow::Result<()> {
+        if self.is_removed() {
+            return Ok(());
+        }
+        if self.write("cgroup.kill", "1").is_err() {
+            // Linux before 5.14.
+            self.kill_each()?;
+        }
         self.wait_for("populated 0")
+    }
+
+    /// Kills the processes one by one, frozen: none of them forks meanwhile.
+    fn kill_each(&self) -> anyhow::Result<()> {
+        self.freeze()?;
+        // 0 stands for a process of another pid namespace.
+        for pid in members(&self.path)?.into_iter().filter(|pid| *pid > 0) {
+            // Another process may have killed it.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        Ok(())
+    }
+
+    /// Whether the group does not exist, so that it has no process. A file system that is not mounted says nothing.
+    fn is_removed(&self) -> bool {
+        let is_group = |path: &Path| path.join("cgroup.procs").exists();
+        !self.path.exists() && self.path.ancestors().skip(1).any(is_group)
     }
 
     /// Moves the tasks back, and removes a group that was made. The tree can stay in it otherwise.
@@ -158,8 +216,7 @@ impl TreeCgroup {
         let path = self.path.join("cgroup.events");
         let start = Instant::now();
         loop {
-            let events = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-            if events.lines().any(|line| line == event) {
+            if has_event(&self.path, event)? {
                 return Ok(());
             }
             let limit = CHANGE_LIMIT.as_secs();
@@ -167,6 +224,21 @@ impl TreeCgroup {
             sleep(POLL);
         }
     }
+}
+
+/// Removes a group that no agent uses. The kernel refuses while it has processes.
+fn remove_unused(path: &Path) {
+    if let Ok(folder) = File::open(path)
+        && let Ok(_lock) = Flock::lock(folder, FlockArg::LockExclusiveNonblock)
+    {
+        let _ = fs::remove_dir(path);
+    }
+}
+
+fn has_event(group: &Path, event: &str) -> anyhow::Result<bool> {
+    let path = group.join("cgroup.events");
+    let events = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    Ok(events.lines().any(|line| line == event))
 }
 
 /// The processes of a group and of those below it.
@@ -204,4 +276,68 @@ fn group_of(pid: i32) -> anyhow::Result<PathBuf> {
     let group = group.with_context(|| format!("{path} names no cgroup of version 2"))?;
     ensure!(!group.starts_with(".."), "{path}: /{group} is outside this process's cgroup namespace");
     Ok(group.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    /// A group with a process; none without groups of version 2, or without the right to make one.
+    fn group_with_sleeper() -> Option<(TreeCgroup, Child)> {
+        let own = mount().ok()?.join(group_of(std::process::id().cast_signed()).ok()?);
+        let group = TreeCgroup::make(own.join(new_name("rewake-test").unwrap())).ok()?;
+        let sleeper = Command::new("sleep").arg("100").spawn().unwrap();
+        fs::write(group.entrance(), sleeper.id().to_string()).unwrap();
+        Some((group, sleeper))
+    }
+
+    #[test]
+    fn a_group_is_killed_with_and_without_cgroup_kill() {
+        let Some((group, mut sleeper)) = group_with_sleeper() else { return };
+        group.kill_each().unwrap();
+        group.wait_for("populated 0").unwrap();
+        assert!(!sleeper.wait().unwrap().success());
+        let mut sleeper = Command::new("sleep").arg("100").spawn().unwrap();
+        group.thaw().unwrap();
+        fs::write(group.entrance(), sleeper.id().to_string()).unwrap();
+        group.kill();
+        assert!(!sleeper.wait().unwrap().success());
+        group.release();
+        assert!(group.is_removed());
+        group.kill();
+        group.thaw().unwrap();
+    }
+
+    #[test]
+    fn a_path_outside_the_file_system_is_no_removed_group() {
+        let group = TreeCgroup { path: "/no/such/mount/group".into(), is_made: true };
+        assert!(!group.is_removed());
+        group.try_kill().unwrap_err();
+        group.thaw().unwrap_err();
+    }
+
+    #[test]
+    fn another_agent_does_not_remove_a_group_in_use() {
+        let Ok((one, lock)) = TreeCgroup::for_restore() else { return };
+        let (two, _lock) = TreeCgroup::for_restore().unwrap();
+        assert!(one.path.exists());
+        drop(lock);
+        let (three, _lock) = TreeCgroup::for_restore().unwrap();
+        assert!(one.is_removed() && two.path.exists());
+        two.release();
+        three.release();
+    }
+
+    #[test]
+    fn a_tree_that_another_tool_froze_is_refused() {
+        let Some((group, mut sleeper)) = group_with_sleeper() else { return };
+        group.freeze().unwrap();
+        let refused = TreeCgroup::of_tree(sleeper.id().cast_signed()).unwrap_err().to_string();
+        assert!(refused.contains("its cgroup is frozen"), "{refused}");
+        group.kill();
+        sleeper.wait().unwrap();
+        group.release();
+    }
 }

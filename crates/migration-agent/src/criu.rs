@@ -2,7 +2,7 @@
 //! The CRIU commands of a migration.
 
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixStream;
@@ -14,9 +14,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 /// Error lines of a log that are shown.
 const SHOWN: usize = 4;
+/// Time between two log lines of a wait.
+const REPORT_PAUSE: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_millis(2);
 
 /// Which CRIU, and options of the user's for it.
@@ -37,22 +41,25 @@ impl CriuChoice {
     }
 }
 
-/// A CRIU that runs.
+/// A CRIU that runs, or a `rewake lazy-pages` in the place of CRIU's.
 #[derive(Debug)]
 pub(crate) struct RunningCriu {
     child: Child,
     act: &'static str,
-    log: PathBuf,
+    /// Its log, and what it writes to standard error. They go with the migration's folder.
+    logs: [PathBuf; 2],
 }
 
 impl RunningCriu {
     /// Starts a command, whose log is in `work`. It leaves the terminal's process group: Ctrl-C is for the agent.
     pub(crate) fn start(command: &mut Command, act: &'static str, work: &Path) -> anyhow::Result<Self> {
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+        let (log, words) = (work.join(format!("{act}.log")), work.join(format!("{act}.stderr")));
+        let stderr = File::create(&words).with_context(|| format!("making {}", words.display()))?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).process_group(0);
         let program = command.get_program().to_owned();
         let child = command.spawn();
         let child = child.with_context(|| format!("starting {} (name it with --criu)", program.display()))?;
-        Ok(Self { child, act, log: work.join(format!("{act}.log")) })
+        Ok(Self { child, act, logs: [log, words] })
     }
 
     /// Returns how it ended, if it has.
@@ -72,6 +79,22 @@ impl RunningCriu {
         }
     }
 
+    /// Waits for its end without a limit: killed, it would leave the tree in its hands.
+    pub(crate) fn wait(&mut self, what: &'static str) {
+        let mut reports = CriuReports::new(what);
+        while matches!(self.ended(), Ok(None)) {
+            reports.look();
+            sleep(POLL);
+        }
+    }
+
+    /// Asks it to end, and kills it at the limit.
+    pub(crate) fn stop_within(&mut self, limit: Duration) {
+        // It may have ended.
+        let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
+        self.end_within(limit);
+    }
+
     pub(crate) fn kill(&mut self) {
         // It may have ended.
         let _ = self.child.kill();
@@ -80,12 +103,45 @@ impl RunningCriu {
 
     /// Says how it failed.
     pub(crate) fn failure(&self, status: ExitStatus) -> String {
-        let log = fs::read(&self.log).unwrap_or_default();
-        let log = String::from_utf8_lossy(&log);
-        let errors: Vec<&str> = log.lines().filter(|line| line.contains("Error")).collect();
-        let last = &errors[errors.len().saturating_sub(SHOWN)..];
-        let why = if last.is_empty() { self.log.display().to_string() } else { last.join("; ") };
-        format!("criu {} failed ({status}): {why}", self.act)
+        let texts = self.logs.each_ref().map(|log| fs::read(log).unwrap_or_default());
+        let text = String::from_utf8_lossy(&texts.concat()).into_owned();
+        format!("{} failed ({status}): {}", self.act, last_errors(&text))
+    }
+}
+
+/// The last errors of a log, or else its last lines.
+fn last_errors(log: &str) -> String {
+    let mut lines: Vec<&str> =
+        log.lines().filter(|line| line.contains("Error") || line.contains("ERROR")).collect();
+    if lines.is_empty() {
+        lines = log.lines().filter(|line| !line.trim().is_empty()).collect();
+    }
+    match &lines[lines.len().saturating_sub(SHOWN)..] {
+        [] => "it has logged nothing".to_owned(),
+        last => last.join("; "),
+    }
+}
+
+/// Reports of a wait that has no limit.
+#[derive(Debug)]
+pub(crate) struct CriuReports {
+    what: &'static str,
+    start: Instant,
+    next: Duration,
+}
+
+impl CriuReports {
+    pub(crate) fn new(what: &'static str) -> Self {
+        Self { what, start: Instant::now(), next: REPORT_PAUSE }
+    }
+
+    /// Logs a line when one is due.
+    pub(crate) fn look(&mut self) {
+        let elapsed = self.start.elapsed();
+        if elapsed >= self.next {
+            tracing::warn!("{}, for {} s now", self.what, elapsed.as_secs());
+            self.next += REPORT_PAUSE;
+        }
     }
 }
 
@@ -95,4 +151,29 @@ pub(crate) fn page_socket() -> anyhow::Result<(UnixStream, UnixStream, String)> 
     fcntl(criu.as_fd(), FcntlArg::F_SETFD(FdFlag::empty())).context("making a socket for CRIU")?;
     let number = criu.as_raw_fd().to_string();
     Ok((ours, criu, number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_has_the_last_errors_or_the_last_lines() {
+        assert_eq!(last_errors("a\nError (x): one\nb\n"), "Error (x): one");
+        assert_eq!(last_errors("1\n2\n3\n\n4\n5\n"), "2; 3; 4; 5");
+        assert_eq!(last_errors(""), "it has logged nothing");
+    }
+
+    #[test]
+    fn a_failed_shell_says_why() {
+        let work = tempfile::tempdir().unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo > /no/such/file"]);
+        let mut criu = RunningCriu::start(&mut command, "restore", work.path()).unwrap();
+        criu.wait("a shell");
+        let status = criu.ended().unwrap().unwrap();
+        let failure = criu.failure(status);
+        assert!(failure.starts_with("restore failed (exit status: "), "{failure}");
+        assert!(failure.contains("/no/such/file"), "{failure}");
+    }
 }

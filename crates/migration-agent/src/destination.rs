@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that the program moves to.
 
+use std::env;
+use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,6 +15,7 @@ use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use nix::fcntl::Flock;
 use rewake_migration::destination::{
     DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
 };
@@ -18,18 +23,19 @@ use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::DestinationRecord;
 
 use crate::cgroup::TreeCgroup;
-use crate::criu::{CriuChoice, RunningCriu, page_socket};
-use crate::folder::{MigrationFolder, WrittenRecord};
+use crate::criu::{CriuChoice, RunningCriu};
+use crate::folder::{self, MigrationFolder, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, watch_peer};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::relay::PageRelay;
 use crate::script::{self, CriuMoment, WaitingScript};
 
-/// Time without a connection before the program is released. The source's limit is shorter, so it decides.
+/// Time without a connection before GRANT is asked for. The source's limit is shorter, so it decides.
 const LOST_LIMIT: Duration = Duration::from_secs(90);
-/// Time without a connection after which missing memory is given up.
-const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
+/// Time without a connection after which missing memory is given up, or GRANT, which the source may have written: longer
+/// than the source's 300 s, by the time in which a lost connection is noticed.
+const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
 /// Time that a connection has for its greeting.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
 /// Connections without a greeting, at once.
@@ -64,8 +70,9 @@ struct ConnectionState {
     /// The migration that the first greeting named.
     id: Mutex<Option<MigrationId>>,
     strangers: AtomicUsize,
-    /// The number of the newest connection.
-    newest: AtomicUsize,
+    /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is handled
+    /// after it.
+    newest: Mutex<usize>,
     images: PathBuf,
     relay: Mutex<Option<Arc<PageRelay>>>,
 }
@@ -81,14 +88,17 @@ pub fn receive(
     criu: &CriuChoice,
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
-    let folder = MigrationFolder::open(&new_name("destination")?)?;
+    folder::remove_leftovers();
+    let name = new_name("destination")?;
+    let folder = MigrationFolder::open(&name)?;
     folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
-    let cgroup = TreeCgroup::for_restore()?;
+    let work = work_directory(&name)?;
+    let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
         id: Mutex::default(),
         strangers: AtomicUsize::new(0),
-        newest: AtomicUsize::new(0),
+        newest: Mutex::default(),
         images: folder.images(),
         relay: Mutex::default(),
     });
@@ -106,6 +116,7 @@ pub fn receive(
         machine: MigrationDestination::new(),
         criu,
         cgroup,
+        _cgroup_lock: cgroup_lock,
         state,
         sender,
         events,
@@ -117,9 +128,17 @@ pub fn receive(
         script: None,
         is_released: false,
         outcome: None,
+        work,
         folder,
     };
     Ok(agent.run())
+}
+
+fn work_directory(name: &str) -> anyhow::Result<PathBuf> {
+    let path = folder::work(name);
+    let made = fs::DirBuilder::new().mode(0o700).create(&path);
+    made.with_context(|| format!("making {}", path.display()))?;
+    Ok(path)
 }
 
 fn accept(listener: &TcpListener, state: &Arc<ConnectionState>, sender: &Sender<DestinationEvent>) {
@@ -154,8 +173,12 @@ fn connection(
     let admitted = admit(&mut stream, state);
     state.strangers.fetch_sub(1, Ordering::Relaxed);
     admitted?;
-    let number = state.newest.fetch_add(1, Ordering::SeqCst) + 1;
-    let writer = Arc::new(FrameWriter::new(stream.try_clone()?));
+    let number = {
+        let mut newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        *newest += 1;
+        *newest
+    };
+    let writer = Arc::new(FrameWriter::new(&stream)?);
     sender.send(DestinationEvent::Connected(number, writer))?;
     let ended = read_frames(&mut stream, number, state, sender);
     sender.send(DestinationEvent::Disconnected(number))?;
@@ -179,7 +202,8 @@ fn read_frames(
     sender: &Sender<DestinationEvent>,
 ) -> anyhow::Result<()> {
     while let Some(frame) = Frame::read(stream)? {
-        ensure!(state.newest.load(Ordering::SeqCst) == number, "a newer connection has taken its place");
+        let newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        ensure!(*newest == number, "a newer connection has taken its place");
         let stored = match frame {
             Frame::Source(message) => {
                 sender.send(DestinationEvent::Received(number, message))?;
@@ -206,6 +230,7 @@ struct DestinationAgent<'a> {
     machine: MigrationDestination,
     criu: &'a CriuChoice,
     cgroup: TreeCgroup,
+    _cgroup_lock: Flock<File>,
     state: Arc<ConnectionState>,
     sender: Sender<DestinationEvent>,
     events: Receiver<DestinationEvent>,
@@ -218,6 +243,8 @@ struct DestinationAgent<'a> {
     script: Option<WaitingScript>,
     is_released: bool,
     outcome: Option<DestinationOutcome>,
+    /// CRIU's work directory.
+    work: PathBuf,
     /// Dropped last.
     folder: MigrationFolder,
 }
@@ -239,6 +266,9 @@ impl DestinationAgent<'_> {
         }
         if !matches!(outcome, DestinationOutcome::Restored { .. }) {
             self.cgroup.release();
+        }
+        if let Err(error) = fs::remove_dir_all(&self.work) {
+            tracing::warn!(%error, "removing {}", self.work.display());
         }
         self.folder.remove();
         DestinationReport { outcome }
@@ -302,7 +332,8 @@ impl DestinationAgent<'_> {
                 false => self.step(DestinationInput::MemoryLost(failure)),
             }
         }
-        let limit = if self.is_released { GIVE_UP_LIMIT } else { LOST_LIMIT };
+        let has_asked_for_grant = self.script.is_some();
+        let limit = if self.is_released || has_asked_for_grant { GIVE_UP_LIMIT } else { LOST_LIMIT };
         if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
             self.step(DestinationInput::TimedOut(format!("no connection for {} s", limit.as_secs())));
         }
@@ -350,7 +381,7 @@ impl DestinationAgent<'_> {
 
     fn start_restore(&mut self) -> anyhow::Result<()> {
         self.start_client()?;
-        let criu = self.criu.command("restore", &self.folder.images(), self.folder.path());
+        let criu = self.criu.command("restore", &self.folder.images(), &self.work);
         let mut command = Command::new("/bin/sh");
         // CRIU's tasks are in the group from the beginning.
         command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.cgroup.entrance());
@@ -358,19 +389,21 @@ impl DestinationAgent<'_> {
         command.args(["-d", "--lazy-pages", "--manage-cgroups=ignore"]);
         script::add_to(&mut command, self.folder.path())?;
         command.args(&self.criu.options);
-        self.restore = Some(RunningCriu::start(&mut command, "restore", self.folder.path())?);
+        self.restore = Some(RunningCriu::start(&mut command, "restore", &self.work)?);
         Ok(())
     }
 
-    /// Starts the process that serves the restore's page faults, with this agent as its page server.
+    /// Starts the process that serves the restore's page faults, with this agent as its page server. If it or this agent
+    /// is killed, no page reads as zeros: the userfaultfds are parked in the tree.
     fn start_client(&mut self) -> anyhow::Result<()> {
-        let (ours, criu_end, number) = page_socket()?;
-        // `rewake lazy-pages` has the same options.
-        let mut command = self.criu.command("lazy-pages", &self.folder.images(), self.folder.path());
-        command.args(["--page-server", "--ps-socket", &number]);
-        let mut client = RunningCriu::start(&mut command, "lazy-pages", self.folder.path())?;
-        drop(criu_end);
-        let socket = self.folder.path().join("lazy-pages.socket");
+        let pages = self.work.join("pages.socket");
+        let listener = UnixListener::bind(&pages).with_context(|| format!("binding {}", pages.display()))?;
+        let this =
+            CriuChoice { program: env::current_exe().context("finding this program")?, options: Vec::new() };
+        let mut command = this.command("lazy-pages", &self.folder.images(), &self.work);
+        command.args(["--page-server", "--address"]).arg(&pages);
+        let mut client = RunningCriu::start(&mut command, "lazy-pages", &self.work)?;
+        let socket = self.work.join("lazy-pages.socket");
         let start = Instant::now();
         while !socket.exists() {
             if let Some(status) = client.ended()? {
@@ -380,12 +413,12 @@ impl DestinationAgent<'_> {
             sleep(POLL);
         }
         self.client = Some(client);
-        let relay = Arc::new(PageRelay::new(ours));
+        let relay = Arc::new(PageRelay::default());
         relay.connect(self.link.clone());
         *self.state.relay.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&relay));
         let sender = self.sender.clone();
         thread::spawn(move || {
-            if let Err(error) = relay.run() {
+            if let Err(error) = relay.run(&listener) {
                 // The agent may have ended.
                 let _ = sender.send(DestinationEvent::MemoryLost(format!("{error:#}")));
             }
@@ -402,15 +435,13 @@ impl DestinationAgent<'_> {
 
     /// Kills the restored tasks first: without the lazy-pages client their missing memory would be zeros.
     fn kill(&mut self) {
-        if let Err(error) = self.cgroup.kill() {
-            tracing::error!("restored processes are not killed: {error:#}");
-        }
+        self.cgroup.kill();
         self.script = None;
         if let Some(mut restore) = self.restore.take() {
             restore.end_within(CRIU_LIMIT);
         }
         if let Some(mut client) = self.client.take() {
-            client.kill();
+            client.stop_within(CRIU_LIMIT);
         }
     }
 }

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use nix::fcntl::{Flock, FlockArg};
 use rewake_migration::record::{DestinationRecord, SourceRecord};
+use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
 use crate::cgroup::TreeCgroup;
@@ -18,6 +19,7 @@ use crate::frame::MigrationId;
 
 const MIGRATIONS: &str = "/run/rewake/migrations";
 const RECORD: &str = "record";
+const LOCK: &str = "lock";
 
 /// What is written in a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,7 +56,7 @@ impl MigrationFolder {
         let images = path.join("images");
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&images);
         made.with_context(|| format!("making {}", images.display()))?;
-        let file = File::create(path.join("lock")).with_context(|| format!("locking {}", path.display()))?;
+        let file = File::create(path.join(LOCK)).with_context(|| format!("locking {}", path.display()))?;
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => Ok(Self { path, _lock: lock }),
             Err((_, error)) => bail!("{}: another process runs this migration ({error})", path.display()),
@@ -104,6 +106,48 @@ impl MigrationFolder {
     }
 }
 
+/// Where a destination's CRIU works: on a disk, because it has the cache file of all lazy pages.
+pub(crate) fn work(name: &str) -> PathBuf {
+    Path::new("/var/tmp").join(format!("rewake-{name}"))
+}
+
+/// Removes what agents that were killed have left: destinations, and sources whose trees do not exist any more.
+pub(crate) fn remove_leftovers() {
+    remove_leftovers_in(Path::new(MIGRATIONS));
+}
+
+fn remove_leftovers_in(migrations: &Path) {
+    for entry in fs::read_dir(migrations).into_iter().flatten().flatten() {
+        let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
+        // An agent writes its first record when it has the lock.
+        let Ok(Some(record)) = read_record(&path) else { continue };
+        let is_over = match &record {
+            WrittenRecord::Source(entry) => !has_root(&name) && !entry.cgroup.has_processes(),
+            WrittenRecord::Destination(_) => true,
+        };
+        if is_over
+            && let Ok(file) = File::open(path.join(LOCK))
+            && let Ok(_lock) = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+        {
+            // What cannot be removed is found again.
+            let _ = fs::remove_dir_all(work(&name));
+            let _ = fs::remove_dir_all(&path);
+        }
+    }
+}
+
+/// The name of a source's folder.
+pub(crate) fn source_name(root: i32, start: &str) -> String {
+    format!("source-{root}-{start}")
+}
+
+/// Whether the root of a source's tree exists.
+fn has_root(name: &str) -> bool {
+    let root = name.split('-').nth(1).and_then(|pid| pid.parse().ok());
+    let start = |pid| proc::stat(pid).ok()?.get(19).cloned();
+    root.is_some_and(|pid| start(pid).is_some_and(|start| source_name(pid, &start) == name))
+}
+
 /// The socket of CRIU's action scripts.
 pub(crate) fn socket(folder: &Path) -> PathBuf {
     folder.join("agent.sock")
@@ -120,5 +164,47 @@ pub(crate) fn read_record(folder: &Path) -> anyhow::Result<Option<WrittenRecord>
         }
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error).with_context(|| format!("reading {}", path.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leftovers_are_removed_and_nothing_in_use() {
+        let migrations = tempfile::tempdir().unwrap();
+        let add = |name: &str, record: &str| {
+            let path = migrations.path().join(name);
+            fs::create_dir(&path).unwrap();
+            fs::write(path.join(LOCK), "").unwrap();
+            if !record.is_empty() {
+                fs::write(path.join(RECORD), record).unwrap();
+            }
+            path
+        };
+        let destination = r#"{"destination":"released"}"#;
+        let source = |group: &str| {
+            let id = [0; 16];
+            format!(
+                r#"{{"source":{{"record":"granted","id":{id:?},"to":"","cgroup":{{"path":"{group}","is_made":true}}}}}}"#
+            )
+        };
+        let over = add("destination-1", destination);
+        let new = add("destination-2", "");
+        let used = add("destination-3", destination);
+        let lock = File::open(used.join(LOCK)).unwrap();
+        let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).unwrap();
+        // Its group's file system is not mounted, which says nothing.
+        let unknown = add("source-999999999-1", &source("/no/such/group"));
+        let pid = std::process::id().cast_signed();
+        let start = proc::stat(pid).unwrap()[19].clone();
+        let lives = add(&source_name(pid, &start), &source("/no/such/group"));
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("cgroup.procs"), "").unwrap();
+        let ended = add("source-999999999-2", &source(&folder.path().join("group").display().to_string()));
+        remove_leftovers_in(migrations.path());
+        let exist = [&over, &new, &used, &unknown, &lives, &ended].map(|path| path.exists());
+        assert_eq!(exist, [false, true, true, true, true, false]);
     }
 }

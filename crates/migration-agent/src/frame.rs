@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use nix::sys::socket::{setsockopt, sockopt};
@@ -31,6 +32,8 @@ const KEEPALIVE: u32 = 5;
 const KEEPALIVE_COUNT: u32 = 3;
 /// Milliseconds without an acknowledgement after which the connection is lost.
 const UNACKNOWLEDGED_LIMIT: u32 = 20_000;
+/// Time without room for a byte after which the connection is lost: the peer does not read.
+const SEND_LIMIT: Duration = Duration::from_secs(10);
 
 /// Names a migration on every connection of it.
 pub(crate) type MigrationId = [u8; 16];
@@ -57,6 +60,7 @@ pub(crate) fn watch_peer(stream: &TcpStream) -> anyhow::Result<()> {
     setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE)?;
     setsockopt(stream, sockopt::TcpKeepCount, &KEEPALIVE_COUNT)?;
     setsockopt(stream, sockopt::TcpUserTimeout, &UNACKNOWLEDGED_LIMIT)?;
+    stream.set_write_timeout(Some(SEND_LIMIT))?;
     Ok(())
 }
 
@@ -189,24 +193,32 @@ pub(crate) fn greeted(stream: &mut impl Read) -> anyhow::Result<MigrationId> {
 
 /// The sending half of a connection, which threads share.
 #[derive(Debug)]
-pub(crate) struct FrameWriter(Mutex<TcpStream>);
+pub(crate) struct FrameWriter {
+    stream: Mutex<TcpStream>,
+    /// Ends the connection while a thread sends.
+    end: TcpStream,
+}
 
 impl FrameWriter {
-    pub(crate) fn new(stream: TcpStream) -> Self {
-        Self(Mutex::new(stream))
+    pub(crate) fn new(stream: &TcpStream) -> io::Result<Self> {
+        Ok(Self { stream: Mutex::new(stream.try_clone()?), end: stream.try_clone()? })
     }
 
     pub(crate) fn send(&self, frame: &Frame) -> anyhow::Result<()> {
         let bytes = frame.encode()?;
-        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        stream.write_all(&bytes).context("sending a frame")
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = stream.write_all(&bytes);
+        if sent.is_err() {
+            // A part of the frame may have been sent.
+            self.close();
+        }
+        sent.context("sending a frame")
     }
 
     /// Ends the connection: the reader of it sees the end.
     pub(crate) fn close(&self) {
-        let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // It may have ended.
-        let _ = stream.shutdown(std::net::Shutdown::Both);
+        let _ = self.end.shutdown(std::net::Shutdown::Both);
     }
 }
 
@@ -248,5 +260,23 @@ mod tests {
         refused(&[3, 0, 0, 0, 3, 9, 0, b'x'], "its name is cut off");
         refused(&[12, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "expected a multiple of 4096");
         refused(&[2, 0, 0, 0, 1, b'{'], "reading a frame");
+    }
+
+    #[test]
+    fn a_connection_ends_while_a_thread_sends() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        watch_peer(&stream).unwrap();
+        let writer = FrameWriter::new(&stream).unwrap();
+        let start = std::time::Instant::now();
+        let frame = Frame::Pages { pid: 1, vaddr: 0, bytes: vec![0; 64 * PAGE] };
+        std::thread::scope(|scope| {
+            // The peer reads nothing.
+            let sends = scope.spawn(|| while writer.send(&frame).is_ok() {});
+            std::thread::sleep(Duration::from_millis(300));
+            assert!(!sends.is_finished());
+            writer.close();
+        });
+        assert!(start.elapsed() < SEND_LIMIT / 2, "{:?}", start.elapsed());
     }
 }

@@ -16,8 +16,8 @@ use rewake_process::proc;
 use rewake_streamer::gpu::plugin_folder;
 
 use crate::cgroup::TreeCgroup;
-use crate::criu::{CriuChoice, RunningCriu, page_socket};
-use crate::folder::{MigrationFolder, SourceEntry, WrittenRecord};
+use crate::criu::{CriuChoice, CriuReports, RunningCriu, page_socket};
+use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id, watch_peer};
 use crate::frozen_memory::FrozenMemory;
 use crate::host::HostOffer;
@@ -30,7 +30,7 @@ const LOST_LIMIT: Duration = Duration::from_secs(5);
 const FROZEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
-/// Time that a CRIU has to end once it may.
+/// Time that a CRIU has to end once its tree is killed.
 const CRIU_LIMIT: Duration = Duration::from_secs(10);
 const CONNECT_PAUSE: Duration = Duration::from_millis(200);
 /// Time between two looks at children and limits.
@@ -56,6 +56,8 @@ pub struct SourceReport {
     pub outcome: SourceOutcome,
     /// From CRIU's start to the message that the program runs at the destination.
     pub downtime: Option<Duration>,
+    /// The tree should run here, and could not be thawed: why.
+    pub stays_frozen: Option<String>,
 }
 
 /// What an agent is waiting for.
@@ -80,7 +82,8 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let address = address(options)?;
     let start = proc::stat(options.tree).ok().and_then(|fields| fields.get(19).cloned());
     let start = start.with_context(|| format!("-t {}: no such process", options.tree))?;
-    let folder = MigrationFolder::open(&format!("source-{}-{start}", options.tree))?;
+    folder::remove_leftovers();
+    let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
     let earlier = match folder.read()? {
         Some(WrittenRecord::Source(entry)) => Some(entry),
         Some(WrittenRecord::Destination(_)) => {
@@ -90,6 +93,14 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     };
     let (machine, outputs, entry) = match earlier {
         Some(entry) => {
+            ensure!(
+                entry.record == SourceRecord::Started || entry.to == options.to,
+                "-t {}: it was given to {}, not to {}: continue with --to {}",
+                options.tree,
+                entry.to,
+                options.to,
+                entry.to
+            );
             let (machine, outputs) = MigrationSource::restarted(entry.record);
             (machine, outputs, entry)
         }
@@ -119,7 +130,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         was_connected: false,
         downtime: None,
         outcome: None,
-        keeps_record: false,
+        stays_frozen: None,
         folder,
     };
     if agent.machine.has_granted() {
@@ -185,7 +196,7 @@ fn connect(address: SocketAddr, id: &MigrationId) -> anyhow::Result<(TcpStream, 
     let mut stream = TcpStream::connect_timeout(&address, LOST_LIMIT)?;
     watch_peer(&stream)?;
     greet(&mut stream, id)?;
-    let writer = FrameWriter::new(stream.try_clone()?);
+    let writer = FrameWriter::new(&stream)?;
     Ok((stream, Arc::new(writer)))
 }
 
@@ -204,10 +215,15 @@ fn serve(
                 }
             }
             Frame::PageRequest { pid, run } => {
-                let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
-                let memory =
-                    memory.as_ref().context("the destination requests pages of a tree that is not frozen")?;
-                writer.send(&memory.answer(pid, run))?;
+                // Not sent under the lock: an abort takes the memory away.
+                let answer = {
+                    let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+                    let memory = memory.as_ref();
+                    memory
+                        .context("the destination requests pages of a tree that is not frozen")?
+                        .answer(pid, run)
+                };
+                writer.send(&answer)?;
             }
             _ => bail!("the destination sent a frame of a source"),
         }
@@ -237,8 +253,7 @@ struct SourceAgent<'a> {
     was_connected: bool,
     downtime: Option<Duration>,
     outcome: Option<SourceOutcome>,
-    /// The tree is still frozen: the record says why.
-    keeps_record: bool,
+    stays_frozen: Option<String>,
     /// Dropped last: its lock keeps other agents away.
     folder: MigrationFolder,
 }
@@ -259,17 +274,18 @@ impl SourceAgent<'_> {
         if let Some(link) = &self.link {
             link.close();
         }
-        let downtime = self.downtime;
-        if !self.keeps_record {
+        let (downtime, stays_frozen) = (self.downtime, self.stays_frozen);
+        // The record of a frozen tree is for the next agent.
+        if stays_frozen.is_none() && !matches!(outcome, SourceOutcome::Frozen(_)) {
             self.folder.remove();
         }
-        SourceReport { outcome, downtime }
+        SourceReport { outcome, downtime, stays_frozen }
     }
 
     fn handle(&mut self, event: SourceEvent) {
         match event {
             SourceEvent::Connected(link) => {
-                (self.link, self.lost_since, self.was_connected) = (Some(link), None, true);
+                self.link = Some(link);
                 self.step(SourceInput::Connected);
             }
             SourceEvent::Disconnected => {
@@ -282,6 +298,10 @@ impl SourceAgent<'_> {
             }
             SourceEvent::Unreachable(_) => {}
             SourceEvent::Received(message) => {
+                if let FromDestination::Hello { .. } = message {
+                    // A connection alone may be that of a tunnel, whose other end reaches no destination.
+                    (self.lost_since, self.was_connected) = (None, true);
+                }
                 if message == FromDestination::Running {
                     let started = self.dump.as_ref().map(|dump| dump.started);
                     self.downtime = started.map(|started| started.elapsed());
@@ -397,15 +417,19 @@ impl SourceAgent<'_> {
         Ok(())
     }
 
+    /// Sends in another thread: an abort can end it.
     fn send_metadata(&mut self) {
         let Some(link) = self.link.clone() else { return };
-        let sent = image_files::send(&self.folder.images(), &link)
-            .and_then(|()| link.send(&Frame::Source(FromSource::Metadata)));
-        if let Err(error) = sent {
-            tracing::warn!("sending the image: {error:#}");
-            // The rest would be taken for the whole.
-            link.close();
-        }
+        let images = self.folder.images();
+        thread::spawn(move || {
+            let sent = image_files::send(&images, &link)
+                .and_then(|()| link.send(&Frame::Source(FromSource::Metadata)));
+            if let Err(error) = sent {
+                tracing::warn!("sending the image: {error:#}");
+                // The rest would be taken for the whole.
+                link.close();
+            }
+        });
     }
 
     fn write_grant(&mut self) {
@@ -424,46 +448,39 @@ impl SourceAgent<'_> {
         *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = None;
         if let Some(mut dump) = self.dump.take() {
             // CRIU is in the middle of its dump: it is not killed before it has taken its code out of the tree.
-            let deadline = Instant::now() + CRIU_LIMIT;
-            while dump.script.is_none() && matches!(dump.criu.ended(), Ok(None)) && Instant::now() < deadline
-            {
+            let mut reports = CriuReports::new("criu dump is in the middle of its dump, and is not killed");
+            while dump.script.is_none() && matches!(dump.criu.ended(), Ok(None)) {
+                reports.look();
                 if let Ok(SourceEvent::Script(CriuMoment::PostDump, script)) = self.events.recv_timeout(TICK)
                 {
                     dump.script = Some(script);
                 }
             }
-            end_criu(dump, false);
+            release_criu(dump, false).wait("criu dump releases the tree, and is not killed");
         }
-        if let Err(error) = self.entry.cgroup.thaw() {
-            tracing::error!("the program stays frozen: {error:#}");
+        match self.entry.cgroup.thaw() {
+            Ok(()) => self.entry.cgroup.release(),
+            Err(error) => self.stays_frozen = Some(format!("{error:#}")),
         }
-        self.entry.cgroup.release();
     }
 
     fn kill(&mut self) {
-        match self.entry.cgroup.kill() {
-            Ok(()) => {
-                if let Some(dump) = self.dump.take() {
-                    end_criu(dump, true);
-                }
-                self.entry.cgroup.release();
-            }
-            Err(error) => {
-                self.keeps_record = true;
-                tracing::error!("the tree stays frozen, and must not be thawed: {error:#}");
-            }
+        self.entry.cgroup.kill();
+        if let Some(dump) = self.dump.take() {
+            release_criu(dump, true).end_within(CRIU_LIMIT);
         }
+        self.entry.cgroup.release();
         self.step(SourceInput::Killed);
     }
 }
 
 /// Lets a dump end: CRIU kills its tree if `succeeds`, and releases it otherwise.
-fn end_criu(dump: HeldDump, succeeds: bool) {
-    let HeldDump { mut criu, script, _pages: pages, .. } = dump;
+fn release_criu(dump: HeldDump, succeeds: bool) -> RunningCriu {
+    let HeldDump { criu, script, _pages: pages, .. } = dump;
     if let Some(script) = script {
         // CRIU may have died, and its script with it.
         let _ = script.decide(succeeds);
     }
     drop(pages);
-    criu.end_within(CRIU_LIMIT);
+    criu
 }

@@ -84,6 +84,12 @@ pub enum SourceOutcome {
         /// Why.
         String,
     ),
+    /// After GRANT an agent answered that is not the destination's. The tree stays frozen, and the record says GRANT: an
+    /// agent that finds the destination can continue.
+    Frozen(
+        /// Why.
+        String,
+    ),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -189,9 +195,11 @@ impl MigrationSource {
 
     fn received(&mut self, message: FromDestination) -> Vec<SourceOutput> {
         match message {
-            FromDestination::Hello { version, .. } if version != VERSION => self.gone(format!(
-                "the destination speaks version {version} of the protocol, expected {VERSION}"
-            )),
+            FromDestination::Hello { version, .. } if version != VERSION => {
+                let reason =
+                    format!("the destination speaks version {version} of the protocol, expected {VERSION}");
+                if self.state == SourcePhase::Granted { self.keep_frozen(reason) } else { self.gone(reason) }
+            }
             FromDestination::Hello { progress, .. } => {
                 self.is_greeted = true;
                 self.resume(progress)
@@ -256,6 +264,15 @@ impl MigrationSource {
             (SourcePhase::Granted | SourcePhase::Ended(_), DestinationProgress::Resident) => {
                 self.received(FromDestination::Commit)
             }
+            // It has never asked for GRANT.
+            (
+                SourcePhase::Granted,
+                progress @ (DestinationProgress::New
+                | DestinationProgress::Accepted
+                | DestinationProgress::Restoring),
+            ) => self.keep_frozen(format!(
+                "another `rewake receive` answered, which is at {progress:?}; an earlier one has the program"
+            )),
             (_, progress) => self.gone(format!("the destination has lost its state: it is at {progress:?}")),
         }
     }
@@ -303,6 +320,12 @@ impl MigrationSource {
         vec![SourceOutput::Kill]
     }
 
+    fn keep_frozen(&mut self, reason: String) -> Vec<SourceOutput> {
+        let outcome = SourceOutcome::Frozen(reason);
+        self.state = SourcePhase::Ended(outcome.clone());
+        vec![SourceOutput::End(outcome)]
+    }
+
     fn killed(&mut self) -> Vec<SourceOutput> {
         let SourcePhase::Killing(outcome) = &self.state else { return Vec::new() };
         let outcome = outcome.clone();
@@ -313,5 +336,30 @@ impl MigrationSource {
 
     fn migrated(&self) -> bool {
         self.state == SourcePhase::Ended(SourceOutcome::Migrated)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_grant_another_destination_changes_nothing() {
+        for (version, progress) in [
+            (VERSION, DestinationProgress::New),
+            (VERSION, DestinationProgress::Accepted),
+            (VERSION, DestinationProgress::Restoring),
+            (VERSION + 1, DestinationProgress::Ready),
+        ] {
+            let (mut source, outputs) = MigrationSource::restarted(SourceRecord::Granted);
+            assert_eq!(outputs, []);
+            let _ = source.step(SourceInput::Connected);
+            let hello = FromDestination::Hello { version, progress: progress.clone() };
+            let outputs = source.step(SourceInput::Received(hello));
+            let [SourceOutput::End(SourceOutcome::Frozen(_))] = &outputs[..] else {
+                panic!("{progress:?}: {outputs:?}");
+            };
+            assert!(source.has_granted());
+        }
     }
 }

@@ -26,7 +26,13 @@ const OURS: [&str; 12] = [
     "--manage-cgroups",
 ];
 
-/// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory.
+/// The program is lost.
+const LOST: u8 = 3;
+/// The program does not run here, and may run at the destination; or it is frozen here.
+const UNKNOWN: u8 = 4;
+
+/// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory, 1 when it
+/// runs here.
 ///
 /// # Errors
 /// Nothing was touched.
@@ -43,21 +49,31 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     };
     let report = source::migrate(&wanted, aborts)?;
     let (pid, to) = (options.tree, &options.to);
-    let line = match &report.outcome {
+    let (code, line) = match &report.outcome {
         SourceOutcome::Migrated => {
             let downtime =
                 report.downtime.map(|time| format!(", downtime {:.1} ms", time.as_secs_f64() * 1e3));
             println!("{pid} runs at {to}{}", downtime.unwrap_or_default());
             return Ok(0);
         }
-        SourceOutcome::Aborted(reason) => format!("{pid} runs here: {reason}"),
+        SourceOutcome::Aborted(reason) => match &report.stays_frozen {
+            None => (1, format!("{pid} runs here: {reason}")),
+            Some(error) => {
+                let line = format!("{pid} is frozen here ({reason}), and cannot be thawed: {error}");
+                (UNKNOWN, format!("{line}: run this command again"))
+            }
+        },
         SourceOutcome::Lost(reason) => {
-            format!("{pid} is lost: the destination had it, and has ended: {reason}")
+            (LOST, format!("{pid} is lost: the destination had it, and has ended: {reason}"))
         }
-        SourceOutcome::Unknown(reason) => {
-            format!("{pid} was given to {to}, which has not reported that it has all memory: {reason}")
+        SourceOutcome::Unknown(reason) => (
+            UNKNOWN,
+            format!("{pid} was given to {to}, which has not reported that it has all memory: {reason}"),
+        ),
+        SourceOutcome::Frozen(reason) => {
+            (UNKNOWN, format!("{pid} was given to {to}, and stays frozen here: {reason}"))
         }
     };
     eprintln!("rewake: {line}");
-    Ok(1)
+    Ok(code)
 }
