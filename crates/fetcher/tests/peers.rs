@@ -44,7 +44,7 @@ fn scene(layout: HeaderLayout) -> Scene {
     cache.set_len(len).unwrap();
     let extents = vec![FetchExtent { first: 0, vaddr: BASE, pages: PAGES, pid: PID }];
     let peer = PagePeer::Tcp(vec![listener.local_addr().unwrap()]);
-    FetchPlan { peer, layout, cache: len, extents }.write(&plan).unwrap();
+    FetchPlan { peer, tls: None, layout, cache: len, extents }.write(&plan).unwrap();
     let presence = presence_file(len).unwrap();
     let (socket, its) =
         socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
