@@ -11,7 +11,7 @@ use rewake_tests::process::until;
 use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Setup;
-use rewake_tests::{Criu, Scene, images, need};
+use rewake_tests::{Criu, Scene, Verdict, images, need};
 
 const MIB: usize = 24;
 const HOST: &str = "127.0.0.1";
@@ -194,9 +194,9 @@ fn ended(scene: &Scene, server: &PageServer, tls: &[String], reason: &str) {
     let _ = scene.restore();
     assert_eq!(client.ended(END).unwrap().code(), Some(1));
     let text = client.text();
-    let said: Vec<&str> = text.lines().filter(|line| line.contains(reason)).collect();
-    let named = |line: &&str| line.contains("page server 127.0.0.1:");
-    assert!(!said.is_empty() && said.iter().all(named), "{reason}: {text}");
+    let said: Vec<&str> = text.lines().filter(|line| line.starts_with("rewake: ")).collect();
+    let named = |line: &str| line.contains("page server 127.0.0.1:") && line.contains(reason);
+    assert!(matches!(said[..], [line] if named(line)), "{reason}: {text}");
     assert!(!text.contains("starting another fetcher"), "{text}");
     assert_eq!(scene.written(), "", "no byte was read");
 }
@@ -243,8 +243,31 @@ fn a_server_that_refuses_the_client_is_named() {
     let (authority, other) = (Authority::new(), Authority::named("Other CA"));
     let server = tls_options(&authority, &own(&authority));
     let client = tls_options(&authority, &other.issue(|request| request.address(HOST)));
-    let [ours, stock] = ["does not accept this side's certificate", "may not accept this side's certificate"];
+    let [ours, stock] =
+        ["the peer does not accept this side's certificate", "it may not accept this side's certificate"];
     ended_with_both(&server, &client, ours, stock);
+}
+
+#[test]
+fn a_dump_that_is_refused_is_resumed_when_its_copy_has_ended() {
+    let _limit = need!(PipeLimit::raised());
+    for criu in Criu::both() {
+        let criu = need!(criu);
+        let (authority, other) = (Authority::new(), Authority::named("Other CA"));
+        let scene = Scene::started(&criu, "random", 4).unwrap();
+        let stranger = other.issue(|request| request.address(HOST));
+        let mut dump = LazyDump::listening_with(&scene, &tls_options(&authority, &stranger)).unwrap();
+        let options = [client_options(dump.port()), tls_options(&authority, &own(&authority))].concat();
+        let mut client = client(&scene, &options).listening().unwrap();
+        let mut restore = NamespacedRestore::start(&criu, &scene.images(), &scene.work()).unwrap();
+        assert_eq!(client.ended(END).unwrap().code(), Some(1), "{}", client.text());
+        assert!(client.text().contains("is of no CA in --tls-cacert"), "{}", client.text());
+        restore.ended().unwrap();
+        assert_eq!(dump.ended().unwrap().code(), Some(1), "{}", dump.text());
+        scene.go().unwrap();
+        scene.stop().unwrap();
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "the source has right bytes");
+    }
 }
 
 #[test]

@@ -285,10 +285,15 @@ impl Fetcher {
     /// again.
     fn failed(&self, error: anyhow::Error) -> FetchEnd {
         let again = !error.is::<WrongAnswer>() && !error.is::<LocalFailure>() && self.may_be_accepted(&error);
-        let mut text = format!("page server {}, after {} pages", self.plan.peer, self.fetched);
-        if !again && error.is::<PeerEnded>() {
-            text += ": it may not accept this side's certificate, and its log says why";
-        }
+        let error = if !again && error.is::<PeerEnded>() {
+            anyhow::anyhow!(
+                "the peer ended the connection before its first answer: it may not accept this side's certificate, \
+                 and its log says why"
+            )
+        } else {
+            error
+        };
+        let text = format!("page server {}, after {} pages", self.plan.peer, self.fetched);
         FetchEnd::Failed { again, error: error.context(text) }
     }
 
@@ -297,8 +302,7 @@ impl Fetcher {
     fn may_be_accepted(&self, error: &anyhow::Error) -> bool {
         let is_first = self.tls.is_some() && !self.again && self.fetched == 0;
         match error.downcast_ref::<HandshakeError>() {
-            Some(HandshakeError::Timeout | HandshakeError::Closed) => !is_first,
-            Some(HandshakeError::Other(_)) => self.wire.is_some(),
+            Some(HandshakeError::Timeout | HandshakeError::Closed | HandshakeError::Other(_)) => !is_first,
             Some(_) => false,
             None => !(is_first && error.is::<PeerEnded>()),
         }
