@@ -123,23 +123,21 @@ pub struct Remote {
     /// Port of the page server
     #[arg(long, value_name = "PORT", requires = "page_server", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
-    /// Use this socket, which is connected with the page server
-    #[arg(long, value_name = "FD", requires = "page_server", conflicts_with_all = ["address", "port"])]
+    /// Use this socket, which is connected with the page server. CRIU does not encrypt it, so there is no TLS on it
+    #[arg(long, value_name = "FD", requires = "page_server", conflicts_with_all = ["address", "port", "tls"])]
     pub ps_socket: Option<i32>,
-    /// Not yet: encrypt the connection
-    #[arg(long, hide = true)]
-    pub tls: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Not yet: punch what was read out of the images
     #[arg(long, hide = true)]
     pub auto_dedup: bool,
 }
 
 impl Remote {
-    /// The first option given that is not served yet.
+    /// The option given that is not served yet.
     #[must_use]
     pub fn refused(&self) -> Option<&'static str> {
-        let given = [(self.tls, "--tls"), (self.auto_dedup, "--auto-dedup")];
-        given.into_iter().find_map(|(given, name)| given.then_some(name))
+        self.auto_dedup.then_some("--auto-dedup")
     }
 }
 

@@ -87,11 +87,20 @@ impl LazyDump {
     /// # Errors
     /// CRIU failed.
     pub fn listening(scene: &Scene) -> anyhow::Result<Self> {
+        Self::listening_with(scene, &[])
+    }
+
+    /// [`LazyDump::listening`] with further options.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn listening_with(scene: &Scene, options: &[String]) -> anyhow::Result<Self> {
         let port = free_port()?;
         let images = scene.images();
         let mut command = scene.criu().command("dump");
         command.arg("-t").arg(scene.pid().to_string()).arg("-D").arg(&images).args(["-v4", "-o", "dump.log"]);
         command.args(["--lazy-pages", "--address", "127.0.0.1", "--port", &port.to_string()]);
+        command.args(options);
         let (reader, writer) = pipe2(OFlag::O_CLOEXEC).context("status pipe")?;
         let mut command = with_status_fd(&command, writer);
         let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().context("start criu dump")?;

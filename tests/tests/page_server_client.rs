@@ -172,7 +172,6 @@ fn options_that_name_no_page_server_are_refused() {
         &["--page-server", "--address", "no such host", "--port", "9"],
         &["--address no such host"],
     );
-    refused(&scene, &["--page-server", "--port", "9", "--tls"], &["--tls", "not supported yet"]);
     refused(
         &scene,
         &["--page-server", "--ps-socket", "2", "--port", "9"],

@@ -17,7 +17,7 @@ const KEY: &str = "/etc/pki/criu/private/key.pem";
 const MAX_IN_FILE: usize = 1024;
 
 /// What the options `--tls-*` say. Paths are relative to the process's working directory.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsOptions {
     /// Certificates of the CAs that issued the peers' certificates [default: `/etc/pki/CA/cacert.pem`].
     pub ca: Option<PathBuf>,

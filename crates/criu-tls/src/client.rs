@@ -1,28 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The side that connects.
 
+use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use rustls::ClientConfig;
 use rustls::client::Resumption;
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::time::timeout;
-use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream;
+use rustls::{ClientConfig, ClientConnection};
 
 use crate::certificates::TlsOptions;
+use crate::encrypted::EncryptedStream;
 use crate::error::HandshakeError;
 use crate::peer_name::PeerName;
+use crate::provider;
 use crate::verifier::PeerVerifier;
-use crate::{HANDSHAKE_LIMIT, provider};
 
 /// A client's certificate, and which server it accepts.
 #[derive(Clone)]
 pub struct TlsClient {
-    connector: TlsConnector,
+    config: Arc<ClientConfig>,
 }
 
 impl std::fmt::Debug for TlsClient {
@@ -52,23 +51,23 @@ impl TlsClient {
         // CRIU names no server, and each connection shows its certificate.
         config.enable_sni = false;
         config.resumption = Resumption::disabled();
-        Ok(Self { connector: TlsConnector::from(Arc::new(config)) })
+        Ok(Self { config: Arc::new(config) })
     }
 
-    /// Makes the handshake with a server. In TLS 1.3 it ends before the server has seen this side's
-    /// certificate: a refusal is the error of the first read, and [`HandshakeError::of`] explains it.
+    /// Makes the handshake with a server, over a blocking socket. In TLS 1.3 it ends before the server has
+    /// seen this side's certificate: a refusal is the error of the first read, and [`HandshakeError::of`]
+    /// explains it.
     ///
     /// # Errors
-    /// The server is not accepted, speaks no TLS, or takes longer than [`HANDSHAKE_LIMIT`].
-    pub async fn connect<S: AsyncRead + AsyncWrite + Unpin>(
-        &self,
-        stream: S,
-    ) -> Result<TlsStream<S>, HandshakeError> {
+    /// The server is not accepted, speaks no TLS, or takes longer than [`HANDSHAKE_LIMIT`]. It is not informed:
+    /// its connection stays as it is until the caller closes it.
+    ///
+    /// [`HANDSHAKE_LIMIT`]: crate::HANDSHAKE_LIMIT
+    pub fn connect<S: AsFd + Write>(&self, socket: S) -> Result<EncryptedStream<S>, HandshakeError> {
         // The verifier has the name to check. This one is not used, nor sent.
         let unused = ServerName::from(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-        match timeout(HANDSHAKE_LIMIT, self.connector.connect(unused, stream)).await {
-            Ok(connected) => connected.map_err(HandshakeError::from),
-            Err(_) => Err(HandshakeError::Timeout),
-        }
+        let connection = ClientConnection::new(Arc::clone(&self.config), unused)
+            .map_err(|error| HandshakeError::Other(error.to_string()))?;
+        EncryptedStream::shake(connection, socket)
     }
 }

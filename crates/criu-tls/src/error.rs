@@ -137,6 +137,8 @@ impl From<io::Error> for HandshakeError {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 Self::Closed
             }
+            // The time for one write is over.
+            io::ErrorKind::WouldBlock => Self::Timeout,
             _ => Self::of(&error).unwrap_or_else(|| Self::Other(error.to_string())),
         }
     }

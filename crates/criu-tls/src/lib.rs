@@ -2,7 +2,8 @@
 //! TLS as CRIU's page server and its clients speak it: both sides show a certificate of the same CA.
 //!
 //! * [`TlsOptions`]: the files and rules that the options `--tls-*` name, with CRIU's defaults.
-//! * [`TlsServer`] and [`TlsClient`]: make an encrypted stream of a connected one.
+//! * [`TlsServer`] and [`TlsClient`]: make an encrypted stream of a connected one. A client's is an
+//!   [`EncryptedStream`] over a blocking socket.
 //! * `certificates`: reads the files. `verifier`: which certificates are accepted. `peer_name`: whose they
 //!   must be.
 //! * [`HandshakeError`]: why a connection was not made, and what to do.
@@ -14,11 +15,13 @@
 //!   reads as many bytes as it needs, and waits for its socket while GnuTLS still has the rest. Each write
 //!   into a stream of this crate begins a record, so a caller only has to write header and pages one after
 //!   the other.
+//! - A client sends each request in a record of its own: CRIU's server reads headers in the same way.
 //! - After the last message both sides send a closing alert, and wait for the peer's.
 #![forbid(unsafe_code)]
 
 mod certificates;
 mod client;
+mod encrypted;
 mod error;
 mod peer_name;
 mod server;
@@ -26,6 +29,7 @@ mod verifier;
 
 pub use certificates::TlsOptions;
 pub use client::TlsClient;
+pub use encrypted::EncryptedStream;
 pub use error::HandshakeError;
 pub use server::TlsServer;
 

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which peers are accepted, on both sides, and what those that are not are called.
 
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread::{sleep, spawn};
+use std::time::{Duration, Instant};
 
-use rewake_criu_tls::{HandshakeError, TlsClient, TlsOptions, TlsServer};
+use rewake_criu_tls::{EncryptedStream, HandshakeError, TlsClient, TlsOptions, TlsServer};
 use rewake_testkit::authority::{Authority, Issued};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -14,10 +17,13 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::server::TlsStream;
 
 const HOST: &str = "127.0.0.1";
 /// Bytes on the way.
 const PIPE: usize = 64 << 10;
+/// Time for bytes that are on the way.
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// What each side says about the other; an accepted client also gets a byte.
 #[derive(Debug, PartialEq, Eq)]
@@ -29,26 +35,43 @@ struct BothSides {
 const ACCEPTED: BothSides = BothSides { server: Ok(()), client: Ok(()) };
 
 fn runtime() -> Runtime {
-    Builder::new_current_thread().enable_time().build().unwrap()
+    Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+/// Makes a connection: the server's end, and the client's.
+fn pair() -> (UnixStream, UnixStream) {
+    let (near, far) = UnixStream::pair().unwrap();
+    near.set_nonblocking(true).unwrap();
+    (near, far)
+}
+
+/// Reads exactly so many bytes; none at the end.
+fn read(stream: &mut EncryptedStream<UnixStream>, len: usize) -> Result<Vec<u8>, HandshakeError> {
+    let (mut bytes, mut filled) = (vec![0; len], 0);
+    let deadline = Instant::now() + LIMIT;
+    while filled < len {
+        match stream.read(&mut bytes[filled..]) {
+            Ok(0) => return Ok(Vec::new()),
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => sleep(Duration::from_millis(1)),
+            Err(error) => return Err(HandshakeError::of(&error).unwrap_or(HandshakeError::Closed)),
+        }
+        assert!(Instant::now() < deadline, "{filled} of {len} bytes");
+    }
+    Ok(bytes)
 }
 
 fn shake(server: &TlsServer, client: &TlsClient) -> BothSides {
-    let (near, far) = duplex(PIPE);
-    runtime().block_on(async {
-        let serve = async {
-            let mut stream = server.accept(near).await?;
-            stream.write_all(b"x").await.unwrap();
-            stream.flush().await.unwrap();
-            Ok(())
-        };
-        let connect = async {
-            let mut stream = client.connect(far).await?;
-            let read = stream.read_exact(&mut [0]).await.map(drop);
-            read.map_err(|error| HandshakeError::of(&error).unwrap_or(HandshakeError::Closed))
-        };
-        let (server, client) = tokio::join!(serve, connect);
-        BothSides { server, client }
-    })
+    let (near, far) = pair();
+    let client = client.clone();
+    let connect = spawn(move || read(&mut client.connect(far)?, 1).map(|byte| assert_eq!(byte, b"x")));
+    let server = runtime().block_on(async {
+        let mut stream = server.accept(tokio::net::UnixStream::from_std(near).unwrap()).await?;
+        stream.write_all(b"x").await.unwrap();
+        stream.flush().await.unwrap();
+        Ok(())
+    });
+    BothSides { server, client: connect.join().unwrap() }
 }
 
 /// The options of a peer with this certificate.
@@ -222,25 +245,117 @@ fn no_record_is_sent_after_a_handshake_or_with_another_write() {
     let own = authority.issue(|request| request.address(HOST));
     let server = TlsServer::new(&options(&authority, &own), Some(HOST)).unwrap();
     let client = TlsClient::new(&options(&authority, &own), Some(HOST)).unwrap();
-    let (near, far) = duplex(PIPE);
+    let (near, far) = pair();
+    let mut raw = far.try_clone().unwrap();
+    let connect = spawn(move || client.connect(far).unwrap());
     runtime().block_on(async {
-        let (near, far) = tokio::join!(server.accept(near), client.connect(far));
-        let (mut near, mut raw) = (near.unwrap(), far.unwrap().into_inner().0);
-        let ticket = timeout(Duration::from_millis(50), raw.read_u8()).await;
+        let mut near = server.accept(tokio::net::UnixStream::from_std(near).unwrap()).await.unwrap();
+        let _client = connect.join().unwrap();
+        raw.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        let ticket = raw.read(&mut [0]);
         assert!(ticket.is_err(), "a session ticket: {ticket:?}");
         for len in [24, 4096, 32] {
             near.write_all(&vec![7; len]).await.unwrap();
         }
         near.flush().await.unwrap();
-        for len in [24, 4096, 32] {
-            let mut head = [0; 5];
-            raw.read_exact(&mut head).await.unwrap();
-            // Of TLS 1.3: one byte of the record's kind, and 16 of its tag.
-            let inside = usize::from(u16::from_be_bytes([head[3], head[4]]));
-            assert_eq!((head[0], inside), (23, len + 17));
-            raw.read_exact(&mut vec![0; inside]).await.unwrap();
-        }
     });
+    records(&mut raw, &[24, 4096, 32]);
+}
+
+/// Reads records with so many bytes inside.
+fn records(raw: &mut UnixStream, expected: &[usize]) {
+    raw.set_read_timeout(Some(LIMIT)).unwrap();
+    for len in expected {
+        let mut head = [0; 5];
+        raw.read_exact(&mut head).unwrap();
+        // Of TLS 1.3: one byte of the record's kind, and 16 of its tag.
+        let inside = usize::from(u16::from_be_bytes([head[3], head[4]]));
+        assert_eq!((head[0], inside), (23, len + 17));
+        raw.read_exact(&mut vec![0; inside]).unwrap();
+    }
+}
+
+/// A client and a server that accept each other; the server's socket, too.
+struct Accepted {
+    runtime: Runtime,
+    near: TlsStream<tokio::net::UnixStream>,
+    raw: UnixStream,
+    far: EncryptedStream<UnixStream>,
+}
+
+fn accepted() -> Accepted {
+    let authority = Authority::new();
+    let own = authority.issue(|request| request.address(HOST));
+    let server = TlsServer::new(&options(&authority, &own), Some(HOST)).unwrap();
+    let client = TlsClient::new(&options(&authority, &own), Some(HOST)).unwrap();
+    let ((near, far), runtime) = (pair(), runtime());
+    let raw = near.try_clone().unwrap();
+    let connect = spawn(move || client.connect(far).unwrap());
+    let near = runtime
+        .block_on(async { server.accept(tokio::net::UnixStream::from_std(near).unwrap()).await.unwrap() });
+    Accepted { runtime, near, raw, far: connect.join().unwrap() }
+}
+
+#[test]
+fn each_write_of_a_client_is_a_record() {
+    let Accepted { mut far, mut raw, .. } = accepted();
+    for len in [24, 32] {
+        far.write_all(&vec![7; len]).unwrap();
+    }
+    far.flush().unwrap();
+    raw.set_nonblocking(false).unwrap();
+    records(&mut raw, &[24, 32]);
+}
+
+#[test]
+fn bytes_that_are_decrypted_already_are_announced() {
+    let Accepted { runtime, mut near, mut far, .. } = accepted();
+    assert!(!far.is_ready());
+    assert_eq!(far.read(&mut [0; 8]).unwrap_err().kind(), ErrorKind::WouldBlock);
+    runtime.block_on(async {
+        near.write_all(&[7; 3000]).await.unwrap();
+        near.shutdown().await.unwrap();
+    });
+    assert_eq!(read(&mut far, 1000).unwrap(), [7; 1000]);
+    assert!(far.is_ready());
+    assert_eq!(read(&mut far, 2000).unwrap(), [7; 2000]);
+    assert!(read(&mut far, 1).unwrap().is_empty(), "the end");
+}
+
+#[test]
+fn a_client_s_end_waits_for_the_server_s() {
+    let Accepted { runtime, mut near, far, .. } = accepted();
+    let began = Instant::now();
+    let ending = spawn(move || far.end(LIMIT).map(drop));
+    runtime.block_on(async {
+        assert_eq!(near.read(&mut [0]).await.unwrap(), 0, "the client's alert");
+        near.shutdown().await.unwrap();
+    });
+    ending.join().unwrap().unwrap();
+    assert!(began.elapsed() < LIMIT / 2);
+    let Accepted { far, near: _silent, .. } = accepted();
+    let began = Instant::now();
+    far.end(Duration::from_millis(100)).unwrap();
+    assert!(began.elapsed() >= Duration::from_millis(100));
+}
+
+#[test]
+fn a_client_sends_no_alert_to_a_server_it_refuses() {
+    let (authority, other) = (Authority::new(), Authority::new());
+    let stranger = other.issue(|request| request.address(HOST));
+    let own = authority.issue(|request| request.address(HOST));
+    let server = TlsServer::new(&any_name(options(&authority, &stranger)), Some(HOST)).unwrap();
+    let client = TlsClient::new(&options(&authority, &own), Some(HOST)).unwrap();
+    let (near, far) = pair();
+    let kept = far.try_clone().unwrap();
+    let connect = spawn(move || client.connect(far).map(drop));
+    runtime().block_on(async {
+        let accept = server.accept(tokio::net::UnixStream::from_std(near).unwrap());
+        let accepted = timeout(Duration::from_millis(500), accept).await;
+        assert!(accepted.is_err(), "{accepted:?}");
+    });
+    assert_eq!(connect.join().unwrap(), Err(HandshakeError::UnknownCa));
+    drop(kept);
 }
 
 #[test]

@@ -144,7 +144,8 @@ mod tests {
         match unsafe { fork() }.unwrap() {
             ForkResult::Child => {
                 let layout = rewake_page_protocol::HeaderLayout::Wide;
-                let plan = FetchPlan { peer: PagePeer::Connected, layout, cache: 0, extents: Vec::new() };
+                let plan =
+                    FetchPlan { peer: PagePeer::Connected, tls: None, layout, cache: 0, extents: Vec::new() };
                 let code = if confine(&plan).is_ok() { 0 } else { 1 };
                 call();
                 // SAFETY: it ends this process.

@@ -6,7 +6,8 @@
 //!
 //! * [`plan`]: which bytes of the cache file are which pages of which task, and where the peer is.
 //! * [`channel`]: the messages between streamer and fetcher.
-//! * `peer`: the connection. `wire`: the protocol on it. `queue`: which pages are requested next.
+//! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire`: the protocol on it.
+//!   `queue`: which pages are requested next.
 //! * [`process`]: the fetcher itself. Start here. `confine`: what it may do.
 //!
 //! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, or `rewake page-server --lazy-pages`. Its
@@ -18,4 +19,5 @@ mod peer;
 pub mod plan;
 pub mod process;
 mod queue;
+mod stream;
 mod wire;

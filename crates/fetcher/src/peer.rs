@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The connection with the peer.
+//! The socket that is connected with the peer.
 //!
 //! A CRIU that dumped its program waits for the last message, and takes a plain end of the connection for it: it then
 //! kills the program. So a TCP connection is set to be reset when its last descriptor is closed, which CRIU takes for
-//! a failure, unless [`PageStream::end`] was called. The streamer has a duplicate, and closes it when the restored
+//! a failure, unless [`PeerSocket::end`] was called. The streamer has a duplicate, and closes it when the restored
 //! processes have ended.
 
 use std::io::{self, Read, Write};
@@ -33,12 +33,12 @@ const KEEPALIVE: [u32; 3] = [30, 10, 3];
 
 /// What carries the bytes.
 #[derive(Debug)]
-pub(crate) enum PageStream {
+pub(crate) enum PeerSocket {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
-impl PageStream {
+impl PeerSocket {
     /// Connects to the peer. If it was connected before (`again`), it gets time to listen again.
     pub(crate) fn connect(peer: &PagePeer, connected: Option<OwnedFd>, again: bool) -> anyhow::Result<Self> {
         let connect = || match peer {
@@ -124,7 +124,7 @@ fn connect_tcp(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     Err(last)
 }
 
-impl Read for PageStream {
+impl Read for PeerSocket {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => stream.read(buffer),
@@ -133,7 +133,7 @@ impl Read for PageStream {
     }
 }
 
-impl Write for PageStream {
+impl Write for PeerSocket {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => stream.write(bytes),
@@ -146,7 +146,7 @@ impl Write for PageStream {
     }
 }
 
-impl AsFd for PageStream {
+impl AsFd for PeerSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(stream) => stream.as_fd(),

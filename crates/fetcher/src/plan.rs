@@ -5,7 +5,7 @@
 //! byte order of the machine:
 //!
 //! ```text
-//! MAGIC [8], header length u32, cache length u64, peer: length u32, text
+//! MAGIC [8], header length u32, cache length u64, peer: length u32, text, TLS: length u32, text
 //! extents u64, each: first page of the cache u64, address u64, pages u64, pid u32
 //! ```
 
@@ -13,15 +13,18 @@ use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::PAGE;
+use rewake_criu_tls::{TlsClient, TlsOptions};
 use rewake_page_protocol::HeaderLayout;
 
-const MAGIC: [u8; 8] = *b"rewakefp";
+const MAGIC: [u8; 8] = *b"rewakefq";
 /// Bytes of the longest text of a peer.
 const MAX_PEER: usize = 4096;
+/// Bytes of the longest text of the options of TLS: four paths and a name.
+const MAX_TLS: usize = 5 * 4096;
 /// Bytes of an extent.
 const EXTENT: usize = 28;
 
@@ -34,6 +37,18 @@ pub enum PagePeer {
     Unix(PathBuf),
     /// A connection that the caller has made (`--ps-socket`): there is no second one.
     Connected,
+}
+
+/// How the connection is encrypted.
+///
+/// A fetcher reads the files before it is confined, and again after a restart. The plan has their paths, not their
+/// contents: the restored processes hold the plan's descriptor, too.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerTls {
+    /// The files, with absolute paths, and the rules.
+    pub options: TlsOptions,
+    /// The host that the peer's certificate must be for: what the user gave as its address.
+    pub host: Option<String>,
 }
 
 /// Pages that are contiguous in the cache file and in a task's memory.
@@ -54,6 +69,8 @@ pub struct FetchExtent {
 pub struct FetchPlan {
     /// The peer.
     pub peer: PagePeer,
+    /// How the connection is encrypted; none: it is not.
+    pub tls: Option<PeerTls>,
     /// The layout of its headers: that of the CRIU that made the image.
     pub layout: HeaderLayout,
     /// Bytes of the cache file.
@@ -100,19 +117,58 @@ impl PagePeer {
     }
 }
 
+impl PeerTls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or the host is no name.
+    pub fn client(&self) -> anyhow::Result<TlsClient> {
+        TlsClient::new(&self.options, self.host.as_deref())
+    }
+
+    /// Joins all fields by zero bytes, which no path has. An empty field: none.
+    fn to_text(&self) -> anyhow::Result<String> {
+        let TlsOptions { ca, crl, certificate, key, any_name } = &self.options;
+        let mut fields = vec![if *any_name { "any" } else { "" }, self.host.as_deref().unwrap_or_default()];
+        for path in [ca, crl, certificate, key] {
+            let path = path.as_deref().unwrap_or_else(|| Path::new(""));
+            fields.push(
+                path.to_str()
+                    .with_context(|| format!("--tls: a path that is no text: {}", path.display()))?,
+            );
+        }
+        let text = fields.join("\0");
+        ensure!(text.len() <= MAX_TLS, "options of TLS of {} bytes, more than {MAX_TLS}", text.len());
+        Ok(text)
+    }
+
+    fn parse(text: &str) -> anyhow::Result<Self> {
+        let fields: Vec<&str> = text.split('\0').collect();
+        let [any_name, host, ca, crl, certificate, key] = fields[..] else { bail!("the options of TLS") };
+        let given = |field: &str| (!field.is_empty()).then(|| field.to_owned());
+        let [ca, crl, certificate, key] =
+            [ca, crl, certificate, key].map(|path| given(path).map(PathBuf::from));
+        let options = TlsOptions { ca, crl, certificate, key, any_name: !any_name.is_empty() };
+        Ok(Self { options, host: given(host) })
+    }
+}
+
 impl FetchPlan {
     /// Writes the plan into a memory file.
     ///
     /// # Errors
-    /// ENOMEM; or the path of the peer is too long.
+    /// ENOMEM; or a path is too long.
     pub fn write(&self, memory: &File) -> anyhow::Result<()> {
         let peer = self.peer.to_text()?;
         let mut out = BufWriter::new(memory);
         out.write_all(&MAGIC)?;
         out.write_all(&u32::try_from(self.layout.len())?.to_ne_bytes())?;
         out.write_all(&self.cache.to_ne_bytes())?;
-        out.write_all(&u32::try_from(peer.len())?.to_ne_bytes())?;
-        out.write_all(peer.as_bytes())?;
+        let tls = self.tls.as_ref().map(PeerTls::to_text).transpose()?.unwrap_or_default();
+        for text in [peer, tls] {
+            out.write_all(&u32::try_from(text.len())?.to_ne_bytes())?;
+            out.write_all(text.as_bytes())?;
+        }
         out.write_all(&(self.extents.len() as u64).to_ne_bytes())?;
         for extent in &self.extents {
             for value in [extent.first, extent.vaddr, extent.pages] {
@@ -139,10 +195,9 @@ impl FetchPlan {
             len => bail!("headers of {len} bytes"),
         };
         let cache = u64::from_ne_bytes(array(&mut input)?);
-        let peer = u32::from_ne_bytes(array(&mut input)?) as usize;
-        let (peer, rest) = input.split_at_checked(peer).context("the peer's address")?;
-        input = rest;
-        let peer = PagePeer::parse(str::from_utf8(peer)?)?;
+        let peer = PagePeer::parse(text(&mut input).context("the peer's address")?)?;
+        let tls = Some(text(&mut input).context("the options of TLS")?).filter(|text| !text.is_empty());
+        let tls = tls.map(PeerTls::parse).transpose()?;
         let count = usize::try_from(u64::from_ne_bytes(array(&mut input)?))?;
         ensure!(count.checked_mul(EXTENT) == Some(input.len()), "{count} extents in {} bytes", input.len());
         let mut extents = Vec::with_capacity(count);
@@ -152,7 +207,7 @@ impl FetchPlan {
             extents.push(FetchExtent { first, vaddr, pages, pid: u32::from_ne_bytes(array(&mut input)?) });
         }
         check(&extents, cache)?;
-        Ok(Self { peer, layout, cache, extents })
+        Ok(Self { peer, tls, layout, cache, extents })
     }
 }
 
@@ -173,6 +228,13 @@ fn array<const N: usize>(input: &mut &[u8]) -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
+fn text<'a>(input: &mut &'a [u8]) -> anyhow::Result<&'a str> {
+    let len = u32::from_ne_bytes(array(input)?) as usize;
+    let (text, rest) = input.split_at_checked(len).context("a text's length")?;
+    *input = rest;
+    Ok(str::from_utf8(text)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -180,7 +242,7 @@ mod tests {
     fn plan(peer: PagePeer) -> FetchPlan {
         let extent = |first, vaddr, pages| FetchExtent { first, vaddr, pages, pid: 7 };
         let extents = vec![extent(0, 0x1000, 3), extent(16, 0x9000_0000, 1)];
-        FetchPlan { peer, layout: HeaderLayout::Narrow, cache: 17 * PAGE, extents }
+        FetchPlan { peer, tls: None, layout: HeaderLayout::Narrow, cache: 17 * PAGE, extents }
     }
 
     fn reread(plan: &FetchPlan) -> anyhow::Result<FetchPlan> {
@@ -194,6 +256,23 @@ mod tests {
         let addresses = ["127.0.0.1:90", "[::1]:90"].map(|address| address.parse().unwrap());
         let peers = [PagePeer::Tcp(addresses.into()), PagePeer::Unix("/a b/c".into()), PagePeer::Connected];
         for plan in peers.map(plan) {
+            assert_eq!(reread(&plan).unwrap(), plan);
+        }
+    }
+
+    #[test]
+    fn options_of_tls_that_are_written_are_read() {
+        let files = TlsOptions {
+            ca: Some("/c a".into()),
+            crl: None,
+            certificate: Some("/x\n".into()),
+            key: Some("/k".into()),
+            any_name: false,
+        };
+        let any = TlsOptions { any_name: true, crl: Some("/r".into()), ..TlsOptions::default() };
+        for (options, host) in [(files, Some("host-a".to_owned())), (any, None)] {
+            let mut plan = plan(PagePeer::Connected);
+            plan.tls = Some(PeerTls { options, host });
             assert_eq!(reread(&plan).unwrap(), plan);
         }
     }

@@ -16,15 +16,17 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
 use rewake_criu_images::PAGE;
+use rewake_criu_tls::{HandshakeError, TlsClient};
 use rewake_image_io::PresenceWriter;
 use rewake_process::descriptors;
 
 use crate::channel::{self, FetchOrder, MAX_READERS};
 use crate::confine::confine;
-use crate::peer::PageStream;
-use crate::plan::{FetchPlan, PagePeer};
+use crate::peer::PeerSocket;
+use crate::plan::{FetchPlan, PagePeer, PeerTls};
 use crate::queue::FetchQueue;
-use crate::wire::PageWire;
+use crate::stream::PageStream;
+use crate::wire::{PageWire, PeerEnded};
 
 /// The hidden command that is the fetcher.
 pub const COMMAND: &str = "fetcher";
@@ -47,7 +49,7 @@ pub fn run() -> anyhow::Result<u8> {
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&SigSet::all()), None).context("blocking signals")?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
     let start = start(socket.as_fd())?;
-    let ended = start.and_then(|(mut fetcher, again)| fetcher.serve(socket.as_fd(), again));
+    let ended = start.and_then(|mut fetcher| fetcher.serve(socket.as_fd()));
     match ended {
         Ok(()) => Ok(0),
         Err(FetchEnd::StreamerEnded) => Ok(0),
@@ -82,19 +84,22 @@ impl From<anyhow::Error> for FetchEnd {
 /// A fetcher that has its first order.
 struct Fetcher {
     plan: FetchPlan,
+    tls: Option<TlsClient>,
+    /// Whether an earlier fetcher had a connection.
+    again: bool,
     cache: File,
     presence: PresenceWriter,
     connected: Option<OwnedFd>,
     queue: FetchQueue,
     readers: Vec<File>,
-    wire: Option<PageWire<PageStream>>,
+    wire: Option<PageWire>,
     finishing: bool,
     /// When the last byte arrived, or the first request after it was sent.
     alive: Instant,
     fetched: u64,
 }
 
-fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<(Fetcher, bool), FetchEnd>> {
+fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
     wait(&[socket], Some(START_TIME))?;
     let order = channel::receive_order(socket).context("the first order")?;
     let Some(FetchOrder::Start { again, plan, cache, presence, connected }) = order else {
@@ -104,17 +109,31 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<(Fetcher, bool), Fetch
         let mut plan = FetchPlan::read(&File::from(plan)).context("the fetch plan")?;
         let presence = PresenceWriter::open(presence.as_fd(), plan.cache).context("the presence map")?;
         let queue = FetchQueue::new(std::mem::take(&mut plan.extents));
+        let tls = plan.tls.as_ref().map(PeerTls::client).transpose()?;
         confine(&plan).context("confining the fetcher")?;
         let (readers, alive, fetched) = (Vec::new(), Instant::now(), 0);
         let (cache, wire, finishing) = (File::from(cache), None, false);
-        Ok(Fetcher { plan, cache, presence, connected, queue, readers, wire, finishing, alive, fetched })
+        Ok(Fetcher {
+            plan,
+            tls,
+            again,
+            cache,
+            presence,
+            connected,
+            queue,
+            readers,
+            wire,
+            finishing,
+            alive,
+            fetched,
+        })
     };
-    Ok(make().map(|fetcher| (fetcher, again)).map_err(FetchEnd::from))
+    Ok(make().map_err(FetchEnd::from))
 }
 
 impl Fetcher {
     /// Fetches pages until the end.
-    fn serve(&mut self, socket: BorrowedFd<'_>, again: bool) -> Result<(), FetchEnd> {
+    fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
         loop {
             self.take_orders(socket)?;
             let mut requests = Vec::new();
@@ -124,7 +143,7 @@ impl Fetcher {
             }
             self.wake();
             if !requests.is_empty() || self.finishing {
-                self.connect(socket, again)?;
+                self.connect(socket)?;
             }
             let failed = |fetcher: &Self, error: anyhow::Error| fetcher.failed(error);
             if let Some(wire) = self.wire.as_mut().filter(|_| !requests.is_empty()) {
@@ -160,16 +179,18 @@ impl Fetcher {
         Ok(())
     }
 
-    fn connect(&mut self, socket: BorrowedFd<'_>, again: bool) -> Result<(), FetchEnd> {
+    fn connect(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
         if self.wire.is_some() {
             return Ok(());
         }
-        let mut connect = || -> anyhow::Result<PageStream> {
-            let stream = PageStream::connect(&self.plan.peer, self.connected.take(), again)?;
-            channel::report_connected(socket, stream.as_fd()).context("reporting the connection")?;
-            Ok(stream)
+        let mut connect = || -> anyhow::Result<PeerSocket> {
+            let peer = PeerSocket::connect(&self.plan.peer, self.connected.take(), self.again)?;
+            channel::report_connected(socket, peer.as_fd()).context("reporting the connection")?;
+            Ok(peer)
         };
-        let stream = connect().with_context(|| format!("page server {}", self.plan.peer))?;
+        let peer = connect().with_context(|| format!("page server {}", self.plan.peer))?;
+        // The streamer has a duplicate by now: a peer that is refused sees an end only when the targets have ended.
+        let stream = PageStream::begin(peer, self.tls.as_ref()).map_err(|error| self.failed(error.into()))?;
         self.wire = Some(PageWire::new(stream, self.plan.layout));
         self.alive = Instant::now();
         Ok(())
@@ -196,11 +217,22 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Takes what the peer has sent: whole answers go into the cache file.
+    /// Takes what the peer has sent.
     fn receive(&mut self) -> anyhow::Result<()> {
+        while let Some(wire) = &mut self.wire {
+            wire.receive()?;
+            self.alive = Instant::now();
+            self.take_answers()?;
+            if !self.wire.as_mut().is_some_and(|wire| wire.stream.is_ready()) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the whole answers that have arrived into the cache file.
+    fn take_answers(&mut self) -> anyhow::Result<()> {
         let Some(wire) = &mut self.wire else { return Ok(()) };
-        wire.receive()?;
-        self.alive = Instant::now();
         while let Some(expected) = self.queue.expected().copied() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
@@ -249,11 +281,31 @@ impl Fetcher {
         wake(&self.readers, std::mem::take(&mut self.queue.to_wake));
     }
 
-    /// Says where it failed. Wrong answers, and failures of this host, are not tried again.
+    /// Says where it failed. Wrong answers, failures of this host and certificates that are not accepted are not tried
+    /// again.
     fn failed(&self, error: anyhow::Error) -> FetchEnd {
-        let again = !error.is::<WrongAnswer>() && !error.is::<LocalFailure>();
+        let again = !error.is::<WrongAnswer>() && !error.is::<LocalFailure>() && self.may_be_accepted(&error);
+        let error = if !again && error.is::<PeerEnded>() {
+            anyhow::anyhow!(
+                "the peer ended the connection before its first answer: it may not accept this side's certificate, \
+                 and its log says why"
+            )
+        } else {
+            error
+        };
         let text = format!("page server {}, after {} pages", self.plan.peer, self.fetched);
         FetchEnd::Failed { again, error: error.context(text) }
+    }
+
+    /// Returns whether both sides may accept each other's certificates over another connection. CRIU's server looks at
+    /// a certificate after the handshake, and only closes the connection if it does not accept it.
+    fn may_be_accepted(&self, error: &anyhow::Error) -> bool {
+        let is_first = self.tls.is_some() && !self.again && self.fetched == 0;
+        match error.downcast_ref::<HandshakeError>() {
+            Some(HandshakeError::Timeout | HandshakeError::Closed | HandshakeError::Other(_)) => !is_first,
+            Some(_) => false,
+            None => !(is_first && error.is::<PeerEnded>()),
+        }
     }
 }
 

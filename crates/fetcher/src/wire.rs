@@ -2,13 +2,15 @@
 //! Requests and answers on a connection. An answer that is not the next one, or has other pages than its request, is
 //! an error: no byte of it is used.
 
-use std::io::{Read, Write};
+use std::io::ErrorKind;
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::PAGE;
+use rewake_criu_tls::HandshakeError;
 use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN, answer_header};
 
 use crate::queue::{FlightPages, MAX_PAGES};
+use crate::stream::PageStream;
 
 /// Bytes of the longest answer.
 const BUFFER: usize = WIDE_LEN + (256 << 10);
@@ -16,8 +18,8 @@ const _: () = assert!(MAX_PAGES * PAGE == 256 << 10);
 
 /// The protocol on a connection.
 #[derive(Debug)]
-pub(crate) struct PageWire<S> {
-    pub(crate) stream: S,
+pub(crate) struct PageWire {
+    pub(crate) stream: PageStream,
     layout: HeaderLayout,
     buffer: Box<[u8]>,
     /// Bytes before `start` are used, those before `end` are received.
@@ -25,25 +27,35 @@ pub(crate) struct PageWire<S> {
     end: usize,
 }
 
-impl<S: Read + Write> PageWire<S> {
-    pub(crate) fn new(stream: S, layout: HeaderLayout) -> Self {
+/// Marks an error: the peer has ended the connection, or another host between has.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeerEnded;
+
+impl std::fmt::Display for PeerEnded {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "the peer ended the connection")
+    }
+}
+
+impl PageWire {
+    pub(crate) fn new(stream: PageStream, layout: HeaderLayout) -> Self {
         Self { stream, layout, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 }
     }
 
     /// Sends requests together.
     pub(crate) fn request(&mut self, flights: &[FlightPages]) -> anyhow::Result<()> {
-        let mut bytes = Vec::new();
-        for flight in flights {
+        let encode = |flight: &FlightPages| {
             let message = PageMessage::Get { pid: flight.pid, run: flight.run };
-            bytes.extend(self.layout.encode(&message.header())?);
-        }
-        self.stream.write_all(&bytes).context("sending requests")
+            self.layout.encode(&message.header())
+        };
+        let messages = flights.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
+        self.stream.send(&messages).map_err(explained).context("sending requests")
     }
 
     /// Sends the last message. With `forced` the connection stays open: others use it afterwards.
     pub(crate) fn close(&mut self, forced: bool) -> anyhow::Result<()> {
         let bytes = self.layout.encode(&PageMessage::Close { forced }.header())?;
-        self.stream.write_all(&bytes).context("sending the last message")
+        self.stream.send(&[bytes]).map_err(explained).context("sending the last message")
     }
 
     /// Receives what the stream has now.
@@ -56,12 +68,13 @@ impl<S: Read + Write> PageWire<S> {
             (self.start, self.end) = (0, self.end - self.start);
         }
         let count = loop {
-            match self.stream.read(&mut self.buffer[self.end..]) {
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                read => break read.context("receiving an answer")?,
+            match self.stream.receive(&mut self.buffer[self.end..]) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                received => break received.map_err(explained).context("receiving an answer")?,
             }
         };
-        ensure!(count > 0, "the peer ended the connection");
+        ensure!(count > 0, PeerEnded);
         self.end += count;
         Ok(())
     }
@@ -119,5 +132,16 @@ impl<S: Read + Write> PageWire<S> {
             "{received:?} in answer to the last message: expected {CLOSED:?}"
         );
         Ok(received.len() >= CLOSED.len())
+    }
+}
+
+/// Says what an error of the connection means.
+fn explained(error: std::io::Error) -> anyhow::Error {
+    match (HandshakeError::of(&error), error.kind()) {
+        (Some(explained), _) => explained.into(),
+        (None, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
+            anyhow::Error::from(error).context(PeerEnded)
+        }
+        (None, _) => error.into(),
     }
 }

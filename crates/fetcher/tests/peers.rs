@@ -13,11 +13,15 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
+use rewake_criu_tls::{TlsOptions, TlsServer};
 use rewake_fetcher::channel::{self, FetchReport};
-use rewake_fetcher::plan::{FetchExtent, FetchPlan, PagePeer};
+use rewake_fetcher::plan::{FetchExtent, FetchPlan, PagePeer, PeerTls};
 use rewake_fetcher::process;
 use rewake_image_io::{Class, FetchRequest, PresenceMap, presence_file};
 use rewake_page_protocol::{HeaderLayout, MessageHeader, PageMessage, PageRun, WIDE_LEN, answer_header};
+use rewake_testkit::authority::Authority;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio_rustls::server::TlsStream;
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 256;
@@ -38,13 +42,17 @@ struct Scene {
 }
 
 fn scene(layout: HeaderLayout) -> Scene {
+    scene_with(layout, None)
+}
+
+fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let (cache, plan) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
     let len = PAGES * PAGE as u64;
     cache.set_len(len).unwrap();
     let extents = vec![FetchExtent { first: 0, vaddr: BASE, pages: PAGES, pid: PID }];
     let peer = PagePeer::Tcp(vec![listener.local_addr().unwrap()]);
-    FetchPlan { peer, layout, cache: len, extents }.write(&plan).unwrap();
+    FetchPlan { peer, tls, layout, cache: len, extents }.write(&plan).unwrap();
     let presence = presence_file(len).unwrap();
     let (socket, its) =
         socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
@@ -149,14 +157,19 @@ impl Peer {
 
     /// Answers with the first `pages` pages of a request: each has its number in every byte.
     fn answer(&mut self, first: u64, pages: u64) {
-        let bytes: Vec<u8> = (first..first + pages).flat_map(content).collect();
-        let run = PageRun::new(BASE + first * PAGE as u64, pages).unwrap();
-        self.send(answer_header(PID, run), &bytes);
+        self.stream.write_all(&answer(self.layout, first, pages)).unwrap();
     }
 
     fn ended(&mut self) -> io::Result<usize> {
         self.stream.read(&mut [0])
     }
+}
+
+/// The bytes of an answer.
+fn answer(layout: HeaderLayout, first: u64, pages: u64) -> Vec<u8> {
+    let run = PageRun::new(BASE + first * PAGE as u64, pages).unwrap();
+    let header = layout.encode(&answer_header(PID, run)).unwrap();
+    header.into_iter().chain((first..first + pages).flat_map(content)).collect()
 }
 
 fn content(page: u64) -> Vec<u8> {
@@ -335,4 +348,75 @@ fn a_peer_that_does_not_listen_is_named() {
     let (again, reason) = scene.failure();
     assert!(!again && reason.contains(&format!("page server {address}: connecting")), "{reason}");
     assert!(reason.contains("refused"), "{reason}");
+}
+
+/// A peer with TLS, which a fetcher has requested 65 pages of.
+struct EncryptedPeer {
+    _authority: Authority,
+    runtime: tokio::runtime::Runtime,
+    stream: TlsStream<tokio::net::TcpStream>,
+}
+
+fn encrypted() -> (Scene, EncryptedPeer) {
+    let (authority, host) = (Authority::new(), "127.0.0.1");
+    let own = authority.issue(|request| request.address(host));
+    let options = TlsOptions {
+        ca: Some(authority.ca()),
+        certificate: Some(own.certificate),
+        key: Some(own.key),
+        ..TlsOptions::default()
+    };
+    let server = TlsServer::new(&options, Some(host)).unwrap();
+    let scene = scene_with(HeaderLayout::Wide, Some(PeerTls { options, host: Some(host.to_owned()) }));
+    scene.request(Class::Background, 0, 65);
+    let peer = scene.peer();
+    peer.stream.set_nonblocking(true).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let mut stream = runtime
+        .block_on(async { server.accept(tokio::net::TcpStream::from_std(peer.stream).unwrap()).await })
+        .unwrap();
+    runtime.block_on(stream.read_exact(&mut [0; 2 * WIDE_LEN])).unwrap();
+    (scene, EncryptedPeer { _authority: authority, runtime, stream })
+}
+
+#[test]
+fn encrypted_pages_that_have_arrived_are_taken_at_once() {
+    let (scene, EncryptedPeer { runtime, mut stream, .. }) = encrypted();
+    // The last record has the end of the first answer and all of the second.
+    let answers = [answer(HeaderLayout::Wide, 0, 64), answer(HeaderLayout::Wide, 64, 1)].concat();
+    runtime.block_on(async {
+        stream.write_all(&answers).await.unwrap();
+        stream.flush().await.unwrap();
+    });
+    while scene.arrived().len() < 65 {
+        scene.woken();
+    }
+    assert!((0..65).all(|page| scene.bytes(page) == content(page)));
+    channel::send_finish(scene.socket.as_fd()).unwrap();
+    runtime.block_on(async {
+        stream.read_exact(&mut [0; WIDE_LEN]).await.unwrap();
+        stream.write_all(&[0; 4]).await.unwrap();
+        stream.flush().await.unwrap();
+        assert_eq!(stream.read(&mut [0]).await.unwrap(), 0, "an announced end, which a cut is not");
+        stream.shutdown().await.unwrap();
+    });
+    assert!(matches!(scene.report(), FetchReport::Closed));
+    assert_eq!(scene.code(), 0);
+}
+
+#[test]
+fn an_encrypted_peer_that_ends_at_once_is_not_tried_again() {
+    let (scene, peer) = encrypted();
+    drop(peer);
+    let (again, reason) = scene.failure();
+    assert!(!again && reason.contains("it may not accept this side's certificate"), "{reason}");
+    let (scene, EncryptedPeer { runtime, mut stream, .. }) = encrypted();
+    runtime.block_on(async {
+        stream.write_all(&answer(HeaderLayout::Wide, 0, 64)).await.unwrap();
+        stream.flush().await.unwrap();
+    });
+    scene.woken();
+    drop(stream);
+    let (again, reason) = scene.failure();
+    assert!(again && reason.contains("after 64 pages: the peer ended the connection"), "{reason}");
 }

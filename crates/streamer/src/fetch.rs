@@ -19,7 +19,7 @@ use anyhow::{Context as _, bail};
 use nix::libc::linger;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
 use rewake_fetcher::channel::{self, FetchReport};
-use rewake_fetcher::plan::{FetchPlan, PagePeer};
+use rewake_fetcher::plan::{FetchPlan, PagePeer, PeerTls};
 use rewake_fetcher::process::COMMAND;
 use rewake_image_io::FetchSource;
 use tokio::io::unix::AsyncFd;
@@ -52,6 +52,8 @@ const STORE_PAUSE: Duration = Duration::from_millis(1);
 pub struct PageServerPeer {
     /// Where it is.
     pub peer: PagePeer,
+    /// How the connection is encrypted; none: it is not.
+    pub tls: Option<PeerTls>,
     /// The connection, if the caller has made it.
     pub connected: Option<OwnedFd>,
 }
@@ -104,7 +106,7 @@ impl Fetch {
     ) -> anyhow::Result<Option<Self>> {
         let (Some(cache), Some(server)) = (image.cache_file(), server) else { return Ok(None) };
         let plan = sealed::memory_file().context("making a memory file for the fetcher")?;
-        image.fetch_plan(cache, server.peer.clone())?.write(&plan).context("writing the fetch plan")?;
+        image.fetch_plan(cache, server)?.write(&plan).context("writing the fetch plan")?;
         let [file, presence] = cache.descriptors().map(|descriptor| descriptor.try_clone_to_owned());
         let files = FetchFiles { plan: plan.into(), cache: file?, presence: presence? };
         let numbers = [&files.plan, &files.cache, &files.presence].map(AsRawFd::as_raw_fd);

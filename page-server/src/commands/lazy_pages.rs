@@ -2,15 +2,17 @@
 //! `rewake lazy-pages`: the streamer with the options of `criu lazy-pages`, for one restore.
 
 use std::net::ToSocketAddrs as _;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use tracing::warn;
 
 use super::criu_server::{Directories, complain, enter};
-use super::{detach, given, to_notify};
+use super::{detach, given, host, to_notify};
 use crate::cli::{LazyPagesArgs, Remote};
-use rewake_fetcher::plan::PagePeer;
+use rewake_criu_tls::TlsOptions;
+use rewake_fetcher::plan::{PagePeer, PeerTls};
 use rewake_streamer::fetch::PageServerPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
@@ -25,7 +27,7 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     }
     let server = &options.server;
     let Directories { images, work } = enter(server)?;
-    let page_server = page_server(&options.remote)?;
+    let page_server = page_server(&options.remote, &work)?;
     let mut notify = to_notify(server.status_fd);
     if server.daemon
         && let Some(code) = detach::background(server.pidfile.as_deref(), &mut notify)?
@@ -52,11 +54,13 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
 /// Finds the page server that has the lazy pages; none: the image has them.
 ///
 /// # Errors
-/// It has no address.
-fn page_server(options: &Remote) -> anyhow::Result<Option<PageServerPeer>> {
+/// It has no address, or a file of TLS is missing or damaged.
+fn page_server(options: &Remote, work: &Path) -> anyhow::Result<Option<PageServerPeer>> {
     if !options.page_server {
+        ensure!(!options.tls.tls, "--tls: it encrypts the connection of --page-server, which is not given");
         return Ok(None);
     }
+    let tls = tls(options, work)?;
     let (peer, connected) = match (options.ps_socket, options.address.as_deref()) {
         (Some(socket), _) => (PagePeer::Connected, Some(given(socket))),
         (None, Some(path)) if path.contains('/') => (PagePeer::Unix(path.into()), None),
@@ -66,11 +70,32 @@ fn page_server(options: &Remote) -> anyhow::Result<Option<PageServerPeer>> {
             let found = (address, port).to_socket_addrs().with_context(|| format!("--address {address}"))?;
             let found: Vec<_> = found.collect();
             ensure!(!found.is_empty(), "--address {address}: no address of that name");
-            if found.iter().any(|found| !found.ip().is_loopback()) {
+            if tls.is_none() && found.iter().any(|found| !found.ip().is_loopback()) {
                 warn!("memory travels unencrypted from {address}, and any host in between can change it");
             }
             (PagePeer::Tcp(found), None)
         }
     };
-    Ok(Some(PageServerPeer { peer, connected }))
+    Ok(Some(PageServerPeer { peer, tls, connected }))
+}
+
+/// What the options of TLS say, with absolute paths: a fetcher runs in another directory.
+///
+/// # Errors
+/// A file is missing or damaged.
+fn tls(options: &Remote, work: &Path) -> anyhow::Result<Option<PeerTls>> {
+    let host = host(options.address.as_deref()).map(str::to_owned);
+    let Some(given) = options.tls.options() else { return Ok(None) };
+    let absolute = |path: Option<PathBuf>| path.map(|path| work.join(path));
+    let options = TlsOptions {
+        ca: absolute(given.ca),
+        crl: absolute(given.crl),
+        certificate: absolute(given.certificate),
+        key: absolute(given.key),
+        any_name: given.any_name,
+    };
+    let tls = PeerTls { options, host };
+    // The fetcher reads the files when it starts. Mistakes are found before a restore begins.
+    tls.client()?;
+    Ok(Some(tls))
 }

@@ -51,3 +51,8 @@ fn given(number: RawFd) -> OwnedFd {
     // SAFETY: who started us gave this descriptor to us, to use and to close.
     unsafe { OwnedFd::from_raw_fd(number) }
 }
+
+/// The host that `--address` names; none for the path of a socket.
+fn host(address: Option<&str>) -> Option<&str> {
+    address.filter(|address| !address.contains('/'))
+}

@@ -12,7 +12,7 @@ use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
 use super::criu_server::{complain, enter};
-use super::{detach, given, to_notify};
+use super::{detach, given, host, to_notify};
 use crate::cli::PageServerArgs;
 
 /// Runs the command; gives the exit code.
@@ -22,7 +22,11 @@ use crate::cli::PageServerArgs;
 pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     let server = &options.server;
     let images = enter(server)?.images;
-    let tls = options.tls.options().map(|tls| TlsServer::new(&tls, host(options))).transpose()?;
+    let tls = options
+        .tls
+        .options()
+        .map(|tls| TlsServer::new(&tls, host(options.address.as_deref())))
+        .transpose()?;
     // A unix socket in the images directory is bound before the directory is locked, which both need.
     let entrance = endpoint(options).open()?;
     let role = if options.lazy_pages {
@@ -75,9 +79,4 @@ fn endpoint(options: &PageServerArgs) -> Endpoint {
             for_other_hosts: options.insecure || options.tls.tls,
         },
     }
-}
-
-/// The address that `--address` names; none for the path of a socket.
-fn host(options: &PageServerArgs) -> Option<&str> {
-    options.address.as_deref().filter(|address| !address.contains('/'))
 }

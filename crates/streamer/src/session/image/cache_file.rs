@@ -12,12 +12,13 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_fetcher::plan::{FetchExtent, FetchPlan, PagePeer};
+use rewake_fetcher::plan::{FetchExtent, FetchPlan};
 use rewake_image_io::{FetchSource, ImageFile, PresenceMap, PresenceWriter, presence_file};
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::PAGE_SIZE;
 
 use super::Image;
+use crate::fetch::PageServerPeer;
 
 /// The cache file and its presence map.
 #[derive(Debug)]
@@ -93,7 +94,7 @@ impl Image {
     ///
     /// # Errors
     /// The presence map cannot be mapped.
-    pub(crate) fn fetch_plan(&self, cache: &CacheFile, peer: PagePeer) -> io::Result<FetchPlan> {
+    pub(crate) fn fetch_plan(&self, cache: &CacheFile, server: &PageServerPeer) -> io::Result<FetchPlan> {
         let mut extents: Vec<FetchExtent> = Vec::new();
         for (pid, task) in &self.plans {
             let of = task.iter().flat_map(|task| task.plan.extents());
@@ -114,6 +115,7 @@ impl Image {
             presence.set(end, first - end);
             end = first + pages;
         }
-        Ok(FetchPlan { peer, layout: cache.layout, cache: len, extents })
+        let (peer, tls) = (server.peer.clone(), server.tls.clone());
+        Ok(FetchPlan { peer, tls, layout: cache.layout, cache: len, extents })
     }
 }

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::fetch::PageServerPeer;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
@@ -268,7 +269,8 @@ fn in_a_cache_file_each_task_has_blocks_of_its_own() {
     let create = |of: DraftCache| CacheFile::create(root.path(), of.len, of.layout);
     let image = Image::unseal_with(memory.as_fd(), leases(), create).unwrap();
     let cache = image.cache_file().unwrap();
-    let plan = image.fetch_plan(cache, PagePeer::Connected).unwrap();
+    let server = PageServerPeer { peer: PagePeer::Connected, tls: None, connected: None };
+    let plan = image.fetch_plan(cache, &server).unwrap();
     let extents = plan.extents.iter().map(|of| (of.first, of.vaddr, of.pages, of.pid));
     assert_eq!(extents.collect::<Vec<_>>(), [(0, 0x70_0000, 3, 7), (16, 0x80_0000, 3, 8)]);
     assert_eq!((plan.cache, cache.file.len()), (32 * PAGE_SIZE, 32 * PAGE_SIZE));
