@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages_name};
 use rewake_image_io::{ImageFile, read_now};
-use rewake_manifest::ImageChecksums;
+use rewake_manifest::{ImageChecksums, MANIFEST_NAME};
 
 use crate::folder::{self as image, DUPLICATES_FILE, EARLIER_DUPLICATES_FILE, FileError};
 
@@ -141,8 +141,10 @@ impl GpuPagesFile {
         minor: u32,
         layout: Layout,
     ) -> Result<Self, FileError> {
-        image::remove(folder, DUPLICATES_FILE)?;
-        image::remove(folder, EARLIER_DUPLICATES_FILE)?;
+        // They are of an earlier image in the directory.
+        for stale in [DUPLICATES_FILE, EARLIER_DUPLICATES_FILE, MANIFEST_NAME] {
+            image::remove(folder, stale)?;
+        }
         let file = image::create(folder, &name)?;
         let made = file.set_len(layout.1);
         let made = made.and_then(|()| file.write_all_at(&(layout.1 - HEADER).to_le_bytes(), 0));

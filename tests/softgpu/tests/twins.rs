@@ -55,6 +55,7 @@ fn duplicates_of_another_dump_are_not_used() {
         criu.dump(pair.pid()).unwrap();
         wait_for_the_end_of(pair.pid()).unwrap();
         assert!(!twins.exists(), "the plugin has left the list of other pages");
+        assert!(!criu.images().join("rewake-manifest").exists(), "and the manifest");
         fs::write(&twins, text).unwrap();
         let said = restores(&pair, &criu);
         assert!(
