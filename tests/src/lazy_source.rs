@@ -16,9 +16,9 @@ use nix::unistd::pipe2;
 
 use crate::criu::Criu;
 use crate::page_server::free_port;
-use crate::process::{MINUTE, tail, wait_child};
-use crate::scene::Scene;
-use crate::server::{ready, with_status_fd};
+use crate::process::{MINUTE, tail, until, wait_child};
+use crate::scene::{ACT, END, Scene};
+use crate::server::{Server, ready, with_status_fd};
 
 const PIPE_LIMIT: &str = "/proc/sys/fs/pipe-max-size";
 /// What CRIU's servers for lazy restores need (docs/doctor.md).
@@ -175,4 +175,21 @@ impl Drop for NamespacedRestore {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Restores a copy of the frozen program of a dump through a client of the dump's server. The frozen program must be
+/// killed only when its copy has all memory.
+///
+/// # Panics
+/// The copy reads wrong bytes, or a program does not end as it must.
+pub fn take_over(scene: &Scene, dump: &mut LazyDump, client: &mut Server) {
+    scene.go().unwrap();
+    scene.stop().unwrap();
+    let mut restore = NamespacedRestore::start(scene.criu(), &scene.images(), &scene.work()).unwrap();
+    let right = until(ACT, || scene.written().contains("OK").then_some(()));
+    assert!(right.is_some(), "{} {} {}", scene.written(), client.text(), dump.text());
+    assert_eq!(client.ended(END).unwrap().code(), Some(0), "{}", client.text());
+    assert_eq!(dump.ended().unwrap().code(), Some(0), "{}", dump.text());
+    restore.ended().unwrap();
+    assert!(scene.verdict(ACT).unwrap().killed(), "the source is killed");
 }

@@ -2,10 +2,10 @@
 //! `rewake lazy-pages --page-server` restores programs whose lazy pages come from another host: from
 //! `criu page-server --lazy-pages`, `criu dump --lazy-pages`, and `rewake page-server --lazy-pages`.
 
-use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit};
+use rewake_tests::lazy_source::{LazyDump, PipeLimit, take_over};
 use rewake_tests::page_server::PageServer;
-use rewake_tests::process::{until, write_program};
-use rewake_tests::scene::{ACT, END};
+use rewake_tests::process::write_program;
+use rewake_tests::scene::END;
 use rewake_tests::server::{Server, Setup, rewake};
 use rewake_tests::{Criu, Scene, images, need};
 
@@ -91,7 +91,6 @@ fn a_tree_is_restored_from_criu_s_page_server() {
     restored_from_stock("tree");
 }
 
-/// The frozen program is killed only when its copy has all memory.
 fn restored_from_dump(scenario: &str) {
     let _limit = need!(PipeLimit::raised());
     for criu in Criu::both() {
@@ -100,15 +99,7 @@ fn restored_from_dump(scenario: &str) {
         let mut dump = LazyDump::listening(&scene).unwrap();
         let options = ["--page-server", "--address", "127.0.0.1", "--port", &dump.port().to_string()];
         let mut client = client(&scene, &options.map(str::to_owned)).listening().unwrap();
-        scene.go().unwrap();
-        scene.stop().unwrap();
-        let mut restore = NamespacedRestore::start(&criu, &scene.images(), &scene.work()).unwrap();
-        let right = until(ACT, || scene.written().contains("OK").then_some(()));
-        assert!(right.is_some(), "{} {} {}", scene.written(), client.text(), dump.text());
-        assert_eq!(client.ended(END).unwrap().code(), Some(0), "{}", client.text());
-        assert_eq!(dump.ended().unwrap().code(), Some(0), "{}", dump.text());
-        restore.ended().unwrap();
-        assert!(scene.verdict(ACT).unwrap().killed(), "the source is killed");
+        take_over(&scene, &mut dump, &mut client);
     }
 }
 

@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use rewake_testkit::authority::{Authority, Issued};
-use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit};
+use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit, take_over};
 use rewake_tests::page_server::{PageServer, client_options, tls_options};
 use rewake_tests::process::until;
 use rewake_tests::relay::SlowLink;
@@ -98,7 +98,6 @@ fn a_tree_is_restored_from_criu_s_page_server() {
     restored_from_stock("tree");
 }
 
-/// The frozen program is killed only when its copy has all memory.
 fn restored_from_dump(scenario: &str) {
     let _limit = need!(PipeLimit::raised());
     for criu in Criu::both() {
@@ -108,15 +107,7 @@ fn restored_from_dump(scenario: &str) {
         let mut dump = LazyDump::listening_with(&scene, &tls_options(&authority, &own(&authority))).unwrap();
         let options = [client_options(dump.port()), tls_options(&authority, &own(&authority))].concat();
         let mut client = client(&scene, &options).listening().unwrap();
-        scene.go().unwrap();
-        scene.stop().unwrap();
-        let mut restore = NamespacedRestore::start(&criu, &scene.images(), &scene.work()).unwrap();
-        let right = until(ACT, || scene.written().contains("OK").then_some(()));
-        assert!(right.is_some(), "{} {} {}", scene.written(), client.text(), dump.text());
-        assert_eq!(client.ended(END).unwrap().code(), Some(0), "{}", client.text());
-        assert_eq!(dump.ended().unwrap().code(), Some(0), "{}", dump.text());
-        restore.ended().unwrap();
-        assert!(scene.verdict(ACT).unwrap().killed(), "the source is killed");
+        take_over(&scene, &mut dump, &mut client);
     }
 }
 

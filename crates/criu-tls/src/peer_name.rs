@@ -22,7 +22,7 @@ impl PeerName {
     /// # Errors
     /// It is neither an address nor a host name.
     pub(crate) fn of_address(address: &str) -> anyhow::Result<Self> {
-        // An address of a link has the link's name behind it, which no certificate has.
+        // A link-local address ends with the name of its link, which no certificate has.
         let plain = address.split_once('%').map_or(address, |(address, _)| address);
         let name = ServerName::try_from(plain)
             .with_context(|| format!("--address {address}: expected an address or a host name"))?;

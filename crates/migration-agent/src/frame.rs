@@ -86,7 +86,7 @@ pub(crate) enum Frame {
         vaddr: u64,
         bytes: Vec<u8>,
     },
-    /// The answer to a request whose bytes cannot be had.
+    /// The answer to a request whose bytes cannot be read.
     PagesLost(String),
 }
 

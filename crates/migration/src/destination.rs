@@ -33,7 +33,7 @@ pub enum DestinationInput {
     Running,
     /// All memory is resident.
     Resident,
-    /// Bytes of missing memory cannot be had: the source lost them, or sent wrong ones.
+    /// Missing memory cannot be loaded: the source lost its bytes, or sent wrong ones.
     MemoryLost(
         /// Why.
         String,
@@ -86,7 +86,7 @@ pub enum DestinationOutcome {
         /// Why.
         String,
     ),
-    /// The program ran here, and was ended: its missing memory cannot be had.
+    /// The program ran here, and was ended: its missing memory cannot be loaded.
     Lost(
         /// Why.
         String,

@@ -403,7 +403,7 @@ impl Worker {
     }
 }
 
-/// Returns when pages of a page server cannot be had.
+/// Returns when pages cannot be fetched from a page server.
 async fn lost_pages(fetch: Option<&Fetch>) -> anyhow::Error {
     match fetch {
         Some(fetch) => fetch.watch().await,

@@ -348,7 +348,7 @@ impl Reactor {
         }
     }
 
-    /// Fails the session: bytes cannot be had. `address` is where they belong.
+    /// Fails the session: bytes cannot be read. `address` is where they belong.
     pub(super) fn read_failed(&self, space: &AddressSpace, address: Option<u64>, error: &TransferError) {
         let pid = space.counts.pid;
         let place = address.map_or_else(String::new, |address| format!(", address {address:#x}"));
