@@ -2,67 +2,28 @@
 //! `rewake export` and `rewake pull`: an image is copied to another directory, and restored there.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
 use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{restore, timeline};
+use rewake_tests::export::{ImageExport, pull, seal, verify};
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
-
-/// `rewake export`; ended when dropped.
-struct Server {
-    child: Child,
-    port: String,
-}
-
-impl Server {
-    fn start(root: &Path) -> Self {
-        let mut command = Command::new(rewake().unwrap());
-        command.arg("export").arg(root).args(["--port", "0"]).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
-        let port = line.trim().strip_prefix("rewake: listening on 127.0.0.1:");
-        let port = port.unwrap_or_else(|| panic!("{line}")).to_owned();
-        Self { child, port }
-    }
-
-    /// Runs `rewake pull`. Returns whether it succeeded, and what it wrote.
-    fn pull(&self, image: &str, to: &Path) -> (bool, String) {
-        let mut command = Command::new(rewake().unwrap());
-        command.args(["pull", "--port", &self.port, &format!("127.0.0.1:{image}")]).arg(to);
-        let output = command.output().unwrap();
-        let text = [output.stdout, output.stderr].concat();
-        (output.status.success(), String::from_utf8(text).unwrap())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 #[test]
 fn a_copied_image_is_restored() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 32).unwrap();
-    let server = Server::start(scene.images().parent().unwrap());
-    let name = scene.images().file_name().unwrap().to_str().unwrap().to_owned();
+    let server = ImageExport::start(scene.images().parent().unwrap()).unwrap();
     let copies = tempfile::tempdir().unwrap();
     let copy = copies.path().join("copy");
 
-    let (copied, message) = server.pull(&name, &copy);
+    let (copied, message) = pull(server.port(), "images", &copy).unwrap();
     assert!(!copied && message.contains("run `rewake seal"), "{message}");
-    let sealed = Command::new(rewake().unwrap()).arg("seal").arg(scene.images()).output().unwrap();
-    assert!(sealed.status.success(), "{sealed:?}");
-    let (copied, message) = server.pull(&name, &copy);
+    let name = seal(&scene).unwrap();
+    let (copied, message) = pull(server.port(), &name, &copy).unwrap();
     assert!(copied && message.contains(" were sent, 0 B were here; image "), "{message}");
-    let verified = Command::new(rewake().unwrap()).arg("verify").arg(&copy).output().unwrap();
-    assert!(verified.status.success(), "{verified:?}");
+    verify(&copy).unwrap();
 
     fs::remove_dir_all(scene.images()).unwrap();
     scene.go().unwrap();
