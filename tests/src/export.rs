@@ -37,7 +37,8 @@ impl ImageExport {
         let mut line = String::new();
         let stderr = child.stderr.take().context("its messages")?;
         BufReader::new(stderr).read_line(&mut line).context("its first line")?;
-        let port = line.trim().strip_prefix("rewake: listening on 127.0.0.1:").and_then(|port| port.parse().ok());
+        let port =
+            line.trim().strip_prefix("rewake: listening on 127.0.0.1:").and_then(|port| port.parse().ok());
         let port = port.with_context(|| line.clone())?;
         Ok(Self { child, port })
     }

@@ -304,7 +304,8 @@ impl Fetcher {
             connection.wire.receive()?;
             connection.alive = Instant::now();
             self.take_answers(lane)?;
-            if !self.connections[lane].as_mut().is_some_and(|connection| connection.wire.stream().is_ready()) {
+            if !self.connections[lane].as_mut().is_some_and(|connection| connection.wire.stream().is_ready())
+            {
                 return Ok(());
             }
         }

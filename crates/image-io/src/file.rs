@@ -307,8 +307,7 @@ impl ImageFile {
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.
     pub fn read_cached(&self, offset: u64, into: &mut [u8], ahead: bool) -> Result<usize, TransferError> {
-        let arrived =
-            self.source.as_ref().map_or(into.len(), |source| source.prefix(offset, into.len()));
+        let arrived = self.source.as_ref().map_or(into.len(), |source| source.prefix(offset, into.len()));
         if arrived == 0 {
             return Ok(0);
         }

@@ -148,8 +148,7 @@ fn copy(
 }
 
 fn check_id(id: Digest, expected: Option<&str>, place: &dyn std::fmt::Display) -> anyhow::Result<()> {
-    let is_it =
-        expected.is_none_or(|digits| id.to_string().starts_with(digits) && digits.len() >= ID_DIGITS);
+    let is_it = expected.is_none_or(|digits| id.to_string().starts_with(digits) && digits.len() >= ID_DIGITS);
     let digits = expected.unwrap_or_default();
     ensure!(
         is_it,

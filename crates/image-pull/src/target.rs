@@ -13,9 +13,7 @@ use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use rewake_criu_images::{Digest, ImageDir};
-use rewake_manifest::{
-    MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent,
-};
+use rewake_manifest::{MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent};
 use rewake_process::file_lock::DirectoryLock;
 
 /// Files that are kept open: a chunk may be a duplicate of one in any earlier file.

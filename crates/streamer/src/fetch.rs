@@ -374,8 +374,8 @@ fn launch(
     let child = command.spawn().context("starting the fetcher")?;
     let sent =
         channel::send_start(ours.as_fd(), again, [files.plan.as_fd(), files.presence.as_fd()], connected)
-        .and_then(|()| channel::send_files(ours.as_fd(), &borrowed(&files.files)))
-        .and_then(|()| channel::send_readers(ours.as_fd(), &borrowed(readers)));
+            .and_then(|()| channel::send_files(ours.as_fd(), &borrowed(&files.files)))
+            .and_then(|()| channel::send_readers(ours.as_fd(), &borrowed(readers)));
     sent.context("starting the fetcher")?;
     Ok((child, ours))
 }

@@ -258,7 +258,8 @@ struct FilePlace<'a> {
 impl FilePlace<'_> {
     /// Returns the place of the next file, of so many bytes; none if all of its blocks are here.
     fn fetched(&mut self, len: u64) -> anyhow::Result<Option<FetchedFile>> {
-        let Some(RemoteMemory { source, copy: LocalCopy::Files { .. }, len: all, .. }) = self.remote.as_deref()
+        let Some(RemoteMemory { source, copy: LocalCopy::Files { .. }, len: all, .. }) =
+            self.remote.as_deref()
         else {
             return Ok(None);
         };
@@ -271,7 +272,8 @@ impl FilePlace<'_> {
 
     /// Takes the number that a file has in the manifest.
     fn numbered(&mut self, number: u32, file: &ImageFile) -> anyhow::Result<()> {
-        if let Some(RemoteMemory { copy: LocalCopy::Files { numbers, .. }, .. }) = self.remote.as_deref_mut() {
+        if let Some(RemoteMemory { copy: LocalCopy::Files { numbers, .. }, .. }) = self.remote.as_deref_mut()
+        {
             let name = file.name().display();
             ensure!(number > 0 && file.is_sealed(), "{name}: its blocks cannot be fetched and checked");
             numbers.push(number);
@@ -398,11 +400,7 @@ impl Input<'_> {
         }
     }
 
-    fn file(
-        &mut self,
-        descriptor: OwnedFd,
-        place: &mut FilePlace<'_>,
-    ) -> anyhow::Result<Arc<ImageFile>> {
+    fn file(&mut self, descriptor: OwnedFd, place: &mut FilePlace<'_>) -> anyhow::Result<Arc<ImageFile>> {
         let [dev, ino, len] = [self.u64()?, self.u64()?, self.u64()?];
         let mut time = || anyhow::Ok((self.u64()?.cast_signed(), self.u64()?.cast_signed()));
         let (mtime, ctime) = (time()?, time()?);
