@@ -5,8 +5,8 @@ use std::net::TcpStream;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rustls::{ServerConfig, ServerConnection};
 use rustls::server::NoServerSessionStorage;
+use rustls::{ServerConfig, ServerConnection};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
