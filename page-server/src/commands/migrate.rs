@@ -32,6 +32,12 @@ const LOST: u8 = 3;
 /// The program does not run here, and may run at the destination; or it is frozen here.
 const UNKNOWN: u8 = 4;
 
+/// The host of `HOST:PORT` or `[IPV6]:PORT`, which the destination's certificate must name.
+fn host(to: &str) -> &str {
+    let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
 /// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory, 1 when it
 /// runs here.
 ///
@@ -48,6 +54,7 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
         tree: options.tree.cast_signed(),
         to: options.to.clone(),
         insecure: options.insecure,
+        tls: options.tls.client(host(&options.to))?,
         criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins },
     };
     let report = source::migrate(&wanted, aborts)?;
