@@ -9,6 +9,8 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 use nix::sys::signal::Signal;
 
+use super::certificates::Certificates;
+use super::link;
 use super::watch::Watch;
 use crate::criu::server_log;
 use crate::lazy::{Image, stop};
@@ -19,6 +21,7 @@ use crate::processes::{Exit, Process, reaped_cpu_seconds};
 pub(super) struct Programs {
     pub(super) criu: PathBuf,
     pub(super) rewake: PathBuf,
+    pub(super) earlier: Option<PathBuf>,
 }
 
 /// Whose program a side runs.
@@ -26,6 +29,8 @@ pub(super) struct Programs {
 pub(super) enum Maker {
     Stock,
     Rewake,
+    /// An earlier rewake.
+    Earlier,
 }
 
 /// A page server and its client.
@@ -38,7 +43,8 @@ pub(super) struct Pairing {
 impl Pairing {
     pub(super) const STOCK: Self = Self { server: Maker::Stock, client: Maker::Stock };
     pub(super) const REWAKE: Self = Self { server: Maker::Rewake, client: Maker::Rewake };
-    /// All pairs.
+    pub(super) const EARLIER: Self = Self { server: Maker::Earlier, client: Maker::Earlier };
+    /// All pairs of stock and rewake.
     pub(super) const ALL: [Self; 4] = [
         Self::STOCK,
         Self { server: Maker::Stock, client: Maker::Rewake },
@@ -58,6 +64,7 @@ impl Maker {
         match self {
             Self::Stock => "stock",
             Self::Rewake => "rewake",
+            Self::Earlier => "earlier",
         }
     }
 }
@@ -67,6 +74,7 @@ impl Programs {
         match maker {
             Maker::Stock => &self.criu,
             Maker::Rewake => &self.rewake,
+            Maker::Earlier => self.earlier.as_ref().unwrap_or(&self.rewake),
         }
     }
 }
@@ -80,6 +88,8 @@ pub(super) struct Sample {
     pub(super) latency: Option<Latency>,
     /// From the start of `criu restore` until all memory is resident, in GB/s.
     pub(super) rate: f64,
+    /// From the end of `criu restore`, in GB/s: the background load alone.
+    pub(super) background_rate: f64,
     /// User and system seconds of all processes of each side, per GB.
     pub(super) client_cpu: f64,
     pub(super) server_cpu: f64,
@@ -96,6 +106,16 @@ pub(super) struct Latency {
     pub(super) max: f64,
 }
 
+/// How the pages of a round travel, and what the restored process does meanwhile.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Conditions<'a> {
+    pub(super) tls: Option<&'a Certificates>,
+    /// Whether they travel over [`link`].
+    pub(super) is_slow: bool,
+    /// Whether the process accesses no memory.
+    pub(super) is_idle: bool,
+}
+
 /// A page server that serves one client, and the port at which clients connect.
 struct RunningServer {
     process: Process,
@@ -104,10 +124,16 @@ struct RunningServer {
 }
 
 impl RunningServer {
-    fn start(programs: &Programs, image: &Image, maker: Maker, work: PathBuf) -> anyhow::Result<Self> {
+    fn start(
+        programs: &Programs,
+        image: &Image,
+        maker: Maker,
+        work: PathBuf,
+        tls: &[String],
+    ) -> anyhow::Result<Self> {
         std::fs::create_dir(&work)?;
         let port = free_port()?;
-        let options = [vec!["--lazy-pages".to_owned()], address(port)].concat();
+        let options = [vec!["--lazy-pages".to_owned()], address(port), tls.to_vec()].concat();
         let process = image.dumped().listen(programs.of(maker), "page-server", &options, &work)?;
         Ok(Self { process, port, work })
     }
@@ -122,13 +148,16 @@ pub(super) fn run(
     programs: &Programs,
     image: &Image,
     pairing: Pairing,
+    conditions: Conditions<'_>,
     work: &Path,
     round: u64,
 ) -> anyhow::Result<Sample> {
     let dumped = image.dumped();
-    let mut server = RunningServer::start(programs, image, pairing.server, work.join("server"))?;
+    let tls = conditions.tls.map(Certificates::options).unwrap_or_default();
+    let mut server = RunningServer::start(programs, image, pairing.server, work.join("server"), &tls)?;
     let server_watch = Watch::start(server.process.pid());
-    let options = [vec!["--page-server".to_owned()], address(server.port)].concat();
+    let port = if conditions.is_slow { link::to(server.port)? } else { server.port };
+    let options = [vec!["--page-server".to_owned()], address(port), tls].concat();
     let cpu_before = reaped_cpu_seconds();
     let mut client = dumped.listen(programs.of(pairing.client), "lazy-pages", &options, work)?;
     let client_watch = Watch::start(client.pid());
@@ -137,7 +166,9 @@ pub(super) fn run(
         .restore(&programs.criu, &["--lazy-pages"], work)
         .with_context(|| format!("the client's log:\n{}", server_log(work)))
         .with_context(|| format!("the page server's log:\n{}", server_log(&server.work)))?;
-    target.signal(Signal::SIGUSR1)?;
+    if !conditions.is_idle {
+        target.signal(Signal::SIGUSR1)?;
+    }
     let served = dumped
         .served(&mut client, work)
         .with_context(|| format!("the page server's log:\n{}", server_log(&server.work)))?;
@@ -148,7 +179,7 @@ pub(super) fn run(
     let server_memory = server_watch.finish();
     let server_cpu = reaped_cpu_seconds() - cpu_before;
     let touched = stop(&mut target, image)?;
-    ensure!(touched.touches > 0, "the restored process accessed no page");
+    ensure!(conditions.is_idle || touched.touches > 0, "the restored process accessed no page");
     let gb = image.bytes() as f64 / 1e9;
     Ok(Sample {
         pairing,
@@ -159,6 +190,7 @@ pub(super) fn run(
             max: latency.max as f64 / 1e3,
         }),
         rate: gb / (served.at - began).as_secs_f64(),
+        background_rate: gb / (served.at - restored.at).as_secs_f64(),
         client_cpu: client_cpu / gb,
         server_cpu: server_cpu / gb,
         client_memory,
@@ -166,12 +198,13 @@ pub(super) fn run(
     })
 }
 
-fn address(port: u16) -> Vec<String> {
+/// The options that name a port.
+pub(super) fn address(port: u16) -> Vec<String> {
     ["--address", "127.0.0.1", "--port", &port.to_string()].map(str::to_owned).to_vec()
 }
 
 /// Returns a port that no process uses at the moment.
-fn free_port() -> anyhow::Result<u16> {
+pub(super) fn free_port() -> anyhow::Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a port")?;
     Ok(listener.local_addr()?.port())
 }

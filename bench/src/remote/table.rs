@@ -3,7 +3,11 @@
 
 use std::fmt::Write as _;
 
+use rewake_image_io::BLOCK;
+
+use super::clients::{CLIENTS, ServedClients};
 use super::round::{Maker, Pairing, Sample};
+use super::{BackgroundLoad, link};
 use crate::report::{Setting, Spread, number, spread};
 
 /// What a process of rewake may have of anonymous and shared memory, in MiB.
@@ -41,7 +45,9 @@ pub(super) fn heading(setting: &Setting, rounds: u64, pause_us: u64) -> String {
 pub(super) fn demand(samples: &[Sample]) -> String {
     let names = COLUMNS.map(|(name, _)| name).join(" | ");
     let mut text = format!("| server, client | {names} |\n|---|---|---|---|---|---|---|\n");
-    for pairing in Pairing::ALL {
+    let mut pairings: Vec<Pairing> = Vec::new();
+    samples.iter().filter(|sample| sample.round == 1).for_each(|sample| pairings.push(sample.pairing));
+    for pairing in pairings {
         let cells = COLUMNS.map(|(_, value)| spread(over(samples, pairing, value))).join(" | ");
         let _ = writeln!(text, "| {pairing} | {cells} |");
     }
@@ -52,17 +58,92 @@ pub(super) fn demand(samples: &[Sample]) -> String {
     text
 }
 
+/// Latencies over a slow link, with what they may be.
+pub(super) fn slow(slow: &[Sample], local: &[Sample]) -> String {
+    let mut text =
+        "| 1 Gbit/s, 1 ms: server, client | p50, ms | p99, ms | max, ms | GB/s |\n|---|---|---|---|---|\n"
+            .to_owned();
+    let columns: [Value; 4] = [
+        |sample| sample.latency.map(|latency| latency.p50 / 1e3),
+        |sample| sample.latency.map(|latency| latency.p99 / 1e3),
+        |sample| sample.latency.map(|latency| latency.max / 1e3),
+        |sample| Some(sample.rate),
+    ];
+    for pairing in [Pairing::STOCK, Pairing::REWAKE] {
+        let cells = columns.map(|value| spread(over(slow, pairing, value))).join(" | ");
+        let _ = writeln!(text, "| {pairing} | {cells} |");
+    }
+    let local = over(local, Pairing::REWAKE, |sample| sample.latency.map(|latency| latency.p99 / 1e3));
+    let transfer = BLOCK as f64 / link::RATE as f64;
+    let wanted = local.map(|local| (link::ROUND_TRIP.as_secs_f64() + transfer) * 1e3 + 3.0 * local.median);
+    let wanted = wanted.map_or_else(|| "-".to_owned(), number);
+    let _ = writeln!(
+        text,
+        "| wanted: round trip + a block's transfer + 3 x p99 on loopback |  | <= {wanted} |  |  |"
+    );
+    text
+}
+
+/// Rates of the background load alone.
+pub(super) fn background(loads: &[BackgroundLoad]) -> String {
+    let heading = "| background load, GB/s | rewake | plain loop | share, wanted >= 0.9 | client CPU, s/GB |";
+    let mut text = format!("{heading}\n|---|---|---|---|---|\n");
+    for is_encrypted in [false, true] {
+        let cell = |value: fn(&BackgroundLoad) -> f64| {
+            let these = loads.iter().filter(|load| load.is_encrypted == is_encrypted);
+            spread(Spread::of(these.map(value).collect()))
+        };
+        let cells = [
+            cell(|load| load.sample.background_rate),
+            cell(|load| load.plain),
+            cell(|load| load.sample.background_rate / load.plain),
+            cell(|load| load.sample.client_cpu),
+        ];
+        let name = if is_encrypted { "TLS" } else { "clear" };
+        let _ = writeln!(text, "| {name} | {} |", cells.join(" | "));
+    }
+    text
+}
+
+/// What a server reads for several clients at once, and their rates.
+pub(super) fn clients(rounds: &[[ServedClients; 2]], bytes: u64) -> String {
+    let cell =
+        |value: &dyn Fn(&[ServedClients; 2]) -> f64| spread(Spread::of(rounds.iter().map(value).collect()));
+    let mut text =
+        "| clients of one image | read from the disk, of the memory | slowest client, GB/s | fastest |\n\
+                    |---|---|---|---|\n"
+            .to_owned();
+    for (number, count) in [1, CLIENTS].into_iter().enumerate() {
+        let cells = [
+            cell(&|round| round[number].read as f64 / bytes as f64),
+            cell(&|round| round[number].rates.min),
+            cell(&|round| round[number].rates.max),
+        ];
+        let _ = writeln!(text, "| {count} | {} |", cells.join(" | "));
+    }
+    let reads = cell(&|[one, all]| all.read as f64 / one.read as f64);
+    let slowest = cell(&|[_, all]| all.rates.min / all.rates.max);
+    let _ = writeln!(text, "| share | {reads}; wanted <= 1.1 | {slowest} of the fastest; wanted >= 0.8 |  |");
+    text
+}
+
 /// Memory of rewake's largest processes.
-pub(super) fn memory(samples: &[Sample]) -> String {
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    let largest = |of: fn(&Pairing) -> Maker, value: fn(&Sample) -> u64| {
-        let ours = samples.iter().filter(|sample| of(&sample.pairing) == Maker::Rewake);
-        ours.map(value).max().map_or_else(|| "-".to_owned(), |bytes| number(mib(bytes)))
+pub(super) fn memory<'a>(
+    samples: impl Iterator<Item = &'a Sample> + Clone,
+    clients: &[[ServedClients; 2]],
+) -> String {
+    let mib = |bytes: Option<u64>| {
+        bytes.map_or_else(|| "-".to_owned(), |bytes| number(bytes as f64 / f64::from(1 << 20)))
+    };
+    let ours = |maker: fn(&Pairing) -> Maker| {
+        samples.clone().filter(move |sample| maker(&sample.pairing) == Maker::Rewake)
     };
     format!(
-        "Anonymous and shared memory of rewake's largest process: client {} MiB, server {} MiB; wanted <= {} MiB\n",
-        largest(|pairing| pairing.client, |sample| sample.client_memory),
-        largest(|pairing| pairing.server, |sample| sample.server_memory),
+        "Anonymous and shared memory of rewake's largest process: client {} MiB; server of one client {} MiB, of {CLIENTS} \
+         {} MiB; wanted <= {} MiB\n",
+        mib(ours(|pairing| pairing.client).map(|sample| sample.client_memory).max()),
+        mib(ours(|pairing| pairing.server).map(|sample| sample.server_memory).max()),
+        mib(clients.iter().map(|[_, all]| all.memory).max()),
         number(WANTED_MEMORY_MIB)
     )
 }
