@@ -6,11 +6,11 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::fetch::PageServerPeer;
+use crate::fetch::FetchPeer;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
-use rewake_fetcher::plan::PagePeer;
+use rewake_fetcher::plan::{FetchedMemory, PagePeer};
 use rewake_image_io::read_now;
 
 use super::*;
@@ -251,7 +251,7 @@ fn a_plan_of_another_version_says_so() {
     let mut bytes = bytes_of(&plan);
     bytes[8] = 1;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
-    assert!(error.contains("expected version 4, found 1: another `rewake` made it"), "{error}");
+    assert!(error.contains("expected version 5, found 1: another `rewake` made it"), "{error}");
 }
 
 #[test]
@@ -265,17 +265,18 @@ fn in_a_cache_file_each_task_has_blocks_of_its_own() {
     let leases =
         || draft.leases.iter().map(|lease| lease.try_clone().unwrap().into()).collect::<Vec<OwnedFd>>();
     let error = format!("{:#}", Image::unseal(memory.as_fd(), leases()).unwrap_err());
-    assert!(error.contains("has no cache file"), "{error}");
-    let create = |of: DraftCache| CacheFile::create(root.path(), of.len, of.layout);
+    assert!(error.contains("has no presence map"), "{error}");
+    let create = |of: DraftRemote| RemoteMemory::create(root.path(), of);
     let image = Image::unseal_with(memory.as_fd(), leases(), create).unwrap();
-    let cache = image.cache_file().unwrap();
-    let server = PageServerPeer { peer: PagePeer::Connected, tls: None, connected: None };
-    let plan = image.fetch_plan(cache, &server).unwrap();
-    let extents = plan.extents.iter().map(|of| (of.first, of.vaddr, of.pages, of.pid));
+    let remote = image.remote().unwrap();
+    let server = FetchPeer { peer: PagePeer::Connected, tls: None, connected: None, image: None };
+    let plan = image.fetch_plan(remote, &server).unwrap();
+    let FetchedMemory::Pages { extents, .. } = &plan.memory else { panic!("{plan:?}") };
+    let extents = extents.iter().map(|of| (of.first, of.vaddr, of.pages, of.pid));
     assert_eq!(extents.collect::<Vec<_>>(), [(0, 0x70_0000, 3, 7), (16, 0x80_0000, 3, 8)]);
-    assert_eq!((plan.cache, cache.file.len()), (32 * PAGE_SIZE, 32 * PAGE_SIZE));
+    assert_eq!((plan.len, remote.cache().unwrap().len()), (32 * PAGE_SIZE, 32 * PAGE_SIZE));
     // Pages that are no task's are never requested.
-    let absent = (0..32).filter(|page| !cache.source.presence().has_page(*page));
+    let absent = (0..32).filter(|page| !remote.source.presence().has_page(*page));
     assert_eq!(absent.collect::<Vec<_>>(), [0, 1, 2, 16, 17, 18]);
 }
 
