@@ -7,10 +7,10 @@ use std::process::{Child, Output, Stdio};
 
 use anyhow::{Context, ensure};
 use nix::sys::signal::{Signal, kill};
+use rewake_testkit::hosts::{DESTINATION, HostPair, entered};
 use serde_json::Value;
 
 use crate::Criu;
-use crate::hosts::{DESTINATION, HostPair, entered};
 use crate::process::{MINUTE, tail, until, write_program};
 use crate::scene::{ACT, Scene};
 use crate::server::rewake;

@@ -407,8 +407,8 @@ impl DestinationAgent<'_> {
     fn start_client(&mut self) -> anyhow::Result<()> {
         let pages = self.work.join("pages.socket");
         let listener = UnixListener::bind(&pages).with_context(|| format!("binding {}", pages.display()))?;
-        let this =
-            CriuChoice { program: env::current_exe().context("finding this program")?, options: Vec::new() };
+        let program = env::current_exe().context("finding this program")?;
+        let this = CriuChoice { program, options: Vec::new(), plugins: None };
         let mut command = this.command("lazy-pages", &self.folder.images(), &self.work);
         command.args(["--page-server", "--address"]).arg(&pages);
         let mut client = RunningCriu::start(&mut command, "lazy-pages", &self.work)?;

@@ -14,7 +14,6 @@ use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 use rewake_peer_stream::PeerStream;
 use rewake_process::proc;
-use rewake_streamer::gpu::plugin_folder;
 
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, CriuReports, RunningCriu, page_socket};
@@ -406,8 +405,6 @@ impl SourceAgent<'_> {
     }
 
     fn freeze(&mut self) -> anyhow::Result<()> {
-        let has_gpu = plugin_folder::image_has_gpu(&self.folder.images()).context("reading the image")?;
-        ensure!(!has_gpu, "the program has GPU memory, which is not migrated yet");
         self.entry.cgroup.freeze()?;
         self.frozen_since = Some(Instant::now());
         self.open_memory()

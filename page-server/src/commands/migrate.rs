@@ -4,6 +4,7 @@
 use rewake_migration::source::SourceOutcome;
 use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::source::{self, SourceOptions};
+use rewake_streamer::gpu::plugin_folder;
 
 use super::aborts;
 use super::criu::CriuOptions;
@@ -46,13 +47,15 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
     CriuOptions::refuse(&options.criu_options, &OURS)?;
     let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
+    let given = CriuOptions::read(&options.criu_options, &[])?;
+    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
     let aborts = aborts::watch()?;
     let wanted = SourceOptions {
         tree: options.tree.cast_signed(),
         to: options.to.clone(),
         insecure: options.insecure,
         tls: options.tls.client(host(&options.to))?,
-        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone() },
+        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins },
     };
     let report = source::migrate(&wanted, aborts)?;
     let (pid, to) = (options.tree, &options.to);

@@ -8,6 +8,7 @@ use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
 use rewake_migration::destination::DestinationOutcome;
 use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::destination;
+use rewake_streamer::gpu::plugin_folder;
 
 use super::aborts;
 use super::criu::CriuOptions;
@@ -37,7 +38,9 @@ pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
     CriuOptions::refuse(&options.criu_options, &OURS)?;
     let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
-    let criu = CriuChoice { program: programs.criu(), options: options.criu_options.clone() };
+    let given = CriuOptions::read(&options.criu_options, &[])?;
+    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
+    let criu = CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins };
     let aborts = aborts::watch()?;
     ensure!(
         options.allow.iter().all(|allowed| allowed.folder.is_none()),

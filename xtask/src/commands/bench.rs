@@ -156,12 +156,9 @@ struct Programs {
 
 impl Programs {
     fn build() -> anyhow::Result<Self> {
-        Ok(Self {
-            bench: repository::build_release("rewake-bench", "rewake-bench")?,
-            app: repository::build_release("gpu-app", "gpu-app")?,
-            rewake: repository::build_release("rewake", "rewake")?,
-            plugin: plugin::make(Profile::Release)?,
-        })
+        let plugin = plugin::make(Profile::Release, &["rewake-bench", "gpu-app", "rewake"])?;
+        let [bench, app, rewake] = ["rewake-bench", "gpu-app", "rewake"].map(repository::release);
+        Ok(Self { bench: bench?, app: app?, rewake: rewake?, plugin })
     }
 
     /// A shell command prefix that names the other programs.
