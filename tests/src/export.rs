@@ -4,7 +4,7 @@
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 
 use anyhow::Context;
 use nix::unistd::Pid;
@@ -23,30 +23,41 @@ const MESSAGES: &str = "restore.err";
 pub struct ImageExport {
     child: Child,
     port: u16,
+    said: BufReader<ChildStderr>,
 }
 
 impl ImageExport {
-    /// Serves the images below a directory.
+    /// Serves the images below a directory, with these options.
     ///
     /// # Errors
     /// It does not listen.
-    pub fn start(root: &Path) -> anyhow::Result<Self> {
+    pub fn start(root: &Path, options: &[String]) -> anyhow::Result<Self> {
         let mut command = Command::new(rewake()?);
-        command.arg("export").arg(root).args(["--port", "0"]).stderr(Stdio::piped());
+        command.arg("export").arg(root).args(["--port", "0"]).args(options).stderr(Stdio::piped());
         let mut child = command.spawn().context("start rewake export")?;
         let mut line = String::new();
-        let stderr = child.stderr.take().context("its messages")?;
-        BufReader::new(stderr).read_line(&mut line).context("its first line")?;
+        let mut said = BufReader::new(child.stderr.take().context("its messages")?);
+        said.read_line(&mut line).context("its first line")?;
         let port =
             line.trim().strip_prefix("rewake: listening on 127.0.0.1:").and_then(|port| port.parse().ok());
         let port = port.with_context(|| line.clone())?;
-        Ok(Self { child, port })
+        Ok(Self { child, port, said })
     }
 
     /// Its port.
     #[must_use]
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// The next line that it logs.
+    ///
+    /// # Errors
+    /// It is no text.
+    pub fn said(&mut self) -> anyhow::Result<String> {
+        let mut line = String::new();
+        self.said.read_line(&mut line).context("a line of the log")?;
+        Ok(line)
     }
 }
 
@@ -57,13 +68,13 @@ impl Drop for ImageExport {
     }
 }
 
-/// Runs `rewake pull` from a port of this host. Returns whether it succeeded, and what it wrote.
+/// Runs `rewake pull` from a port of this host, with these options. Returns whether it succeeded, and what it wrote.
 ///
 /// # Errors
 /// No program to start.
-pub fn pull(port: u16, image: &str, to: &Path) -> anyhow::Result<(bool, String)> {
+pub fn pull(port: u16, image: &str, to: &Path, options: &[String]) -> anyhow::Result<(bool, String)> {
     let mut command = Command::new(rewake()?);
-    command.args(["pull", "--port", &port.to_string(), &format!("127.0.0.1:{image}")]).arg(to);
+    command.args(["pull", "--port", &port.to_string(), &format!("127.0.0.1:{image}")]).arg(to).args(options);
     let output = command.output().context("rewake pull")?;
     let text = [output.stdout, output.stderr].concat();
     Ok((output.status.success(), String::from_utf8_lossy(&text).into_owned()))

@@ -6,7 +6,6 @@
 //! ([`Image::open`]). A successor gets both ([`Image::seal`]). No path is looked up a second time (I7).
 
 pub(crate) mod draft;
-pub(crate) mod lease;
 mod opened_by;
 pub(crate) mod remote_memory;
 pub(crate) mod sealed;
