@@ -181,9 +181,6 @@ fn a_page_server_that_does_not_listen_ends_the_session() {
     let _ = scene.restore();
     assert_eq!(client.ended(END).unwrap().code(), Some(1));
     let text = client.text();
-    assert!(
-        text.contains("page server 127.0.0.1:9: connecting: does the page server listen there?"),
-        "{text}"
-    );
+    assert!(text.contains("page server 127.0.0.1:9: connecting: does the server listen there?"), "{text}");
     assert_eq!(scene.written(), "", "no byte was read");
 }

@@ -191,3 +191,128 @@ fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {
     send(&mut bytes, &rewake_image_protocol::Request { what: Some(what) }, &[])?;
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use rewake_image_io::Class;
+    use rewake_image_protocol::reply_of;
+
+    use super::*;
+    use crate::peer::PeerSocket;
+
+    const ID: Digest = Digest([9; 32]);
+    /// A file of three blocks and 100 bytes, after one of a page.
+    const FILES: [SparseFile; 2] = [
+        SparseFile { first: 0, len: PAGE, number: 5 },
+        SparseFile { first: 16, len: 3 * BLOCK as u64 + 100, number: 7 },
+    ];
+
+    fn flight(first: u64, pages: u64) -> FlightPages {
+        FlightPages { first, pages, class: Class::Demand, readers: 0 }
+    }
+
+    fn wire() -> (ImageWire, UnixStream) {
+        let (ours, its) = UnixStream::pair().unwrap();
+        let stream = PageStream::Plain(PeerSocket::Unix(ours));
+        (ImageWire::open(stream, "web/1", ID, FILES.as_slice().into()).unwrap(), its)
+    }
+
+    fn opened(id: Digest) -> Reply {
+        Reply::Opened(Opened { image_id: id.0.to_vec(), manifest_length: 1 })
+    }
+
+    fn say(server: &mut UnixStream, replies: &[Reply]) {
+        for reply in replies {
+            send(server, &reply_of(reply.clone()), &[]).unwrap();
+        }
+    }
+
+    /// What the client makes of replies to a read of the second file.
+    fn answer_to(replies: &[Reply]) -> anyhow::Result<Option<u64>> {
+        let (mut wire, mut server) = wire();
+        say(&mut server, replies);
+        wire.receive().unwrap();
+        Ok(wire.answer(&flight(16, 49))?.map(|(pages, _)| pages))
+    }
+
+    #[test]
+    fn requests_are_those_of_the_files_in_the_manifest() {
+        let (mut wire, mut server) = wire();
+        wire.request(&[flight(0, 1), flight(32, 33)]).unwrap();
+        let mut next =
+            || receive::<rewake_image_protocol::Request>(&mut server).unwrap().unwrap().what.unwrap();
+        assert_eq!(next(), Request::Hello(hello()));
+        assert_eq!(next(), Request::Open(Open { image: "web/1".into(), ancestor: 0 }));
+        assert_eq!(next(), Request::Read(Read { file: 5, offset: 0, length: 4096 }));
+        assert_eq!(next(), Request::Read(Read { file: 7, offset: 65536, length: 2 * 65536 + 100 }));
+    }
+
+    #[test]
+    fn whole_blocks_are_taken_before_the_rest_has_come() {
+        const LENGTH: usize = 3 * BLOCK + 100;
+        let (mut wire, mut server) = wire();
+        let length = u32::try_from(LENGTH).unwrap();
+        say(&mut server, &[Reply::Hello(hello()), opened(ID), Reply::Data(Data { length })]);
+        let bytes: Vec<u8> = (0..LENGTH).map(|at| u8::try_from(at % 251).unwrap()).collect();
+        let (mut done, mut at, mut left) = (0, 0, flight(16, 49));
+        for (sent, expected) in [(BLOCK + 5000, BLOCK), (LENGTH, LENGTH)] {
+            let (mut server, part) = (server.try_clone().unwrap(), bytes[done..sent].to_vec());
+            let writer = std::thread::spawn(move || server.write_all(&part).unwrap());
+            done = sent;
+            while at < expected {
+                wire.receive().unwrap();
+                while let Some((pages, found)) = wire.answer(&left).unwrap() {
+                    assert!(found == &bytes[at..at + found.len()]);
+                    at += found.len();
+                    (left.first, left.pages) = (left.first + pages, left.pages - pages);
+                    wire.used(pages);
+                    if left.pages == 0 {
+                        break;
+                    }
+                }
+            }
+            writer.join().unwrap();
+            assert_eq!(at, expected);
+        }
+        assert_eq!((left.pages, wire.has_more(), wire.due), (0, false, DueReply::Data));
+    }
+
+    #[test]
+    fn replies_that_are_not_due_are_refused() {
+        let hello = || Reply::Hello(hello());
+        let data = |length| Reply::Data(Data { length });
+        let old = rewake_image_protocol::Hello { version: VERSION + 1, program: "other".into() };
+        let wrong: [(&[Reply], &str); 9] = [
+            (&[opened(ID)], "a reply that is not Hello"),
+            (&[Reply::Hello(old)], "version"),
+            (&[hello(), hello()], "a reply that is not Opened"),
+            (&[hello(), data(1)], "a reply that is not Opened"),
+            (&[hello(), opened(Digest([8; 32]))], "another image"),
+            (&[hello(), Reply::Refused("no\nsuch image".into())], "refused: no such image"),
+            (&[hello(), opened(ID), opened(ID)], "a reply that is not Data"),
+            (&[hello(), opened(ID), data(3 * 65536)], "196608 bytes for a read of 196708"),
+            (&[hello(), opened(ID), data(u32::MAX)], "4294967295 bytes for a read of 196708"),
+        ];
+        for (replies, expected) in wrong {
+            let error = format!("{:#}", answer_to(replies).unwrap_err());
+            assert!(error.contains(expected), "{expected}: {error}");
+        }
+        assert_eq!(answer_to(&[hello(), opened(ID), data(3 * 65536 + 100)]).unwrap(), None);
+    }
+
+    #[test]
+    fn lengths_and_bytes_that_are_no_message_are_refused() {
+        for bytes in [&b"\xff\xff\xff\xff"[..], b"\x04\0\0\0\xff\xff\xff\xff", b"\0\0\0\0"] {
+            let (mut wire, mut server) = wire();
+            server.write_all(bytes).unwrap();
+            wire.receive().unwrap();
+            assert!(wire.answer(&flight(16, 1)).is_err(), "{bytes:?}");
+        }
+        let (mut wire, server) = wire();
+        drop(server);
+        assert!(wire.receive().unwrap_err().is::<PeerEnded>());
+    }
+}

@@ -353,3 +353,57 @@ fn a_planner_may_return_only_files_of_the_directories_that_it_opened() {
     std::os::unix::fs::symlink(root.path().join("pages-2.img"), own.join("pages-2.img")).unwrap();
     assert!(check(&[&own, &other]).unwrap_err().contains("pages-2.img is not a file of the image"));
 }
+
+/// A sealed image whose manifest is partial: the pages files are sparse, but for the first block of the second.
+fn partial() -> (tempfile::TempDir, PathBuf) {
+    let root = tempfile::tempdir().unwrap();
+    let images = root.path().join("image");
+    write_image(&images, 1);
+    rewake_manifest::seal(&images).unwrap();
+    fs::rename(images.join(rewake_manifest::MANIFEST_NAME), images.join(rewake_manifest::PARTIAL_NAME))
+        .unwrap();
+    let file = File::options().write(true).truncate(true).open(images.join("pages-1.img")).unwrap();
+    file.set_len(PAGES * PAGE_SIZE).unwrap();
+    (root, images)
+}
+
+fn partial_image(images: &Path) -> anyhow::Result<Image> {
+    let memory = memory_file()?;
+    let draft = Draft::read_partial(&ImageDir::open(images)?)?;
+    draft.write(&memory)?;
+    seal(&memory)?;
+    let leases = draft.leases.into_iter().map(OwnedFd::from);
+    let files = draft.files.into_iter().map(|file| file.file.into()).chain(leases).collect();
+    let image = Image::unseal_with(memory.as_fd(), files, |of| RemoteMemory::create(images, of))?;
+    image.note_arrived()?;
+    Ok(image)
+}
+
+#[test]
+fn of_a_partial_image_right_blocks_count_as_arrived() {
+    let (_root, images) = partial();
+    let image = partial_image(&images).unwrap();
+    let peer = PagePeer::Tcp(Vec::new());
+    let peer = FetchPeer { peer, tls: None, connected: None, image: Some("web/1".into()) };
+    let plan = image.fetch_plan(image.remote().unwrap(), &peer).unwrap();
+    let FetchedMemory::Files { image: name, files, .. } = &plan.memory else { panic!("{plan:?}") };
+    let files: Vec<_> = files.iter().map(|file| (file.first, file.len, file.number)).collect();
+    // The names before: core-7, core-8, core-9, inventory, mm-7, mm-8, pagemap-7, pagemap-8.
+    assert_eq!((name.as_str(), files), ("web/1", vec![(0, 3 * PAGE_SIZE, 9), (16, 3 * PAGE_SIZE, 10)]));
+    assert_eq!(plan.len, 32 * PAGE_SIZE);
+    let has = |number: usize| image.files()[number].has(0, PAGE);
+    assert_eq!([has(0), has(1)], [false, true]);
+    assert_eq!(image.files_to_write().unwrap().len(), 2);
+}
+
+#[test]
+fn a_partial_image_has_one_session_and_is_not_restored_without_its_server() {
+    let (_root, images) = partial();
+    let error = Draft::read(&ImageDir::open(&images).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("is not complete"), "{error}");
+    let image = partial_image(&images).unwrap();
+    let error = partial_image(&images).unwrap_err().to_string();
+    assert!(error.contains("another program writes an image into it"), "{error}");
+    drop(image);
+    partial_image(&images).unwrap();
+}
