@@ -7,7 +7,7 @@ use std::process::Output;
 
 use nix::sys::signal::Signal;
 use rewake_testkit::authority::Authority;
-use rewake_tests::hosts::DESTINATION;
+use rewake_testkit::hosts::DESTINATION;
 use rewake_tests::migration::Migration;
 use rewake_tests::page_server::tls_options;
 use rewake_tests::process::{MINUTE, soon, until};
