@@ -11,12 +11,14 @@ use serde_json::Value;
 
 use crate::Criu;
 use crate::hosts::{DESTINATION, HostPair, entered};
-use crate::process::{MINUTE, tail, until, write_program};
+use crate::process::{MINUTE, output, tail, until, write_program};
 use crate::scene::{ACT, Scene};
 use crate::server::rewake;
 use crate::sessions::holds_a_socket;
 
 const PORT: &str = "7700";
+/// Where `rewake receive` listens.
+pub const RECEIVER: &str = "10.77.0.2:7700";
 const TARGET: &str = "target";
 
 /// A target that waits on the source host.
@@ -78,7 +80,7 @@ impl Migration {
     /// # Errors
     /// No program to start.
     pub fn migrate(&self) -> anyhow::Result<HostAgent> {
-        self.migrate_to(&format!("{DESTINATION}:{PORT}"))
+        self.migrate_to(RECEIVER)
     }
 
     /// Starts `rewake migrate` on the source with another destination.
@@ -86,11 +88,31 @@ impl Migration {
     /// # Errors
     /// No program to start.
     pub fn migrate_to(&self, destination: &str) -> anyhow::Result<HostAgent> {
+        self.migrate_with(destination, &[])
+    }
+
+    /// Starts `rewake migrate` on the source with further options.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn migrate_with(&self, destination: &str, options: &[&str]) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
         command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
-        command.args(["--insecure", "--criu"]).arg(self.scene.criu());
+        command.args(["--insecure", "--criu"]).arg(self.scene.criu()).args(options);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
+    }
+
+    /// Starts a process on the destination that has the target's number.
+    ///
+    /// # Errors
+    /// It has another one.
+    pub fn take_pid_at_destination(&self) -> anyhow::Result<()> {
+        let before = self.pid - 1;
+        let take = format!("echo {before} > /proc/sys/kernel/ns_last_pid; sleep 1000 >/dev/null 2>&1 & echo $!");
+        let number = output(self.hosts.destination.command("sh").args(["-c", &take]))?;
+        ensure!(number.trim() == self.pid.to_string(), "{number:?}, expected {}", self.pid);
+        Ok(())
     }
 
     /// A CRIU whose restores wait until [`Migration::proceed`].
@@ -185,6 +207,25 @@ impl Migration {
         let is_done = || self.scene.written().lines().last().is_some_and(|line| line == "OK");
         until(ACT, || is_done().then_some(()))
             .with_context(|| format!("the target: {:?}\n{}", self.scene.written(), self.received()))
+    }
+
+    /// Lets the target act, again and again, from now on.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn go(&self) -> anyhow::Result<()> {
+        self.scene.go()
+    }
+
+    /// Runs `rewake migrate --abort` on the source.
+    ///
+    /// # Errors
+    /// It does not end.
+    pub fn abort(&self) -> anyhow::Result<Output> {
+        let mut command = self.hosts.source.command(rewake()?);
+        command.args(["migrate", "--abort", "-t", &self.pid.to_string()]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        HostAgent { child: Some(command.spawn()?) }.ended()
     }
 
     /// What the target has written.

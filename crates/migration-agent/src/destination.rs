@@ -22,14 +22,16 @@ use rewake_migration::destination::{
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::DestinationRecord;
 
+use crate::candidates::CandidateStore;
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu};
+use crate::dry_run::{self, DRY_RUN};
 use crate::folder::{self, MigrationFolder, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, watch_peer};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::relay::PageRelay;
-use crate::script::{self, CriuMoment, WaitingScript};
+use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 
 /// Time without a connection before GRANT is asked for. The source's limit is shorter, so it decides.
 const LOST_LIMIT: Duration = Duration::from_secs(90);
@@ -61,6 +63,7 @@ enum DestinationEvent {
     Received(usize, FromSource),
     Script(CriuMoment, WaitingScript),
     MemoryLost(String),
+    AllArrived,
     Abort,
 }
 
@@ -74,7 +77,16 @@ struct ConnectionState {
     /// after it.
     newest: Mutex<usize>,
     images: PathBuf,
+    /// For comparisons.
+    criu: CriuChoice,
+    store: Arc<CandidateStore>,
     relay: Mutex<Option<Arc<PageRelay>>>,
+}
+
+impl ConnectionState {
+    fn relay(&self) -> Option<Arc<PageRelay>> {
+        self.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }
 
 /// Takes one program.
@@ -100,13 +112,17 @@ pub fn receive(
         strangers: AtomicUsize::new(0),
         newest: Mutex::default(),
         images: folder.images(),
+        criu: criu.clone(),
+        store: Arc::new(CandidateStore::make(&work)?),
         relay: Mutex::default(),
     });
     let scripts = folder.listen()?;
     let (to_scripts, to_aborts, to_links) = (sender.clone(), sender.clone(), sender.clone());
     thread::spawn(move || {
-        script::receive(&scripts, |moment, script| {
-            to_scripts.send(DestinationEvent::Script(moment, script)).is_ok()
+        script::receive(&scripts, |call, script| match call {
+            AgentCall::Moment(moment) => to_scripts.send(DestinationEvent::Script(moment, script)).is_ok(),
+            // For a source.
+            AgentCall::Abort => true,
         });
     });
     thread::spawn(move || while aborts.recv().is_ok() && to_aborts.send(DestinationEvent::Abort).is_ok() {});
@@ -172,31 +188,45 @@ fn connection(
 ) -> anyhow::Result<()> {
     let admitted = admit(&mut stream, state);
     state.strangers.fetch_sub(1, Ordering::Relaxed);
-    admitted?;
+    if admitted? == Admitted::DryRun {
+        let is_taken = state.id.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        return dry_run::answer(&mut stream, &state.criu, is_taken);
+    }
     let number = {
         let mut newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
         *newest += 1;
         *newest
     };
     let writer = Arc::new(FrameWriter::new(&stream)?);
-    sender.send(DestinationEvent::Connected(number, writer))?;
-    let ended = read_frames(&mut stream, number, state, sender);
+    sender.send(DestinationEvent::Connected(number, Arc::clone(&writer)))?;
+    let ended = read_frames(&mut stream, &writer, number, state, sender);
     sender.send(DestinationEvent::Disconnected(number))?;
     ended
 }
 
-fn admit(stream: &mut TcpStream, state: &ConnectionState) -> anyhow::Result<()> {
+/// What a connection is for.
+#[derive(Debug, PartialEq, Eq)]
+enum Admitted {
+    Migration,
+    DryRun,
+}
+
+fn admit(stream: &mut TcpStream, state: &ConnectionState) -> anyhow::Result<Admitted> {
     watch_peer(stream)?;
     stream.set_read_timeout(Some(GREETING_LIMIT))?;
     let id = greeted(stream)?;
+    if id == DRY_RUN {
+        return Ok(Admitted::DryRun);
+    }
     let known = *state.id.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(id);
     ensure!(known == id, "another migration: this agent takes one program");
     stream.set_read_timeout(None)?;
-    Ok(())
+    Ok(Admitted::Migration)
 }
 
 fn read_frames(
     stream: &mut TcpStream,
+    writer: &FrameWriter,
     number: usize,
     state: &ConnectionState,
     sender: &Sender<DestinationEvent>,
@@ -210,12 +240,16 @@ fn read_frames(
                 Ok(())
             }
             Frame::File { name, offset, bytes } => image_files::store(&state.images, &name, offset, &bytes),
-            Frame::Pages { pid, vaddr, bytes } => {
-                let relay = state.relay.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                relay.context("the source sent pages without a request")?.answer(pid, vaddr, &bytes)
+            Frame::Pages { pid, vaddr, parts } => {
+                state.relay().context("the source sent pages without a request")?.answer(pid, vaddr, parts)
             }
+            Frame::Candidate { pid, vaddr, bytes } => {
+                ensure!(state.relay().is_none(), "the source sent a candidate after the freeze");
+                state.store.candidate(pid, vaddr, &bytes)
+            }
+            Frame::RoundEnd(round) => writer.send(&Frame::RoundStored(round)),
             Frame::PagesLost(reason) => Err(anyhow::anyhow!("the source: {reason}")),
-            Frame::Destination(_) | Frame::PageRequest { .. } => {
+            Frame::Destination(_) | Frame::PageRequest { .. } | Frame::RoundStored(_) => {
                 bail!("the source sent a frame of a destination")
             }
         };
@@ -277,7 +311,7 @@ impl DestinationAgent<'_> {
     fn handle(&mut self, event: DestinationEvent) {
         match event {
             DestinationEvent::Connected(number, link) => {
-                if let Some(relay) = self.relay() {
+                if let Some(relay) = self.state.relay() {
                     relay.connect(Some(Arc::clone(&link)));
                 }
                 (self.link, self.link_number, self.lost_since) = (Some(link), number, None);
@@ -285,7 +319,7 @@ impl DestinationAgent<'_> {
             }
             DestinationEvent::Disconnected(number) if number == self.link_number => {
                 self.link = None;
-                if let Some(relay) = self.relay() {
+                if let Some(relay) = self.state.relay() {
                     relay.connect(None);
                 }
                 self.lost_since = Some(Instant::now());
@@ -303,12 +337,9 @@ impl DestinationAgent<'_> {
             DestinationEvent::Script(CriuMoment::PostResume, _) => self.step(DestinationInput::Running),
             DestinationEvent::Script(CriuMoment::PreDump | CriuMoment::PostDump, _) => {}
             DestinationEvent::MemoryLost(reason) => self.step(DestinationInput::MemoryLost(reason)),
+            DestinationEvent::AllArrived => self.step(DestinationInput::AllArrived),
             DestinationEvent::Abort => self.step(DestinationInput::Abort),
         }
-    }
-
-    fn relay(&self) -> Option<Arc<PageRelay>> {
-        self.state.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Looks at the children and at the limits.
@@ -349,14 +380,15 @@ impl DestinationAgent<'_> {
             match output {
                 DestinationOutput::Send(message) => self.send(message),
                 DestinationOutput::Compare(offer) => {
-                    let compared = HostOffer::compare(&offer).map_err(|error| format!("{error:#}"));
-                    self.step(DestinationInput::Compared(compared));
+                    let refusals = HostOffer::refused_there(&offer, self.criu);
+                    self.step(DestinationInput::Compared(dry_run::as_result(&refusals)));
                 }
                 DestinationOutput::Restore => {
                     if let Err(error) = self.start_restore() {
                         self.step(DestinationInput::RestoreFailed(format!("{error:#}")));
                     }
                 }
+                DestinationOutput::FetchAll => self.fetch_all(),
                 DestinationOutput::WriteRelease => self.write_release(),
                 DestinationOutput::Release => {
                     self.is_released = true;
@@ -413,7 +445,7 @@ impl DestinationAgent<'_> {
             sleep(POLL);
         }
         self.client = Some(client);
-        let relay = Arc::new(PageRelay::default());
+        let relay = Arc::new(PageRelay::new(Arc::clone(&self.state.store)));
         relay.connect(self.link.clone());
         *self.state.relay.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&relay));
         let sender = self.sender.clone();
@@ -424,6 +456,21 @@ impl DestinationAgent<'_> {
             }
         });
         Ok(())
+    }
+
+    /// Brings all lazy pages to this host, in another thread.
+    fn fetch_all(&self) {
+        // Without a relay the restore has failed.
+        let Some(relay) = self.state.relay() else { return };
+        let (images, sender) = (self.folder.images(), self.sender.clone());
+        thread::spawn(move || {
+            let fetched = image_files::lazy_runs(&images).and_then(|runs| relay.fetch_all(&runs));
+            // The agent may have ended.
+            let _ = sender.send(match fetched {
+                Ok(()) => DestinationEvent::AllArrived,
+                Err(error) => DestinationEvent::MemoryLost(format!("{error:#}")),
+            });
+        });
     }
 
     fn write_release(&mut self) {

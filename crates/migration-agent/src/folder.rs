@@ -17,6 +17,8 @@ use serde::{Deserialize, Serialize};
 use crate::cgroup::TreeCgroup;
 use crate::frame::MigrationId;
 
+/// Where a destination's CRIU works: on a disk, because it has the candidates and the cache file of all lazy pages.
+pub(crate) const WORK: &str = "/var/tmp";
 const MIGRATIONS: &str = "/run/rewake/migrations";
 const RECORD: &str = "record";
 const LOCK: &str = "lock";
@@ -52,7 +54,7 @@ impl MigrationFolder {
     /// # Errors
     /// Another process uses it.
     pub(crate) fn open(name: &str) -> anyhow::Result<Self> {
-        let path = Path::new(MIGRATIONS).join(name);
+        let path = path(name);
         let images = path.join("images");
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&images);
         made.with_context(|| format!("making {}", images.display()))?;
@@ -106,9 +108,9 @@ impl MigrationFolder {
     }
 }
 
-/// Where a destination's CRIU works: on a disk, because it has the cache file of all lazy pages.
+/// The work directory of a destination.
 pub(crate) fn work(name: &str) -> PathBuf {
-    Path::new("/var/tmp").join(format!("rewake-{name}"))
+    Path::new(WORK).join(format!("rewake-{name}"))
 }
 
 /// Removes what agents that were killed have left: destinations, and sources whose trees do not exist any more.
@@ -134,6 +136,11 @@ fn remove_leftovers_in(migrations: &Path) {
             let _ = fs::remove_dir_all(&path);
         }
     }
+}
+
+/// The folder of a migration.
+pub(crate) fn path(name: &str) -> PathBuf {
+    Path::new(MIGRATIONS).join(name)
 }
 
 /// The name of a source's folder.

@@ -6,17 +6,26 @@
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `frame`: the connection. `relay`: page requests of a lazy restore, over that connection.
-//! * `host`: what hosts compare. `image_files`, `frozen_memory`, `criu`: what their names say.
+//! * `host`: what hosts compare, with `room` and `sockets`. [`dry_run`]: that alone.
+//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_memory`: its blocks and pages. `candidates`: where they
+//!   wait for a comparison.
+//! * `held_dump`, `image_files`, [`criu`]: what their names say.
 #![forbid(unsafe_code)]
 
+mod candidates;
 mod cgroup;
 pub mod criu;
 pub mod destination;
+pub mod dry_run;
 mod folder;
 mod frame;
-mod frozen_memory;
+mod held_dump;
 mod host;
 mod image_files;
+pub mod pre_copy;
 mod relay;
+mod room;
 pub mod script;
+mod sockets;
 pub mod source;
+mod tree_memory;
