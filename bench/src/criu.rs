@@ -69,11 +69,22 @@ impl Image {
 
     /// Starts `program lazy-pages` for one restore and waits until it listens. `work` gets its log and its socket.
     pub(crate) fn serve(&self, program: &Path, work: &Path) -> anyhow::Result<Process> {
+        self.listen(program, "lazy-pages", &[], work)
+    }
+
+    /// Starts `program role` with further options and waits until it listens. `work` gets its log and its socket.
+    pub(crate) fn listen(
+        &self,
+        program: &Path,
+        role: &str,
+        options: &[String],
+        work: &Path,
+    ) -> anyhow::Result<Process> {
         let (mut status, ready) = std::io::pipe().context("status pipe")?;
         fcntl(ready.as_fd(), FcntlArg::F_SETFD(FdFlag::empty())).context("F_SETFD")?;
         let mut command = Command::new(program);
-        command.args(["lazy-pages", "-o", "lazy.log", "--status-fd", &ready.as_raw_fd().to_string()]);
-        command.arg("-D").arg(&self.directory).arg("-W").arg(work).current_dir(work);
+        command.args([role, "-o", "lazy.log", "--status-fd", &ready.as_raw_fd().to_string()]);
+        command.arg("-D").arg(&self.directory).arg("-W").arg(work).args(options).current_dir(work);
         let server = Process::spawn(quiet(&mut command))?;
         drop(ready);
         let mut byte = [0xff];

@@ -7,6 +7,7 @@
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
 //! * [`programs`]: real programs, and the time of their first answer.
 //! * [`replicas`]: restores of one image at once.
+//! * [`remote`]: restores whose pages another host has: page servers and their clients, a link, plain loops.
 //! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: limits of disk and
 //!   copies.
 //! * [`behind`]: this project's plugin, with and without a background load.
@@ -27,6 +28,7 @@ mod limits;
 mod plugin;
 mod processes;
 mod programs;
+mod remote;
 mod replicas;
 mod report;
 mod touch;
@@ -51,6 +53,9 @@ enum Command {
     Programs(programs::Options),
     /// Restores one image several times at once, by `rewake serve` and each by itself (needs root)
     Replicas(replicas::Options),
+    /// Restores one image in turn from page servers on loopback, stock CRIU's and rewake's, by clients of both (needs
+    /// root)
+    Remote(remote::Options),
     /// Dumps and restores a process on GPUs alternately with CRIU's own plugin and with rewake's (needs root,
     /// GPUs)
     Plugin(plugin::Options),
@@ -84,6 +89,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Lazy(options) => lazy::run(&options),
         Command::Programs(options) => programs::run(&options),
         Command::Replicas(options) => replicas::run(&options),
+        Command::Remote(options) => remote::run(&options),
         Command::Plugin(options) => plugin::run(&options),
         Command::Behind(options) => behind::run(&options),
         Command::Engine(options) => engine::run(&options),

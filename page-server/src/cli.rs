@@ -2,14 +2,15 @@
 //! The command line.
 
 mod remote;
+mod tls;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use rewake_criu_tls::TlsOptions;
 
 pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage};
+pub use tls::{PeerTlsArgs, TlsArgs};
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
 #[derive(Debug, Parser)]
@@ -138,43 +139,6 @@ impl Remote {
     #[must_use]
     pub fn refused(&self) -> Option<&'static str> {
         self.auto_dedup.then_some("--auto-dedup")
-    }
-}
-
-/// Options of TLS, with CRIU's names, files and checks. Paths are relative to the work directory.
-#[derive(Debug, Args)]
-pub struct TlsArgs {
-    /// Encrypt the connection: both sides show a certificate of the same CA
-    #[arg(long)]
-    pub tls: bool,
-    /// The CAs that issue the peers' certificates [default: /etc/pki/CA/cacert.pem]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_cacert: Option<PathBuf>,
-    /// Certificates that these CAs have revoked [default: /etc/pki/CA/cacrl.pem, if it exists]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_cacrl: Option<PathBuf>,
-    /// This side's certificate [default: /etc/pki/criu/cert.pem]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_cert: Option<PathBuf>,
-    /// The key of that certificate [default: /etc/pki/criu/private/key.pem]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_key: Option<PathBuf>,
-    /// Accept every certificate of the CA. Otherwise a peer's must have the name that --address gives, as
-    /// CRIU requires it of both sides
-    #[arg(long, requires = "tls")]
-    pub tls_no_cn_verify: bool,
-}
-
-impl TlsArgs {
-    /// What they say; none without `--tls`.
-    pub(crate) fn options(&self) -> Option<TlsOptions> {
-        self.tls.then(|| TlsOptions {
-            ca: self.tls_cacert.clone(),
-            crl: self.tls_cacrl.clone(),
-            certificate: self.tls_cert.clone(),
-            key: self.tls_key.clone(),
-            any_name: self.tls_no_cn_verify,
-        })
     }
 }
 

@@ -9,7 +9,7 @@
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
 //! * [`fuse`]: a file system that hangs.
 //! * [`held`]: restores that wait for the test at a known step.
-//! * [`hosts`]: two hosts on one machine. [`migration`]: a target that moves between them.
+//! * [`migration`]: a target that moves between two [`hosts`](rewake_testkit::hosts).
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`page_server`]: `rewake page-server` and CRIU's own, and a client that sends what it likes.
 //! * [`limit`]: memory that the kernel refuses.
@@ -27,7 +27,6 @@ pub mod criu;
 pub mod daemon;
 pub mod fuse;
 pub mod held;
-pub mod hosts;
 pub mod images;
 pub mod lazy_source;
 pub mod limit;

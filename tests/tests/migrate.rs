@@ -171,6 +171,27 @@ fn without_its_agent_the_program_reads_no_zeros() {
     migrate.signal(Signal::SIGKILL).unwrap();
 }
 
+#[test]
+fn a_later_agent_says_what_became_of_the_program() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let receive = migration.receive(path(&criu)).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    receive.signal(Signal::SIGKILL).unwrap();
+    let mut later = migration.receive(path(&criu)).unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
+    let lost = "is lost: the destination had it, and has ended: the restored processes have ended";
+    assert!(said(&migrated).contains(lost), "{}", said(&migrated));
+    assert!(migration.received().contains("an earlier agent was killed after RELEASE"), "{}", migration.received());
+    assert!(soon(|| migration.processes() == (0, 0)), "{:?}", migration.processes());
+    assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
+    // It can still take a program.
+    later.signal(Signal::SIGTERM).unwrap();
+    assert_eq!(later.ended().unwrap().status.code(), Some(1));
+}
+
 /// Longer than `rewake lazy-pages` waits for an answer.
 #[test]
 fn after_grant_a_cut_link_only_pauses_the_program() {

@@ -31,6 +31,8 @@ cargo xtask <command>
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
   bench programs [options]   Python, Node, Java and redis servers, restored eagerly, through stock `criu lazy-pages` and
                              through rewake: when each answers; `bench programs --help`
+  bench remote [options]     stock `criu page-server` and `criu lazy-pages --page-server`, and rewake in the place of each;
+                             `bench remote --help`
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
   bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
                              of GPU memory; how long a page fault waits: in virtual machines; 25 minutes
@@ -76,6 +78,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["demo", "--scene", program, plugin, rewake] => commands::demo::scene::play(program, plugin, rewake)?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
         ["bench", "programs", more @ ..] => commands::bench::programs(more)?,
+        ["bench", "remote", more @ ..] => commands::bench::remote(more)?,
         ["bench", "plugin", more @ ..] => commands::bench::plugin(more)?,
         ["bench", "behind"] => commands::bench::behind()?,
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,

@@ -41,6 +41,11 @@ pub(crate) fn target() -> anyhow::Result<PathBuf> {
 /// A release program of this workspace, built now; `package` may have several.
 pub(crate) fn build_release(package: &str, program: &str) -> anyhow::Result<PathBuf> {
     program::run(cargo().args(["build", "--release", "--package", package, "--bin", program]))?;
+    release(program)
+}
+
+/// The path of a release program, built or not.
+pub(crate) fn release(program: &str) -> anyhow::Result<PathBuf> {
     Ok(target()?.join("release").join(program))
 }
 

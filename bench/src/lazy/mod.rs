@@ -17,7 +17,7 @@ use crate::fill;
 use crate::processes::catch_interrupts;
 use crate::report::{self, Comparison, Limits, Setting};
 pub(crate) use image::Image;
-pub(crate) use round::Sample;
+pub(crate) use round::{Sample, stop};
 
 /// Arguments of `rewake-bench lazy`.
 #[derive(Debug, clap::Args)]

@@ -70,7 +70,7 @@ pub(crate) fn run(
 }
 
 /// Stops the accesses and reads the process's report.
-fn stop(target: &mut Process, image: &Image) -> anyhow::Result<touch::Report> {
+pub(crate) fn stop(target: &mut Process, image: &Image) -> anyhow::Result<touch::Report> {
     target.signal(Signal::SIGUSR2)?;
     let exit = target.wait(image.dumped().limit)?;
     if !exit.success {

@@ -138,10 +138,23 @@ impl Process {
         }
         self.reaped = true;
         let status = ExitStatus::from_raw(status);
-        let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
-        let cpu_seconds = seconds(usage.ru_utime) + seconds(usage.ru_stime);
-        Ok(Exit { success: status.success(), status, cpu_seconds, at })
+        Ok(Exit { success: status.success(), status, cpu_seconds: cpu_seconds(&usage), at })
     }
+}
+
+/// User and system time together.
+fn cpu_seconds(usage: &libc::rusage) -> f64 {
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+}
+
+/// User and system seconds of all children that this process has reaped so far, with the children that those had reaped.
+pub(crate) fn reaped_cpu_seconds() -> f64 {
+    // SAFETY: rusage is plain integers, for which zeros are valid.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: a live exclusive reference to the struct that the call fills.
+    unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &raw mut usage) };
+    cpu_seconds(&usage)
 }
 
 /// Waits for ended processes that have become children of this one, as their parent has ended. Until then their

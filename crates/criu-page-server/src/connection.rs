@@ -29,6 +29,8 @@ pub(crate) struct PageConnection {
     is_encrypted: bool,
     /// Known from the first message on.
     layout: Option<HeaderLayout>,
+    /// [`FIRST_MESSAGE_LIMIT`], but for tests.
+    first_limit: Duration,
     /// Dropped after the stream.
     _blocking: Option<Blocking>,
 }
@@ -44,7 +46,8 @@ impl PageConnection {
             stream = Box::new(tls.accept(stream).await?);
         }
         let stream = BufReader::with_capacity(READ_AHEAD, stream);
-        Ok(Self { stream, peer, is_encrypted: tls.is_some(), layout: None, _blocking: blocking })
+        let (is_encrypted, first_limit) = (tls.is_some(), FIRST_MESSAGE_LIMIT);
+        Ok(Self { stream, peer, is_encrypted, layout: None, first_limit, _blocking: blocking })
     }
 
     /// Returns the client's name, for logs.
@@ -60,13 +63,10 @@ impl PageConnection {
     /// Reads the next message; none when the client has closed its connection before it.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<PageMessage>> {
         let Some(layout) = self.layout else {
-            let first = timeout(FIRST_MESSAGE_LIMIT, self.first());
-            return first.await.unwrap_or_else(|_| {
-                bail!(
-                    "the client has sent nothing for {} s after it connected",
-                    FIRST_MESSAGE_LIMIT.as_secs()
-                )
-            });
+            let limit = self.first_limit;
+            let first = timeout(limit, self.first()).await;
+            return first
+                .unwrap_or_else(|_| bail!("the client has sent nothing for {limit:?} after it connected"));
         };
         let mut bytes = [0; WIDE_LEN];
         if !self.begins(&mut bytes[..layout.len()]).await? {
@@ -194,6 +194,8 @@ mod tests {
 
     use super::*;
 
+    const LIMIT: Duration = Duration::from_millis(50);
+
     async fn connected() -> (PageConnection, DuplexStream) {
         let (near, far) = duplex(4096);
         let arrival =
@@ -201,22 +203,24 @@ mod tests {
         (PageConnection::begin(arrival, None).await.unwrap(), far)
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_client_that_sends_nothing_is_ended_after_half_an_hour() {
+    #[tokio::test]
+    async fn a_client_that_sends_nothing_is_ended_after_a_limit() {
         let (mut connection, _client) = connected().await;
-        let error = timeout(FIRST_MESSAGE_LIMIT * 2, connection.next()).await.unwrap().unwrap_err();
-        assert_eq!(error.to_string(), "the client has sent nothing for 1800 s after it connected");
+        assert_eq!(connection.first_limit, Duration::from_secs(1800));
+        connection.first_limit = LIMIT;
+        let error = timeout(LIMIT * 100, connection.next()).await.unwrap().unwrap_err();
+        assert_eq!(error.to_string(), "the client has sent nothing for 50ms after it connected");
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_client_may_be_silent_after_its_first_message() {
         let (mut connection, mut client) = connected().await;
+        connection.first_limit = LIMIT;
         // A request for one page of task 7.
         let request =
             [&7u32.to_ne_bytes()[..], &[0; 4], &[1, 0x10000, 7].map(u64::to_ne_bytes).concat()].concat();
         client.write_all(&request).await.unwrap();
         assert!(matches!(connection.next().await.unwrap(), Some(PageMessage::Get { pid: 7, .. })));
-        let day = Duration::from_secs(24 * 3600);
-        assert!(timeout(day, connection.next()).await.is_err(), "it is still served");
+        assert!(timeout(LIMIT * 4, connection.next()).await.is_err(), "it is still served");
     }
 }

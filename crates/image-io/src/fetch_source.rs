@@ -92,6 +92,12 @@ impl FetchSource {
         self.number.fetch_add(1, Ordering::Release);
     }
 
+    /// Returns whether the fetcher that lives has a request.
+    #[must_use]
+    pub fn is_sent(&self, sent: SentRequest) -> bool {
+        sent.0 == Some(self.number.load(Ordering::Acquire))
+    }
+
     /// Sends a request, unless this fetcher has it. Returns false if it must be called again: the fetcher's queue is
     /// full, or no fetcher lives.
     pub fn request(&self, request: &FetchRequest, sent: &mut SentRequest) -> bool {

@@ -10,14 +10,12 @@ use crate::chunks::ChunkPlace;
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::OFlag;
 use rewake_criu_images::{Digest, ImageDir};
+use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{MANIFEST_NAME, ManifestReader, SealedChunk, SealedFile, SealedParent};
 use rewake_process::file_lock::DirectoryLock;
 
 /// The manifest until it is put in place.
 const PARTIAL: &str = "rewake-manifest.partial";
-
-/// Files that are kept open: a chunk may be a duplicate of one in any earlier file.
-const OPEN_FILES: usize = 16;
 
 /// The directory.
 #[derive(Debug)]
@@ -25,8 +23,8 @@ pub(crate) struct Target {
     path: PathBuf,
     /// The names of the files that were made so far, the first one first.
     names: Vec<String>,
-    /// The files that were used last, by their numbers, the newest first.
-    open: Vec<(u32, File)>,
+    /// Those of them that are open: a chunk may be a duplicate of one in any earlier file.
+    open: OpenFiles,
     /// An earlier copy of this image was cut.
     is_cut: bool,
     /// Whether the file that was made last is from an earlier copy.
@@ -65,7 +63,7 @@ impl Target {
         Ok(Some(Self {
             path: path.to_owned(),
             names: Vec::new(),
-            open: Vec::new(),
+            open: OpenFiles::default(),
             is_cut,
             existed: false,
             _lock: lock,
@@ -137,15 +135,11 @@ impl Target {
     }
 
     fn file(&mut self, number: u32) -> anyhow::Result<&File> {
-        if let Some(place) = self.open.iter().position(|(open, _)| *open == number) {
-            self.open[..=place].rotate_right(1);
-        } else {
-            let name = self.name(number);
-            let file = options().open(&name).context(name)?;
-            self.open.truncate(OPEN_FILES - 1);
-            self.open.insert(0, (number, file));
-        }
-        Ok(&self.open[0].1)
+        let Self { path, names, open, .. } = self;
+        open.get(number, || {
+            let path = path.join(&names[number as usize - 1]);
+            options().open(&path).with_context(|| path.display().to_string())
+        })
     }
 
     /// Writes all files to the disk, and puts the manifest in place.

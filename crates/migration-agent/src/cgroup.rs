@@ -101,9 +101,12 @@ impl TreeCgroup {
     /// Moves a tree into the group, with the children that it forks meanwhile.
     fn fill(&self, root: i32, parent: &Path) -> anyhow::Result<()> {
         for _ in 0..MAX_PASSES {
-            let inside = members(&self.path)?;
+            // In this order: a child that is born meanwhile is born in the group.
             let tasks = proc::tree(root, MAX_TASKS);
-            let outside: Vec<i32> = tasks.into_iter().filter(|task| !inside.contains(task)).collect();
+            let inside = members(&self.path)?;
+            let runs = |task: &i32| proc::status(*task).is_some_and(|status| !status.has_ended());
+            let is_outside = |task: &i32| !inside.contains(task) && runs(task);
+            let outside: Vec<i32> = tasks.into_iter().filter(is_outside).collect();
             if outside.is_empty() && inside.contains(&root) {
                 return Ok(());
             }

@@ -3,12 +3,12 @@
 
 use std::env;
 use std::fs::{self, File};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, sleep};
@@ -19,15 +19,18 @@ use nix::fcntl::Flock;
 use rewake_migration::destination::{
     DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
 };
-use rewake_migration::message::{FromDestination, FromSource};
+use rewake_migration::message::FromDestination;
 use rewake_migration::record::DestinationRecord;
+use rewake_peer_stream::Admission;
 
 use crate::candidates::CandidateStore;
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu};
-use crate::dry_run::{self, DRY_RUN};
-use crate::folder::{self, MigrationFolder, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, watch_peer};
+use crate::dry_run;
+use crate::destination_link::{ConnectionState, DestinationEvent, accept};
+use crate::earlier::EarlierMigration;
+use crate::folder::{self, DestinationEntry, MigrationFolder, WrittenRecord};
+use crate::frame::{Frame, FrameWriter, new_name};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::relay::PageRelay;
@@ -38,10 +41,6 @@ const LOST_LIMIT: Duration = Duration::from_secs(90);
 /// Time without a connection after which missing memory is given up, or GRANT, which the source may have written: longer
 /// than the source's 300 s, by the time in which a lost connection is noticed.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
-/// Time that a connection has for its greeting.
-const GREETING_LIMIT: Duration = Duration::from_secs(10);
-/// Connections without a greeting, at once.
-const MAX_STRANGERS: usize = 16;
 /// Time that the lazy-pages client has to listen, or to end.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 /// Time that CRIU has to end once its tasks are killed.
@@ -57,39 +56,7 @@ pub struct DestinationReport {
     pub outcome: DestinationOutcome,
 }
 
-enum DestinationEvent {
-    Connected(usize, Arc<FrameWriter>),
-    Disconnected(usize),
-    Received(usize, FromSource),
-    Script(CriuMoment, WaitingScript),
-    MemoryLost(String),
-    AllArrived,
-    Abort,
-}
-
-/// What the threads of connections share with the agent.
-#[derive(Debug)]
-struct ConnectionState {
-    /// The migration that the first greeting named.
-    id: Mutex<Option<MigrationId>>,
-    strangers: AtomicUsize,
-    /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is handled
-    /// after it.
-    newest: Mutex<usize>,
-    images: PathBuf,
-    /// For comparisons.
-    criu: CriuChoice,
-    store: Arc<CandidateStore>,
-    relay: Mutex<Option<Arc<PageRelay>>>,
-}
-
-impl ConnectionState {
-    fn relay(&self) -> Option<Arc<PageRelay>> {
-        self.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-/// Takes one program.
+/// Takes one program, of a source that is admitted.
 ///
 /// `aborts` receives the user's wish to end the migration.
 ///
@@ -97,18 +64,23 @@ impl ConnectionState {
 /// Nothing was received: the host has no cgroups, or a folder cannot be made.
 pub fn receive(
     listener: TcpListener,
+    admission: Admission,
     criu: &CriuChoice,
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
     folder::remove_leftovers();
-    let name = new_name("destination")?;
+    let earlier = EarlierMigration::end_all();
+    let name = new_name(folder::DESTINATION)?;
     let folder = MigrationFolder::open(&name)?;
-    folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
     let work = work_directory(&name)?;
     let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
+    let entry = DestinationEntry { record: DestinationRecord::Started, id: None, cgroup };
+    folder.write(&WrittenRecord::Destination(entry.clone()))?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
+        admission,
         id: Mutex::default(),
+        earlier: Mutex::new(earlier),
         strangers: AtomicUsize::new(0),
         newest: Mutex::default(),
         images: folder.images(),
@@ -131,7 +103,7 @@ pub fn receive(
     let agent = DestinationAgent {
         machine: MigrationDestination::new(),
         criu,
-        cgroup,
+        entry,
         _cgroup_lock: cgroup_lock,
         state,
         sender,
@@ -157,113 +129,10 @@ fn work_directory(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-fn accept(listener: &TcpListener, state: &Arc<ConnectionState>, sender: &Sender<DestinationEvent>) {
-    for stream in listener.incoming() {
-        let Ok(stream) = stream else {
-            sleep(TICK);
-            continue;
-        };
-        if state.strangers.fetch_add(1, Ordering::Relaxed) >= MAX_STRANGERS {
-            state.strangers.fetch_sub(1, Ordering::Relaxed);
-            tracing::error!("a connection was turned away: {MAX_STRANGERS} others have sent no greeting");
-            continue;
-        }
-        let (state, sender) = (Arc::clone(state), sender.clone());
-        thread::spawn(move || {
-            let peer = stream
-                .peer_addr()
-                .map_or_else(|_| "a client".to_owned(), |peer: SocketAddr| peer.to_string());
-            if let Err(error) = connection(stream, &state, &sender) {
-                tracing::warn!("{peer}: {error:#}");
-            }
-        });
-    }
-}
-
-/// Takes one connection from its greeting to its end.
-fn connection(
-    mut stream: TcpStream,
-    state: &ConnectionState,
-    sender: &Sender<DestinationEvent>,
-) -> anyhow::Result<()> {
-    let admitted = admit(&mut stream, state);
-    state.strangers.fetch_sub(1, Ordering::Relaxed);
-    if admitted? == Admitted::DryRun {
-        let is_taken = state.id.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        return dry_run::answer(&mut stream, &state.criu, is_taken);
-    }
-    let number = {
-        let mut newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        *newest += 1;
-        *newest
-    };
-    let writer = Arc::new(FrameWriter::new(&stream)?);
-    sender.send(DestinationEvent::Connected(number, Arc::clone(&writer)))?;
-    let ended = read_frames(&mut stream, &writer, number, state, sender);
-    sender.send(DestinationEvent::Disconnected(number))?;
-    ended
-}
-
-/// What a connection is for.
-#[derive(Debug, PartialEq, Eq)]
-enum Admitted {
-    Migration,
-    DryRun,
-}
-
-fn admit(stream: &mut TcpStream, state: &ConnectionState) -> anyhow::Result<Admitted> {
-    watch_peer(stream)?;
-    stream.set_read_timeout(Some(GREETING_LIMIT))?;
-    let id = greeted(stream)?;
-    if id == DRY_RUN {
-        return Ok(Admitted::DryRun);
-    }
-    let known = *state.id.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(id);
-    ensure!(known == id, "another migration: this agent takes one program");
-    stream.set_read_timeout(None)?;
-    Ok(Admitted::Migration)
-}
-
-fn read_frames(
-    stream: &mut TcpStream,
-    writer: &FrameWriter,
-    number: usize,
-    state: &ConnectionState,
-    sender: &Sender<DestinationEvent>,
-) -> anyhow::Result<()> {
-    while let Some(frame) = Frame::read(stream)? {
-        let newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        ensure!(*newest == number, "a newer connection has taken its place");
-        let stored = match frame {
-            Frame::Source(message) => {
-                sender.send(DestinationEvent::Received(number, message))?;
-                Ok(())
-            }
-            Frame::File { name, offset, bytes } => image_files::store(&state.images, &name, offset, &bytes),
-            Frame::Pages { pid, vaddr, parts } => {
-                state.relay().context("the source sent pages without a request")?.answer(pid, vaddr, parts)
-            }
-            Frame::Candidate { pid, vaddr, bytes } => {
-                ensure!(state.relay().is_none(), "the source sent a candidate after the freeze");
-                state.store.candidate(pid, vaddr, &bytes)
-            }
-            Frame::RoundEnd(round) => writer.send(&Frame::RoundStored(round)),
-            Frame::PagesLost(reason) => Err(anyhow::anyhow!("the source: {reason}")),
-            Frame::Destination(_) | Frame::PageRequest { .. } | Frame::RoundStored(_) => {
-                bail!("the source sent a frame of a destination")
-            }
-        };
-        if let Err(error) = stored {
-            sender.send(DestinationEvent::MemoryLost(format!("{error:#}")))?;
-        }
-    }
-    Ok(())
-}
-
 struct DestinationAgent<'a> {
     machine: MigrationDestination,
     criu: &'a CriuChoice,
-    cgroup: TreeCgroup,
+    entry: DestinationEntry,
     _cgroup_lock: Flock<File>,
     state: Arc<ConnectionState>,
     sender: Sender<DestinationEvent>,
@@ -299,7 +168,7 @@ impl DestinationAgent<'_> {
             link.close();
         }
         if !matches!(outcome, DestinationOutcome::Restored { .. }) {
-            self.cgroup.release();
+            self.entry.cgroup.release();
         }
         if let Err(error) = fs::remove_dir_all(&self.work) {
             tracing::warn!(%error, "removing {}", self.work.display());
@@ -315,6 +184,7 @@ impl DestinationAgent<'_> {
                     relay.connect(Some(Arc::clone(&link)));
                 }
                 (self.link, self.link_number, self.lost_since) = (Some(link), number, None);
+                self.note_source();
                 self.step(DestinationInput::Connected);
             }
             DestinationEvent::Disconnected(number) if number == self.link_number => {
@@ -416,7 +286,7 @@ impl DestinationAgent<'_> {
         let criu = self.criu.command("restore", &self.folder.images(), &self.work);
         let mut command = Command::new("/bin/sh");
         // CRIU's tasks are in the group from the beginning.
-        command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.cgroup.entrance());
+        command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.entry.cgroup.entrance());
         command.arg(criu.get_program()).args(criu.get_args());
         command.args(["-d", "--lazy-pages", "--manage-cgroups=ignore"]);
         script::add_to(&mut command, self.folder.path())?;
@@ -430,8 +300,8 @@ impl DestinationAgent<'_> {
     fn start_client(&mut self) -> anyhow::Result<()> {
         let pages = self.work.join("pages.socket");
         let listener = UnixListener::bind(&pages).with_context(|| format!("binding {}", pages.display()))?;
-        let this =
-            CriuChoice { program: env::current_exe().context("finding this program")?, options: Vec::new() };
+        let program = env::current_exe().context("finding this program")?;
+        let this = CriuChoice { program, options: Vec::new(), plugins: None };
         let mut command = this.command("lazy-pages", &self.folder.images(), &self.work);
         command.args(["--page-server", "--address"]).arg(&pages);
         let mut client = RunningCriu::start(&mut command, "lazy-pages", &self.work)?;
@@ -473,16 +343,33 @@ impl DestinationAgent<'_> {
         });
     }
 
-    fn write_release(&mut self) {
-        match self.folder.write(&WrittenRecord::Destination(DestinationRecord::Released)) {
-            Ok(()) => self.step(DestinationInput::ReleaseWritten),
-            Err(error) => self.step(DestinationInput::WriteFailed(format!("{error:#}"))),
+    /// Writes down which migration this is: a later agent then answers its source.
+    fn note_source(&mut self) {
+        let id = self.state.id.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(id, _)| *id);
+        if self.entry.id != id
+            && let Err(reason) = self.write(DestinationEntry { id, ..self.entry.clone() })
+        {
+            self.step(DestinationInput::WriteFailed(reason));
         }
+    }
+
+    fn write_release(&mut self) {
+        let input = match self.write(DestinationEntry { record: DestinationRecord::Released, ..self.entry.clone() }) {
+            Ok(()) => DestinationInput::ReleaseWritten,
+            Err(reason) => DestinationInput::WriteFailed(reason),
+        };
+        self.step(input);
+    }
+
+    fn write(&mut self, entry: DestinationEntry) -> Result<(), String> {
+        let written = self.folder.write(&WrittenRecord::Destination(entry.clone()));
+        self.entry = written.map(|()| entry).map_err(|error| format!("{error:#}"))?;
+        Ok(())
     }
 
     /// Kills the restored tasks first: without the lazy-pages client their missing memory would be zeros.
     fn kill(&mut self) {
-        self.cgroup.kill();
+        self.entry.cgroup.kill();
         self.script = None;
         if let Some(mut restore) = self.restore.take() {
             restore.end_within(CRIU_LIMIT);

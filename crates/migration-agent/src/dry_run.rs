@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake migrate --dry-run`: both hosts compare, and touch nothing. The destination stays free for a migration.
 
-use std::net::TcpStream;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rewake_migration::destination::{DestinationInput, DestinationOutput, MigrationDestination};
 use rewake_migration::message::{FromDestination, FromSource, VERSION};
+use rewake_peer_stream::PeerStream;
 
 use crate::cgroup::{self, TreeCgroup};
 use crate::criu::CriuChoice;
 use crate::frame::{Frame, FrameWriter, MigrationId};
 use crate::host::HostOffer;
+use crate::peer::DestinationPeer;
 use crate::source::{self, SourceOptions};
+use crate::source_link;
 
 /// The id in the greeting of a connection that belongs to no migration.
 pub(crate) const DRY_RUN: MigrationId = [0; 16];
@@ -26,7 +28,7 @@ const MAX_FRAMES: usize = 3;
 /// # Errors
 /// The options are wrong, the tree does not exist, or the destination cannot be asked.
 pub fn compare(options: &SourceOptions) -> anyhow::Result<Vec<String>> {
-    let address = source::address(options)?;
+    let mut peer = DestinationPeer::of(options)?;
     source::start_of(options.tree)?;
     let mut refusals = Vec::new();
     if let Err(error) = TreeCgroup::find(options.tree) {
@@ -34,18 +36,17 @@ pub fn compare(options: &SourceOptions) -> anyhow::Result<Vec<String>> {
     }
     let processes: Vec<i32> = cgroup::tree(options.tree).into_iter().collect();
     let offer = HostOffer::of(&processes, &options.criu)?;
-    refusals.extend(offer.refused_here(&processes, &options.criu));
-    let asked = source::connect(address, &DRY_RUN).and_then(|(stream, writer)| {
-        ask(stream, &writer, serde_json::to_string(&offer)?)
-    });
-    let answer = asked.with_context(|| format!("asking {address}"))?;
+    refusals.extend(offer.refused_here(&options.criu));
+    let (stream, writer) = source_link::connect(peer.dial()?, &DRY_RUN)?;
+    let asked = ask(stream, &writer, serde_json::to_string(&offer)?);
+    let answer = asked.with_context(|| format!("asking {}", options.to))?;
     refusals.extend(answer.map(|reason| format!("{}: {reason}", options.to)));
     Ok(refusals)
 }
 
 /// Gives the destination an offer. Returns why it refuses.
-fn ask(mut stream: TcpStream, writer: &FrameWriter, offer: String) -> anyhow::Result<Option<String>> {
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+fn ask(mut stream: PeerStream, writer: &FrameWriter, offer: String) -> anyhow::Result<Option<String>> {
+    stream.socket().set_read_timeout(Some(ANSWER_LIMIT))?;
     writer.send(&Frame::Source(FromSource::Hello { version: VERSION }))?;
     writer.send(&Frame::Source(FromSource::Offer(offer)))?;
     loop {
@@ -66,13 +67,13 @@ fn ask(mut stream: TcpStream, writer: &FrameWriter, offer: String) -> anyhow::Re
 }
 
 /// Answers a source's dry run. `is_taken`: this agent has a migration.
-pub(crate) fn answer(stream: &mut TcpStream, criu: &CriuChoice, is_taken: bool) -> anyhow::Result<()> {
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
-    let writer = FrameWriter::new(stream)?;
+pub(crate) fn answer(mut stream: PeerStream, criu: &CriuChoice, is_taken: bool) -> anyhow::Result<()> {
+    stream.socket().set_read_timeout(Some(ANSWER_LIMIT))?;
+    let writer = FrameWriter::new(stream.clone());
     // A machine that is thrown away: its outputs beside messages are not carried out.
     let mut machine = MigrationDestination::new();
     for _ in 0..MAX_FRAMES {
-        let Some(frame) = Frame::read(stream)? else { return Ok(()) };
+        let Some(frame) = Frame::read(&mut stream)? else { return Ok(()) };
         let Frame::Source(message) = frame else { bail!("{frame:?} in a dry run: expected an offer") };
         let mut outputs = machine.step(DestinationInput::Received(message));
         while let Some(output) = outputs.pop() {

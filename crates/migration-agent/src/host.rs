@@ -16,7 +16,7 @@ use crate::sockets::{self, TreeSocket};
 /// Names that a refusal shows.
 const SHOWN: usize = 4;
 /// How paths of GPU devices begin.
-const GPU_DEVICES: [&str; 3] = ["/dev/kfd", "/dev/dri/", "/dev/nvidia"];
+const GPU_DEVICES: [&str; 2] = ["/dev/kfd", "/dev/dri/renderD"];
 
 /// What a destination must have.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +29,8 @@ pub(crate) struct HostOffer {
     pids: BTreeSet<i32>,
     /// Files that the tree has open or mapped.
     files: BTreeSet<PathBuf>,
+    /// Device files of GPUs that the tree has open.
+    gpus: BTreeSet<PathBuf>,
     sockets: BTreeSet<TreeSocket>,
     size: TreeSize,
 }
@@ -36,28 +38,40 @@ pub(crate) struct HostOffer {
 impl HostOffer {
     /// Describes this host, and a tree on it.
     pub(crate) fn of(processes: &[i32], criu: &CriuChoice) -> anyhow::Result<Self> {
-        let mut pids = BTreeSet::new();
-        let (mut files, mut sockets, mut size) = (BTreeSet::new(), BTreeSet::new(), TreeSize::default());
+        let mut offer = Self {
+            architecture: std::env::consts::ARCH.to_owned(),
+            cpu_features: cpu_features()?,
+            criu: criu.release()?,
+            pids: BTreeSet::new(),
+            files: BTreeSet::new(),
+            gpus: BTreeSet::new(),
+            sockets: BTreeSet::new(),
+            size: TreeSize::default(),
+        };
         for pid in processes {
-            let number = proc::status(*pid).and_then(|status| status.own_number);
-            pids.insert(number.with_context(|| format!("process {pid} has ended"))?);
-            files.extend(files_of(*pid)?);
-            sockets.extend(sockets::of_process(*pid)?);
-            size.add(*pid)?;
+            let added = offer.add(*pid);
+            // A child may end meanwhile.
+            if exists(pid) {
+                added?;
+            }
         }
-        let architecture = std::env::consts::ARCH.to_owned();
-        let (cpu_features, criu) = (cpu_features()?, criu.release()?);
-        Ok(Self { architecture, cpu_features, criu, pids, files, sockets, size })
+        Ok(offer)
+    }
+
+    fn add(&mut self, pid: i32) -> anyhow::Result<()> {
+        let number = proc::status(pid).and_then(|status| status.own_number);
+        let number = number.with_context(|| format!("process {pid} has ended"))?;
+        self.files.extend(files_of(pid)?);
+        self.gpus.extend(gpu_devices_of(pid));
+        self.sockets.extend(sockets::of_process(pid)?);
+        self.size.add(pid)?;
+        self.pids.insert(number);
+        Ok(())
     }
 
     /// Why the source itself cannot give the tree away.
-    pub(crate) fn refused_here(&self, processes: &[i32], criu: &CriuChoice) -> Vec<String> {
+    pub(crate) fn refused_here(&self, criu: &CriuChoice) -> Vec<String> {
         let mut refusals = Vec::new();
-        let gpus: BTreeSet<String> = processes.iter().flat_map(|pid| gpu_devices_of(*pid)).collect();
-        if !gpus.is_empty() {
-            let gpus: Vec<_> = gpus.into_iter().collect();
-            refusals.push(format!("the program uses a GPU ({}): GPU memory is not migrated yet", shown(&gpus)));
-        }
         let connected = self.sockets.iter().filter(|socket| !socket.listens);
         let connected: Vec<_> = connected.map(|socket| socket.local.to_string()).collect();
         let has_option = ["--tcp-established", "--tcp-close"].iter().any(|option| criu.has(option));
@@ -98,6 +112,10 @@ impl HostOffer {
         let absent = offer.files.iter().filter(|path| !path.exists());
         let absent = absent.map(|path| path.display().to_string());
         refuse(absent.collect(), "files of the program that do not exist here");
+        // Others may have the GPU's place: CRIU's plugin finds one that fits.
+        let has_gpu = Path::new(GPU_DEVICES[0]).exists();
+        let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(|path| path.display().to_string());
+        refuse(gpus.collect(), "GPUs of the program, of which this host has none");
         let sockets = offer.sockets.iter().filter_map(|socket| socket.refused());
         refuse(sockets.collect(), "addresses of the program that it cannot have here");
         let own = criu.release()?;
@@ -142,15 +160,15 @@ fn files_of(pid: i32) -> anyhow::Result<BTreeSet<PathBuf>> {
     Ok(found)
 }
 
-fn gpu_devices_of(pid: i32) -> BTreeSet<String> {
+fn gpu_devices_of(pid: i32) -> BTreeSet<PathBuf> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-    let paths = entries.filter_map(|entry| Some(fs::read_link(entry.path()).ok()?.display().to_string()));
-    paths.filter(|path| GPU_DEVICES.iter().any(|device| path.starts_with(device))).collect()
+    let paths = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+    let is_gpu = |path: &PathBuf| GPU_DEVICES.iter().any(|device| path.to_string_lossy().starts_with(device));
+    paths.filter(is_gpu).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
@@ -161,7 +179,7 @@ mod tests {
         let program = folder.join("criu");
         fs::write(&program, "#!/bin/sh\necho Version: 4.2.1\n").unwrap();
         fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
-        CriuChoice { program, options }
+        CriuChoice { program, options, plugins: None }
     }
 
     #[test]
@@ -179,12 +197,14 @@ mod tests {
         offer.files.insert("/no/such/file".into());
         offer.cpu_features.insert("levitation".into());
         offer.sockets.insert(TreeSocket { local: "192.0.2.1:80".parse().unwrap(), listens: true });
+        offer.gpus.insert("/dev/kfd".into());
         offer.criu = CriuRelease([9, 1]);
         offer.size.resident = u64::MAX / 4;
         let reasons = refused(&offer);
         let begins = [
             "features that this machine's CPUs lack: levitation",
             "files of the program that do not exist here: /no/such/file",
+            "GPUs of the program, of which this host has none: /dev/kfd",
             "addresses of the program that it cannot have here: 192.0.2.1:80 (",
             "CRIU 4.2 here is older than CRIU 9.1 at the source",
             "the program has 4398046511103 MiB resident",
@@ -196,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_and_gpus_are_refused_at_the_source() {
+    fn tcp_connections_are_refused_at_the_source() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let _stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let own = std::process::id().cast_signed();
@@ -204,13 +224,9 @@ mod tests {
         let offer = HostOffer::of(&[own], &plain).unwrap();
         let listening = TreeSocket { local: listener.local_addr().unwrap(), listens: true };
         assert!(offer.sockets.contains(&listening), "{:?}", offer.sockets);
-        let reasons = offer.refused_here(&[own], &plain);
+        let reasons = offer.refused_here(&plain);
         assert_eq!(reasons.len(), 1, "{reasons:?}");
         assert!(reasons[0].starts_with("the program has TCP connections (at 127.0.0.1:"), "{reasons:?}");
-        assert_eq!(offer.refused_here(&[own], &closing), [""; 0]);
-        let folder = format!("/proc/{own}/fd");
-        let opened = File::open("/dev/null").unwrap();
-        assert!(gpu_devices_of(own).is_empty(), "{folder}");
-        drop(opened);
+        assert_eq!(offer.refused_here(&closing), [""; 0]);
     }
 }

@@ -5,7 +5,8 @@
 //! * [`destination`]: restores the tree, and releases it after GRANT.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
-//! * `frame`: the connection. `relay`: page requests of a lazy restore, over that connection.
+//! * `earlier`: what agents of this host have left that were killed.
+//! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy restore, over that connection.
 //! * `host`: what hosts compare, with `room` and `sockets`. [`dry_run`]: that alone.
 //! * [`pre_copy`]: rounds of memory while the tree runs. `tree_memory`: its blocks and pages. `candidates`: where they
 //!   wait for a comparison.
@@ -16,16 +17,20 @@ mod candidates;
 mod cgroup;
 pub mod criu;
 pub mod destination;
+mod destination_link;
 pub mod dry_run;
+mod earlier;
 mod folder;
 mod frame;
 mod held_dump;
 mod host;
 mod image_files;
+mod peer;
 pub mod pre_copy;
 mod relay;
 mod room;
 pub mod script;
 mod sockets;
 pub mod source;
+mod source_link;
 mod tree_memory;

@@ -115,11 +115,6 @@ impl PageRelay {
         }
     }
 
-    /// Requests bytes only: what was stored before is not known.
-    pub(crate) fn want_bytes(&self) {
-        self.state().wants_bytes = true;
-    }
-
     /// Uses a new connection, or none.
     pub(crate) fn connect(&self, link: Option<Arc<FrameWriter>>) {
         let mut state = self.state();
@@ -394,7 +389,7 @@ mod tests {
             let source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             source.set_read_timeout(Some(LIMIT)).unwrap();
             let (stream, _) = listener.accept().unwrap();
-            relay.connect(Some(Arc::new(FrameWriter::new(&stream).unwrap())));
+            relay.connect(Some(Arc::new(FrameWriter::new(stream.into()))));
             source
         }
 

@@ -145,7 +145,7 @@ fn run(folder: &Path, moment: CriuMoment, action: &str) -> anyhow::Result<bool> 
                 bail!("the agent has ended before GRANT: the tree runs on");
             }
             Some(WrittenRecord::Source(_)) => sleep(AGENT_POLL),
-            Some(WrittenRecord::Destination(record)) => return Ok(record == DestinationRecord::Released),
+            Some(WrittenRecord::Destination(entry)) => return Ok(entry.record == DestinationRecord::Released),
             None => bail!("the migration has ended"),
         }
     }

@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that has the program.
 
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, sleep};
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use rewake_criu_tls::TlsClient;
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 use rewake_process::proc;
-use rewake_streamer::gpu::plugin_folder;
 
 use crate::cgroup::TreeCgroup;
 use crate::criu::CriuChoice;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id, watch_peer};
+use crate::frame::{Frame, FrameWriter, new_id};
 use crate::held_dump::HeldDump;
 use crate::host::HostOffer;
 use crate::image_files;
-use crate::pre_copy::{PreCopy, PreCopyGoal};
+use crate::peer::DestinationPeer;
+use crate::pre_copy::PreCopyGoal;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
+use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
 use crate::tree_memory::TreeMemory;
 
 /// Time without a connection before GRANT, after which the program runs on here.
@@ -31,7 +32,6 @@ const LOST_LIMIT: Duration = Duration::from_secs(5);
 const FROZEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
-const CONNECT_PAUSE: Duration = Duration::from_millis(200);
 /// Time between two looks at children and limits.
 const TICK: Duration = Duration::from_millis(20);
 
@@ -44,6 +44,8 @@ pub struct SourceOptions {
     pub to: String,
     /// Whether memory may travel unencrypted to another host.
     pub insecure: bool,
+    /// This host's certificate, and which destination it accepts; none: in clear.
+    pub tls: Option<TlsClient>,
     /// For `criu dump`.
     pub criu: CriuChoice,
     /// What is sent before the freeze, and how long the program may be frozen.
@@ -67,32 +69,6 @@ pub struct SourceReport {
     pub stays_frozen: Option<String>,
 }
 
-/// What an agent is waiting for.
-enum SourceEvent {
-    Connected(Arc<FrameWriter>),
-    Disconnected,
-    Unreachable(String),
-    Received(FromDestination),
-    /// Pre-copy has ended: false if the migration had, or why the program cannot move.
-    PreCopied(Result<bool, String>),
-    Called(AgentCall, WaitingScript),
-    Abort,
-}
-
-/// What threads of the connection share with the agent.
-#[derive(Debug, Default, Clone)]
-struct SharedMemory {
-    /// The memory of the frozen tree.
-    frozen: Arc<Mutex<Option<TreeMemory>>>,
-    pre_copy: Arc<PreCopy>,
-}
-
-impl SharedMemory {
-    fn frozen(&self) -> MutexGuard<'_, Option<TreeMemory>> {
-        self.frozen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 /// Migrates a tree, or continues the migration of it that an agent has left.
 ///
 /// `aborts` receives the user's wish to end the migration.
@@ -100,7 +76,7 @@ impl SharedMemory {
 /// # Errors
 /// Nothing was touched: the options are wrong, the tree has no cgroup, or another process migrates it.
 pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<SourceReport> {
-    let address = address(options)?;
+    let mut peer = DestinationPeer::of(options)?;
     let start = start_of(options.tree)?;
     folder::remove_leftovers();
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
@@ -111,6 +87,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
         None => None,
     };
+    let mut dialed = None;
     let (machine, outputs, entry) = match earlier {
         Some(entry) => {
             ensure!(
@@ -125,7 +102,18 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
             (machine, outputs, entry)
         }
         None => {
-            let (cgroup, offer) = begin(options)?;
+            // Nothing is touched before the destination has proved who it is, and admits this host.
+            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options)?)));
+            let (cgroup, offer) = match begun {
+                Ok((stream, begun)) => {
+                    dialed = Some(stream);
+                    begun
+                }
+                Err(error) => {
+                    folder.remove();
+                    return Err(error).with_context(|| format!("-t {} was not touched", options.tree));
+                }
+            };
             let entry =
                 SourceEntry { record: SourceRecord::Started, id: new_id()?, to: options.to.clone(), cgroup };
             folder.write(&WrittenRecord::Source(entry.clone()))?;
@@ -159,7 +147,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     }
     agent.act(outputs);
     let id = agent.entry.id;
-    thread::spawn(move || keep_connected(address, &id, &sender, &shared));
+    thread::spawn(move || keep_connected(peer, dialed, &id, &sender, &shared));
     Ok(agent.run())
 }
 
@@ -191,8 +179,8 @@ fn begin(options: &SourceOptions) -> anyhow::Result<(TreeCgroup, String)> {
     let describe = || {
         let processes = cgroup.processes()?;
         let offer = HostOffer::of(&processes, &options.criu)?;
-        let refusals = offer.refused_here(&processes, &options.criu);
-        ensure!(refusals.is_empty(), "-t {}: {}", options.tree, refusals.join("; "));
+        let refusals = offer.refused_here(&options.criu);
+        ensure!(refusals.is_empty(), "{}", refusals.join("; "));
         Ok(serde_json::to_string(&offer)?)
     };
     let offer = describe();
@@ -200,17 +188,6 @@ fn begin(options: &SourceOptions) -> anyhow::Result<(TreeCgroup, String)> {
         cgroup.release();
     }
     Ok((cgroup, offer?))
-}
-
-pub(crate) fn address(options: &SourceOptions) -> anyhow::Result<SocketAddr> {
-    let mut found = options.to.to_socket_addrs().with_context(|| format!("--to {}", options.to))?;
-    let address = found.next().with_context(|| format!("--to {}: no address of that name", options.to))?;
-    ensure!(
-        address.ip().is_loopback() || options.insecure,
-        "--to {address}: memory would travel unencrypted to another host: add --insecure if the network is trusted, \
-         or tunnel to a loopback address"
-    );
-    Ok(address)
 }
 
 fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> anyhow::Result<()> {
@@ -223,73 +200,6 @@ fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> a
 
 fn forward_aborts(aborts: Receiver<()>, sender: Sender<SourceEvent>) {
     thread::spawn(move || while aborts.recv().is_ok() && sender.send(SourceEvent::Abort).is_ok() {});
-}
-
-/// Connects, answers page requests, and connects again, until the agent has ended.
-fn keep_connected(
-    address: SocketAddr,
-    id: &MigrationId,
-    sender: &Sender<SourceEvent>,
-    shared: &SharedMemory,
-) {
-    loop {
-        let event = match connect(address, id) {
-            Ok((stream, writer)) => {
-                if sender.send(SourceEvent::Connected(Arc::clone(&writer))).is_err() {
-                    return;
-                }
-                if let Err(error) = serve(stream, &writer, sender, shared) {
-                    tracing::warn!("{address}: {error:#}");
-                }
-                SourceEvent::Disconnected
-            }
-            Err(error) => SourceEvent::Unreachable(format!("connecting to {address}: {error:#}")),
-        };
-        if sender.send(event).is_err() {
-            return;
-        }
-        sleep(CONNECT_PAUSE);
-    }
-}
-
-pub(crate) fn connect(address: SocketAddr, id: &MigrationId) -> anyhow::Result<(TcpStream, Arc<FrameWriter>)> {
-    let mut stream = TcpStream::connect_timeout(&address, LOST_LIMIT)?;
-    watch_peer(&stream)?;
-    greet(&mut stream, id)?;
-    let writer = FrameWriter::new(&stream)?;
-    Ok((stream, Arc::new(writer)))
-}
-
-/// Takes frames of one connection to its end.
-fn serve(
-    mut stream: TcpStream,
-    writer: &FrameWriter,
-    sender: &Sender<SourceEvent>,
-    shared: &SharedMemory,
-) -> anyhow::Result<()> {
-    while let Some(frame) = Frame::read(&mut stream)? {
-        match frame {
-            Frame::Destination(message) => {
-                if sender.send(SourceEvent::Received(message)).is_err() {
-                    return Ok(());
-                }
-            }
-            Frame::PageRequest { pid, run, wants_bytes } => {
-                // Not sent under the lock: an abort takes the memory away.
-                let answer = {
-                    let memory = shared.frozen();
-                    let memory = memory.as_ref();
-                    memory
-                        .context("the destination requests pages of a tree that is not frozen")?
-                        .answer(pid, run, wants_bytes, &shared.pre_copy.blocks())
-                };
-                writer.send(&answer)?;
-            }
-            Frame::RoundStored(round) => shared.pre_copy.stored(round),
-            _ => bail!("the destination sent a frame of a source"),
-        }
-    }
-    Ok(())
 }
 
 struct SourceAgent<'a> {
@@ -486,8 +396,6 @@ impl SourceAgent<'_> {
     }
 
     fn freeze(&mut self) -> anyhow::Result<()> {
-        let has_gpu = plugin_folder::image_has_gpu(&self.folder.images()).context("reading the image")?;
-        ensure!(!has_gpu, "the program has GPU memory, which is not migrated yet");
         self.entry.cgroup.freeze()?;
         self.frozen_since = Some(Instant::now());
         self.open_memory()

@@ -8,6 +8,7 @@ use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::dry_run;
 use rewake_migration_agent::pre_copy::PreCopyGoal;
 use rewake_migration_agent::source::{self, SourceOptions};
+use rewake_streamer::gpu::plugin_folder;
 
 use super::aborts;
 use super::criu::CriuOptions;
@@ -35,6 +36,12 @@ const LOST: u8 = 3;
 /// The program does not run here, and may run at the destination; or it is frozen here.
 const UNKNOWN: u8 = 4;
 
+/// The host of `HOST:PORT` or `[IPV6]:PORT`, which the destination's certificate must name.
+fn host(to: &str) -> &str {
+    let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
 /// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory, 1 when it
 /// runs here.
 ///
@@ -43,10 +50,10 @@ const UNKNOWN: u8 = 4;
 pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
     CriuOptions::refuse(&options.criu_options, &OURS)?;
-    let wanted = wanted(options);
-    if options.abort {
-        return abort(wanted.tree);
-    }
+    let Some(to) = options.to.as_deref().filter(|_| !options.abort) else {
+        return abort(options.tree.cast_signed());
+    };
+    let wanted = wanted(options, to)?;
     if options.dry_run {
         return dry_run(&wanted);
     }
@@ -84,19 +91,22 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     Ok(code)
 }
 
-fn wanted(options: &MigrateArgs) -> SourceOptions {
+fn wanted(options: &MigrateArgs, to: &str) -> anyhow::Result<SourceOptions> {
     let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
-    SourceOptions {
+    let given = CriuOptions::read(&options.criu_options, &[])?;
+    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
+    Ok(SourceOptions {
         tree: options.tree.cast_signed(),
-        to: options.to.clone().unwrap_or_default(),
+        to: to.to_owned(),
         insecure: options.insecure,
-        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone() },
+        tls: options.tls.client(host(to))?,
+        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins },
         goal: PreCopyGoal {
             all_first: options.pre_copy_only,
             max_downtime: options.max_downtime.map(Duration::from_millis),
         },
         give_up_after: options.give_up_after.map(Duration::from_secs),
-    }
+    })
 }
 
 /// Ends the migration that another process runs: exit code 1 if the program was given away.

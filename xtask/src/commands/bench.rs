@@ -3,6 +3,7 @@
 //! process on GPUs through CRIU's own plugin and through this project's. `behind`: how soon a process runs
 //! with a background load, when it answers, and the rate of the load. `engine`: the loader of GPU memory,
 //! compared with memcpy and the disk. `programs`: when a restored Python, Node, Java or redis server answers.
+//! `remote`: restores from page servers.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -22,6 +23,11 @@ const NODE: [&str; 1] = ["nodejs"];
 /// Ends as `rewake-bench lazy`, with `more` passed through.
 pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
     with_criu("lazy", more)
+}
+
+/// Ends as `rewake-bench remote`, with `more` passed through.
+pub(crate) fn remote(more: &[&str]) -> anyhow::Result<()> {
+    with_criu("remote", more)
 }
 
 /// Ends as `rewake-bench programs`, with `more` passed through.
@@ -156,12 +162,9 @@ struct Programs {
 
 impl Programs {
     fn build() -> anyhow::Result<Self> {
-        Ok(Self {
-            bench: repository::build_release("rewake-bench", "rewake-bench")?,
-            app: repository::build_release("gpu-app", "gpu-app")?,
-            rewake: repository::build_release("rewake", "rewake")?,
-            plugin: plugin::make(Profile::Release)?,
-        })
+        let plugin = plugin::make(Profile::Release, &["rewake-bench", "gpu-app", "rewake"])?;
+        let [bench, app, rewake] = ["rewake-bench", "gpu-app", "rewake"].map(repository::release);
+        Ok(Self { bench: bench?, app: app?, rewake: rewake?, plugin })
     }
 
     /// A shell command prefix that names the other programs.

@@ -32,15 +32,16 @@ impl Profile {
 
 /// Builds the plugins and prints the folder.
 pub(crate) fn run(profile: Profile) -> anyhow::Result<()> {
-    println!("{}", make(profile)?.display());
+    println!("{}", make(profile, &[])?.display());
     Ok(())
 }
 
-/// Builds the plugins; returns the folder that has them and nothing else.
-pub(crate) fn make(profile: Profile) -> anyhow::Result<PathBuf> {
+/// Builds the plugins; returns the folder that has them and nothing else. Other packages are built by the same run of
+/// cargo: in two runs, libraries that both use would be compiled twice, with different features.
+pub(crate) fn make(profile: Profile, others: &[&str]) -> anyhow::Result<PathBuf> {
     let mut cargo = repository::cargo();
-    cargo.args(["build", "--lib"]);
-    for package in PACKAGES {
+    cargo.arg("build");
+    for package in PACKAGES.iter().chain(others) {
         cargo.args(["--package", package]);
     }
     if profile == Profile::Release {

@@ -222,8 +222,7 @@ fn tests() -> anyhow::Result<Vec<PathBuf>> {
     let packages = |names: &[&str]| -> Vec<String> {
         names.iter().flat_map(|name| ["--package".to_owned(), (*name).to_owned()]).collect()
     };
-    program::run(repository::cargo().arg("build").args(packages(&PROGRAMS)))?;
-    plugin::make(Profile::Debug)?;
+    plugin::make(Profile::Debug, &PROGRAMS)?;
     let arguments = ["test", "--no-run", "--message-format=json-render-diagnostics", "--lib", "--tests"];
     let mut cargo = repository::cargo();
     let messages = program::listen(cargo.args(arguments).args(packages(&TESTED)))?;

@@ -127,6 +127,11 @@ impl AddressSpace {
         (pidfd != NO_FD).then(|| unsafe { BorrowedFd::borrow_raw(pidfd) })
     }
 
+    /// Returns whether its pages come from a fetcher.
+    pub fn is_fetched(&self) -> bool {
+        self.files.iter().any(|file| file.source().is_some())
+    }
+
     /// Returns whether GPUs can access memory of its process: then the kernel stops their queues while it moves such
     /// memory.
     pub fn is_registered(&self) -> bool {

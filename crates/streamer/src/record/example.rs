@@ -23,8 +23,7 @@ fn memory(
 ///
 /// # Panics
 /// Never: its numbers are small.
-#[must_use]
-pub fn record() -> Record {
+pub(crate) fn record() -> Record {
     let sampled_us: Vec<u64> = (0..=30).map(|tick| tick * 98_340).collect();
     let fault = |number: u64| Fault {
         at_us: 200_000 + number * 230_000,

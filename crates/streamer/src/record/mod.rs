@@ -8,8 +8,8 @@
 //! * [`text`], [`html`]: show the record to users. [`files`]: keeps it beside CRIU's own logs.
 
 mod cpu_progress;
-#[cfg(any(test, feature = "testing"))]
-pub mod example;
+#[cfg(test)]
+pub(crate) mod example;
 pub mod files;
 mod follow;
 pub mod html;

@@ -70,12 +70,6 @@ impl StreamedRestore {
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
         };
         let gpus = options.images.as_ref().map_or(Ok(true), has_gpus)?;
-        if gpus && options.server.is_some() {
-            bail!(
-                "the image has GPU memory, which CRIU's page protocol cannot carry: copy the whole image, and restore \
-                 it without --page-server"
-            );
-        }
         if gpus {
             ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
         }

@@ -7,7 +7,6 @@
 
 pub(crate) mod cache_file;
 pub(crate) mod draft;
-pub(crate) mod lease;
 mod opened_by;
 pub(crate) mod sealed;
 

@@ -24,7 +24,7 @@ use self::view::{View, write};
 use super::criu::{self, Criu, CriuInvocation, CriuOptions};
 use super::directory;
 use crate::cli::{RestoreArgs, WaitFor};
-use crate::lease::ImageLease;
+use rewake_criu_images::ImageLease;
 use rewake_streamer::control::REPORT;
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{Ended, State, Streaming};

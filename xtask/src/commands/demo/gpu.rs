@@ -10,9 +10,9 @@ use crate::{repository, root, vm};
 /// Builds everything, and runs [`super::scene`] in a virtual machine.
 pub(crate) fn run() -> anyhow::Result<()> {
     root::become_root()?;
-    let app = repository::build_release("gpu-app", "gpu-app")?;
-    let rewake = repository::build_release("rewake", "rewake")?;
-    let plugin = plugin::make(Profile::Release)?;
+    let plugin = plugin::make(Profile::Release, &["gpu-app", "rewake"])?;
+    let [app, rewake] = ["gpu-app", "rewake"].map(repository::release);
+    let (app, rewake) = (app?, rewake?);
     if !vm::is_made() {
         println!("The first time, a virtual machine is made from Debian's packages: about three minutes.");
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rewake_image_io::{BLOCK, Class, FetchRequest, ImageFile, PAGE, SentRequest};
 
 use super::Reactor;
-use super::background::Claim;
+use super::background::{BATCH, Claim};
 use super::demand::Demand;
 use crate::cpu::space::AddressSpace;
 
@@ -30,6 +30,13 @@ pub(super) struct AbsentBlock {
     sent: SentRequest,
 }
 
+impl AbsentBlock {
+    /// Returns whether the fetcher has a request for it.
+    fn is_sent(&self) -> bool {
+        self.file.source().is_some_and(|source| source.is_sent(self.sent))
+    }
+}
+
 impl Reactor {
     /// Requests a page that a thread waits for. The page fault is served when it has arrived.
     pub(super) fn await_page(&mut self, demand: Demand, file: &Arc<ImageFile>, offset: u64) {
@@ -41,12 +48,30 @@ impl Reactor {
         }
     }
 
-    /// Requests a claimed block. It is loaded when it has arrived. A request that the fetcher has no room for is sent in
-    /// a later turn.
+    /// Keeps a claimed block, which is requested by [`Reactor::request_blocks`]. It is loaded when it has arrived.
     pub(super) fn await_block(&mut self, claim: Claim, file: Arc<ImageFile>, offset: u64) {
-        let mut absent = AbsentBlock { claim, file, offset, sent: SentRequest::default() };
-        self.request(&absent.file, Class::Background, offset, BLOCK, &mut absent.sent);
-        self.absent_blocks.push(absent);
+        self.absent_blocks.push(AbsentBlock { claim, file, offset, sent: SentRequest::default() });
+    }
+
+    /// Requests the claimed blocks that the fetcher has no request for, adjacent ones together. Where it has no room, they
+    /// are requested in a later turn.
+    pub(super) fn request_blocks(&mut self) {
+        let mut at = 0;
+        while let Some(first) = self.absent_blocks.get(at) {
+            let follows = |(index, next): (usize, &AbsentBlock)| {
+                Arc::ptr_eq(&next.file, &first.file)
+                    && next.offset == first.offset + (index * BLOCK) as u64
+                    && !next.is_sent()
+            };
+            let blocks = self.absent_blocks[at..].iter().take(BATCH).enumerate();
+            let count = blocks.take_while(|block| follows(*block)).count();
+            if count > 0 {
+                let mut sent = SentRequest::default();
+                self.request(&first.file, Class::Background, first.offset, count * BLOCK, &mut sent);
+                self.absent_blocks[at..at + count].iter_mut().for_each(|block| block.sent = sent);
+            }
+            at += count.max(1);
+        }
     }
 
     /// Serves the page faults whose pages have arrived. The others are requested again if another fetcher runs by now.
@@ -73,13 +98,7 @@ impl Reactor {
                 self.absent_blocks.swap_remove(at);
                 continue;
             }
-            if !absent.file.has(absent.offset, BLOCK) {
-                let mut sent = absent.sent;
-                let (file, offset) = (Arc::clone(&absent.file), absent.offset);
-                self.request(&file, Class::Background, offset, BLOCK, &mut sent);
-                self.absent_blocks[at].sent = sent;
-                at += 1;
-            } else if self.current.is_some() {
+            if self.current.is_some() || !absent.file.has(absent.offset, BLOCK) {
                 at += 1;
             } else {
                 let absent = self.absent_blocks.remove(at);

@@ -14,7 +14,7 @@ use super::Reactor;
 use crate::cpu::space::{AddressSpace, Filled};
 
 /// Blocks that a reactor claims together: adjacent ones make one request to the disk.
-const BATCH: usize = PIECE / BLOCK;
+pub(super) const BATCH: usize = PIECE / BLOCK;
 /// Blocks that one reactor claims ahead, loaded or not. The I/O budget limits how many reads are in flight.
 const READ_AHEAD: usize = 3 * BATCH;
 
@@ -104,6 +104,7 @@ impl Reactor {
         }
         self.load_arrived();
         self.claim_ahead();
+        self.request_blocks();
         self.engine.flush();
         let Some(work) = self.current.take().or_else(|| self.ready.pop_front()) else {
             return StepOutcome::Idle;
@@ -148,6 +149,10 @@ impl Reactor {
 
     /// Claims blocks until the page cache has one, or enough are ready or in flight.
     fn claim_ahead(&mut self) {
+        // Blocks that have not arrived are claimed in batches: adjacent ones make one request to the fetcher.
+        if self.absent_blocks.len() + BATCH > READ_AHEAD {
+            return;
+        }
         while (self.current.is_none() || self.is_fetched) && self.wants_more() {
             // Only reads from the disk use the budget.
             let first_only = self.shared.budget.holds_background();
@@ -193,8 +198,13 @@ impl Reactor {
         let at = |step: usize| &self.spaces[(self.turn + step) % count];
         // Prefetch blocks have priority: restores wait for them.
         let first_only = self.shared.budget.holds_background();
-        let first = (0..count).find(|step| has_work(at(*step), true));
-        let rest = |step: &usize| !first_only && has_work(at(*step), false);
+        let mine = |step: usize, first_only: bool| {
+            let space = at(step);
+            // A peer is slower than one reactor. Others would only delay it, as they use the same processors.
+            (!space.is_fetched() || space.home == self.index) && has_work(space, first_only)
+        };
+        let first = (0..count).find(|step| mine(*step, true));
+        let rest = |step: &usize| !first_only && mine(*step, false);
         let step = first.or_else(|| (0..count).find(rest))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;

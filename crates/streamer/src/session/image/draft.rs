@@ -7,13 +7,12 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_images::{Digest, Generation, ImageDir, LazyExtent, LazyPlan, RemotePlan};
+use rewake_criu_images::{Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan};
 use rewake_image_io::{BLOCK, FileState};
 use rewake_manifest::{ImageChecksums, read_chain};
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
-use super::lease::lease;
 use crate::session::gpu_pinned::gpu_registered_ranges;
 
 /// What a session needs of an image, as its planner found it.
@@ -172,7 +171,8 @@ impl DraftCache {
 
 /// Leases an image and its parents.
 fn leases(chain: &[&ImageDir]) -> anyhow::Result<Vec<File>> {
-    chain.iter().filter_map(|images| lease(images).transpose()).collect()
+    let leases = chain.iter().filter_map(|images| ImageLease::of(images).transpose());
+    leases.map(|lease| Ok(lease?.into_file())).collect()
 }
 
 fn extent(of: LazyExtent, base: u64) -> Extent {
