@@ -9,7 +9,7 @@ use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockaddrLike as _, SockaddrStorage, getsockname, send};
 use rewake_page_protocol::{PageMessage, PageRun};
 
-use crate::plan::FetchPlan;
+use crate::plan::{FetchPlan, FetchedMemory};
 
 /// Time that the peer has to answer, in milliseconds.
 const ANSWER_TIME: u16 = 1000;
@@ -26,9 +26,10 @@ pub fn leave_unread(connection: BorrowedFd<'_>, plan: &File) -> anyhow::Result<(
     if name.family() != Some(AddressFamily::Unix) || plan.tls.is_some() {
         return Ok(());
     }
-    let first = plan.extents.first().context("no page to request")?;
+    let FetchedMemory::Pages { layout, extents } = &plan.memory else { return Ok(()) };
+    let first = extents.first().context("no page to request")?;
     let request = PageMessage::Get { pid: first.pid, run: PageRun::new(first.vaddr, 1)? };
-    let bytes = plan.layout.encode(&request.header())?;
+    let bytes = layout.encode(&request.header())?;
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     let sent = send(connection.as_raw_fd(), &bytes, flags).context("requesting a page")?;
     ensure!(sent == bytes.len(), "{sent} of {} bytes of a request were sent", bytes.len());
@@ -52,7 +53,12 @@ mod tests {
         let plan = tempfile::tempfile().unwrap();
         let layout = HeaderLayout::Wide;
         let extents = vec![FetchExtent { first: 0, vaddr: 0x7000, pages: 1, pid: 9 }];
-        let written = FetchPlan { peer: PagePeer::Connected, tls: None, layout, cache: 1 << 16, extents };
+        let written = FetchPlan {
+            peer: PagePeer::Connected,
+            tls: None,
+            len: 1 << 16,
+            memory: FetchedMemory::Pages { layout, extents },
+        };
         written.write(&plan).unwrap();
         let (ours, mut peer) = UnixStream::pair().unwrap();
         let answers = std::thread::spawn(move || {
@@ -73,7 +79,12 @@ mod tests {
         let plan = tempfile::tempfile().unwrap();
         let extents = vec![FetchExtent { first: 0, vaddr: 0x7000, pages: 1, pid: 9 }];
         let layout = HeaderLayout::Narrow;
-        let written = FetchPlan { peer: PagePeer::Connected, tls: None, layout, cache: 1 << 16, extents };
+        let written = FetchPlan {
+            peer: PagePeer::Connected,
+            tls: None,
+            len: 1 << 16,
+            memory: FetchedMemory::Pages { layout, extents },
+        };
         written.write(&plan).unwrap();
         let (ours, peer) = UnixStream::pair().unwrap();
         let silent = leave_unread(ours.as_fd(), &plan).unwrap_err().to_string();
