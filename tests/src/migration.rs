@@ -132,7 +132,8 @@ impl Migration {
     /// It has another one.
     pub fn take_pid_at_destination(&self) -> anyhow::Result<()> {
         let before = self.pid - 1;
-        let take = format!("echo {before} > /proc/sys/kernel/ns_last_pid; sleep 1000 >/dev/null 2>&1 & echo $!");
+        let take =
+            format!("echo {before} > /proc/sys/kernel/ns_last_pid; sleep 1000 >/dev/null 2>&1 & echo $!");
         let number = output(self.hosts.destination.command("sh").args(["-c", &take]))?;
         ensure!(number.trim() == self.pid.to_string(), "{number:?}, expected {}", self.pid);
         Ok(())

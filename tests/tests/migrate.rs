@@ -71,7 +71,11 @@ fn a_dry_run_compares_and_touches_nothing() {
     // The same in a migration, which leaves the program as it was.
     let refused = migration.migrate().unwrap().ended().unwrap();
     assert_eq!(refused.status.code(), Some(1));
-    assert!(said(&refused).contains("runs here: pids of the program that are in use here"), "{}", said(&refused));
+    assert!(
+        said(&refused).contains("runs here: pids of the program that are in use here"),
+        "{}",
+        said(&refused)
+    );
     receive.ended().unwrap();
     assert_eq!((migration.processes(), migration.source_record()), ((1, 0), None));
     migration.expect_right_bytes().unwrap();
@@ -110,7 +114,12 @@ fn another_terminal_ends_a_migration_before_grant_only() {
     let mut migrate = migration.migrate().unwrap();
     migration.restoring().unwrap();
     let aborted = migration.abort().unwrap();
-    assert_eq!((aborted.status.code(), said(&aborted).contains("runs here")), (Some(0), true), "{}", said(&aborted));
+    assert_eq!(
+        (aborted.status.code(), said(&aborted).contains("runs here")),
+        (Some(0), true),
+        "{}",
+        said(&aborted)
+    );
     assert_eq!(migrate.ended().unwrap().status.code(), Some(1));
     assert_eq!(receive.ended().unwrap().status.code(), Some(1));
     assert_eq!(migration.processes(), (1, 0));
@@ -184,7 +193,11 @@ fn a_later_agent_says_what_became_of_the_program() {
     assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
     let lost = "is lost: the destination had it, and has ended: the restored processes have ended";
     assert!(said(&migrated).contains(lost), "{}", said(&migrated));
-    assert!(migration.received().contains("an earlier agent was killed after RELEASE"), "{}", migration.received());
+    assert!(
+        migration.received().contains("an earlier agent was killed after RELEASE"),
+        "{}",
+        migration.received()
+    );
     assert!(soon(|| migration.processes() == (0, 0)), "{:?}", migration.processes());
     assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
     // It can still take a program.

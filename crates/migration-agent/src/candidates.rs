@@ -64,7 +64,10 @@ impl CandidateStore {
             let (place, pages) = block_of(task, first, end);
             let last = place.vaddr + pages.end * PAGE;
             let slot = blocks.arrived(place, pages.clone());
-            self.write(&bytes[(first - vaddr) as usize..(last - vaddr) as usize], slot * BLOCK + pages.start * PAGE)?;
+            self.write(
+                &bytes[(first - vaddr) as usize..(last - vaddr) as usize],
+                slot * BLOCK + pages.start * PAGE,
+            )?;
             first = last;
         }
         Ok(())
@@ -89,7 +92,9 @@ impl CandidateStore {
 
     fn read(&self, slot: u64, pages: &Range<u64>) -> anyhow::Result<Vec<u8>> {
         let mut bytes = vec![0; ((pages.end - pages.start) * PAGE) as usize];
-        self.file.read_exact_at(&mut bytes, slot * BLOCK + pages.start * PAGE).context("reading the candidates")?;
+        self.file
+            .read_exact_at(&mut bytes, slot * BLOCK + pages.start * PAGE)
+            .context("reading the candidates")?;
         Ok(bytes)
     }
 

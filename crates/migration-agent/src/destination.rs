@@ -26,8 +26,8 @@ use rewake_peer_stream::Admission;
 use crate::candidates::CandidateStore;
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu};
-use crate::dry_run;
 use crate::destination_link::{ConnectionState, DestinationEvent, accept};
+use crate::dry_run;
 use crate::earlier::EarlierMigration;
 use crate::folder::{self, DestinationEntry, MigrationFolder, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, new_name};
@@ -354,7 +354,9 @@ impl DestinationAgent<'_> {
     }
 
     fn write_release(&mut self) {
-        let input = match self.write(DestinationEntry { record: DestinationRecord::Released, ..self.entry.clone() }) {
+        let input = match self
+            .write(DestinationEntry { record: DestinationRecord::Released, ..self.entry.clone() })
+        {
             Ok(()) => DestinationInput::ReleaseWritten,
             Err(reason) => DestinationInput::WriteFailed(reason),
         };

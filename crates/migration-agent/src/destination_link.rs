@@ -73,7 +73,11 @@ impl ConnectionState {
 }
 
 /// Takes connections until the process ends.
-pub(crate) fn accept(listener: &TcpListener, state: &Arc<ConnectionState>, sender: &Sender<DestinationEvent>) {
+pub(crate) fn accept(
+    listener: &TcpListener,
+    state: &Arc<ConnectionState>,
+    sender: &Sender<DestinationEvent>,
+) {
     for stream in listener.incoming() {
         let Ok(stream) = stream else {
             sleep(ACCEPT_PAUSE);

@@ -220,7 +220,8 @@ mod tests {
             }
             path
         };
-        let destination = r#"{"destination":{"record":"released","id":null,"cgroup":{"path":"/g","is_made":true}}}"#;
+        let destination =
+            r#"{"destination":{"record":"released","id":null,"cgroup":{"path":"/g","is_made":true}}}"#;
         let source = |group: &str| {
             let id = [0; 16];
             format!(

@@ -321,7 +321,7 @@ impl FrameWriter {
 
 #[cfg(test)]
 mod tests {
-use rewake_migration::message::DestinationProgress;
+    use rewake_migration::message::DestinationProgress;
 
     use super::*;
 

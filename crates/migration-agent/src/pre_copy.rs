@@ -108,7 +108,12 @@ impl PreCopy {
         for number in 1..=MAX_ROUNDS {
             let Some(round) = self.round(cgroup) else { return Ok(false) };
             self.state().rounds = number;
-            tracing::info!("pre-copy, round {number}: {} of {} bytes in {:?}", round.sent, round.total, round.elapsed);
+            tracing::info!(
+                "pre-copy, round {number}: {} of {} bytes in {:?}",
+                round.sent,
+                round.total,
+                round.elapsed
+            );
             if round.sent >= MEASURED_BYTES {
                 rate = Some(round.sent as f64 / round.elapsed.as_secs_f64());
             }
@@ -118,7 +123,8 @@ impl PreCopy {
                 return Ok(true);
             }
             if is_too_long && number == MAX_ROUNDS {
-                let (predicted, accepted) = (predicted.as_millis(), goal.max_downtime.unwrap_or_default().as_millis());
+                let (predicted, accepted) =
+                    (predicted.as_millis(), goal.max_downtime.unwrap_or_default().as_millis());
                 return Err(format!(
                     "the downtime would be {predicted} ms after {number} rounds of pre-copy, the last with {} MiB: \
                      --max-downtime accepts {accepted} ms",
@@ -203,7 +209,8 @@ impl PreCopy {
     }
 
     fn wait_until_stored(&self, link: &Arc<FrameWriter>, number: u32) -> Result<(), RoundEnd> {
-        let is_newest = |state: &PreCopyState| state.link.as_ref().is_some_and(|newest| Arc::ptr_eq(newest, link));
+        let is_newest =
+            |state: &PreCopyState| state.link.as_ref().is_some_and(|newest| Arc::ptr_eq(newest, link));
         let waits = |state: &mut PreCopyState| state.stored < number && !state.is_over && is_newest(state);
         let state = self.changed.wait_while(self.state(), waits).unwrap_or_else(PoisonError::into_inner);
         match state.stored < number {

@@ -196,7 +196,6 @@ impl PageRelay {
         drop(self.has_room.wait_while(self.state(), are_many).unwrap_or_else(PoisonError::into_inner));
     }
 
-
     /// Answers requests for pages that are on this host, in their turn.
     fn answer_local(&self) -> anyhow::Result<()> {
         loop {
@@ -272,12 +271,10 @@ impl PageRelay {
                     }
                     all.extend(bytes);
                 }
-                PagePart::Unchanged { digest, .. } => {
-                    match self.store.confirm(request.pid, run, digest)? {
-                        Some(bytes) => all.extend(bytes),
-                        None => return Ok(Err(StaleDigest)),
-                    }
-                }
+                PagePart::Unchanged { digest, .. } => match self.store.confirm(request.pid, run, digest)? {
+                    Some(bytes) => all.extend(bytes),
+                    None => return Ok(Err(StaleDigest)),
+                },
             }
         }
         Ok(Ok(all))
@@ -287,7 +284,9 @@ impl PageRelay {
     fn begin_again(&self) -> anyhow::Result<()> {
         let mut state = self.state();
         ensure!(!state.wants_bytes, "the source sent a digest of a block whose bytes were requested");
-        tracing::warn!("a block differs from its digest at the source: all further pages are requested as bytes");
+        tracing::warn!(
+            "a block differs from its digest at the source: all further pages are requested as bytes"
+        );
         state.wants_bytes = true;
         state.link.take().inspect(|link| link.close());
         Ok(())
@@ -519,9 +518,15 @@ mod tests {
         let fetched = thread::spawn(move || relay.fetch_all(&runs));
         let mut expected = 8;
         while expected < 108 {
-            let Some(Frame::PageRequest { run, .. }) = Frame::read(&mut scene.source).unwrap() else { panic!() };
+            let Some(Frame::PageRequest { run, .. }) = Frame::read(&mut scene.source).unwrap() else {
+                panic!()
+            };
             // The first page only: the rest is requested again.
-            let parts = if expected == 8 { page(6) } else { vec![PagePart::Bytes(vec![6; (run.pages() * PAGE) as usize])] };
+            let parts = if expected == 8 {
+                page(6)
+            } else {
+                vec![PagePart::Bytes(vec![6; (run.pages() * PAGE) as usize])]
+            };
             expected += if expected == 8 { 1 } else { run.pages() };
             scene.relay.answer(7, run.vaddr(), parts).unwrap();
         }

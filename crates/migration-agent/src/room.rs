@@ -59,7 +59,9 @@ pub(crate) fn refused(size: TreeSize) -> anyhow::Result<Vec<String>> {
         if size.resident > free {
             let (needed, free) = (size.resident / MIB, free / MIB);
             let group = group.display();
-            refusals.push(format!("the program has {needed} MiB resident, and cgroup {group} permits {free} MiB"));
+            refusals.push(format!(
+                "the program has {needed} MiB resident, and cgroup {group} permits {free} MiB"
+            ));
         }
     }
     let free = free_disk(Path::new(WORK))?;
@@ -87,6 +89,9 @@ mod tests {
         assert!(size.resident > 0 && size.anonymous > 0 && size.anonymous < size.resident * 2, "{size:?}");
         assert_eq!(refused(size).unwrap(), [""; 0]);
         let large = refused(TreeSize { anonymous: 1 << 50, ..TreeSize::default() }).unwrap();
-        assert!(large[0].starts_with("2147483648 MiB of disk space are needed in /var/tmp, and "), "{large:?}");
+        assert!(
+            large[0].starts_with("2147483648 MiB of disk space are needed in /var/tmp, and "),
+            "{large:?}"
+        );
     }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that has the program.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -161,7 +161,10 @@ pub fn abort(tree: i32) -> anyhow::Result<bool> {
     let answer = script::ask_to_abort(&folder).ok().flatten();
     answer.with_context(|| match folder::read_record(&folder) {
         Ok(Some(WrittenRecord::Source(entry))) if entry.record == SourceRecord::Granted => {
-            format!("-t {tree}: it was given to {}, and its agent has ended: migrate it again with that --to", entry.to)
+            format!(
+                "-t {tree}: it was given to {}, and its agent has ended: migrate it again with that --to",
+                entry.to
+            )
         }
         _ => format!("-t {tree}: no `rewake migrate` of it runs, or it has just ended"),
     })
@@ -332,7 +335,9 @@ impl SourceAgent<'_> {
         let (dump, accepted) = (self.dump.as_ref()?, self.options.goal.max_downtime?);
         (dump.started.elapsed() > accepted).then(|| {
             let accepted = accepted.as_millis();
-            format!("the restore was not ready {accepted} ms after the freeze began, which --max-downtime accepts")
+            format!(
+                "the restore was not ready {accepted} ms after the freeze began, which --max-downtime accepts"
+            )
         })
     }
 
@@ -413,8 +418,7 @@ impl SourceAgent<'_> {
         let images = self.folder.images();
         let metadata = FromSource::Metadata { all_first: self.options.goal.all_first };
         thread::spawn(move || {
-            let sent =
-                image_files::send(&images, &link).and_then(|()| link.send(&Frame::Source(metadata)));
+            let sent = image_files::send(&images, &link).and_then(|()| link.send(&Frame::Source(metadata)));
             if let Err(error) = sent {
                 tracing::warn!("sending the image: {error:#}");
                 // The rest would be taken for the whole.

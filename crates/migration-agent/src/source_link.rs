@@ -102,9 +102,12 @@ fn serve(
                 let answer = {
                     let memory = shared.frozen();
                     let memory = memory.as_ref();
-                    memory
-                        .context("the destination requests pages of a tree that is not frozen")?
-                        .answer(pid, run, wants_bytes, &shared.pre_copy.blocks())
+                    memory.context("the destination requests pages of a tree that is not frozen")?.answer(
+                        pid,
+                        run,
+                        wants_bytes,
+                        &shared.pre_copy.blocks(),
+                    )
                 };
                 writer.send(&answer)?;
             }

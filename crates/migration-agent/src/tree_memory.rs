@@ -229,7 +229,8 @@ mod tests {
             Frame::Pages { parts, .. } => parts,
             other => panic!("{other:?}"),
         };
-        let [PagePart::Unchanged { pages: 1, digest: unchanged }, PagePart::Bytes(bytes)] = &answer(false)[..]
+        let [PagePart::Unchanged { pages: 1, digest: unchanged }, PagePart::Bytes(bytes)] =
+            &answer(false)[..]
         else {
             panic!("{:?}", answer(false));
         };

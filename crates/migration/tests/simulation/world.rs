@@ -178,7 +178,9 @@ impl World {
         }
         match self.link.next_for_destination() {
             None => {}
-            Some(ToDestination::Message(message)) => self.step_destination(DestinationInput::Received(message)),
+            Some(ToDestination::Message(message)) => {
+                self.step_destination(DestinationInput::Received(message))
+            }
             Some(ToDestination::Candidate(block, value)) => {
                 if self.destination.blocks.candidate(place(block), digest(value)).is_some() {
                     self.destination.memory[block] = value;
