@@ -8,11 +8,11 @@ use std::path::Path;
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::MAX_READ;
-use rewake_manifest::{MANIFEST_NAME, ManifestReader, ManifestRecord, SealedChunk};
+use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
 
 use crate::chunks::{ChunkPlace, Chunks, Step};
 use crate::source::ImageSource;
-use crate::target::{Target, is_right};
+use crate::target::{Target, is_complete, is_right};
 
 /// The fewest digits of an image id that identify an image.
 const ID_DIGITS: usize = 16;
@@ -71,7 +71,7 @@ pub fn pull_eager(
 /// # Errors
 /// The directory has another image than `expected`, or its manifest is damaged.
 pub fn has_image(directory: &Path, expected: Option<&str>) -> anyhow::Result<bool> {
-    if !directory.join(MANIFEST_NAME).exists() {
+    if !is_complete(directory) {
         return Ok(false);
     }
     let id = ManifestReader::open(&ImageDir::open(directory)?)?.id();

@@ -44,7 +44,7 @@ impl Target {
         let lock =
             lock.with_context(|| format!("{}: another program writes an image into it", path.display()))?;
         let images = ImageDir::open(path)?;
-        if path.join(MANIFEST_NAME).exists() {
+        if is_complete(path) {
             let found = ManifestReader::open(&images)?.id();
             ensure!(
                 found == id,
@@ -159,7 +159,12 @@ impl Target {
     ///
     /// # Errors
     /// They cannot be read.
-    pub(crate) fn is_zero(&mut self, at: ChunkPlace, length: u32, into: &mut Vec<u8>) -> anyhow::Result<bool> {
+    pub(crate) fn is_zero(
+        &mut self,
+        at: ChunkPlace,
+        length: u32,
+        into: &mut Vec<u8>,
+    ) -> anyhow::Result<bool> {
         into.resize(length as usize, 0);
         if !self.existed || self.is_hole(at, length)? {
             return Ok(true);
@@ -218,6 +223,11 @@ impl Target {
         fs::rename(self.path.join(PARTIAL_NAME), self.path.join(MANIFEST_NAME)).with_context(context)?;
         directory.sync_all().with_context(context)
     }
+}
+
+/// Whether a directory has a complete image. With both manifests it has not: an incomplete copy was sealed.
+pub(crate) fn is_complete(path: &Path) -> bool {
+    path.join(MANIFEST_NAME).exists() && !path.join(PARTIAL_NAME).exists()
 }
 
 /// Removes what a cut copy of another image has left: its bytes must not be taken for those of this image.

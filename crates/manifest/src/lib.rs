@@ -25,6 +25,6 @@ pub use difference::ImageDifference;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 pub use names::{MANIFEST_NAME, PARTIAL_NAME};
-pub use seal::{SealReport, seal};
+pub use seal::{SealReport, refuse_partial, seal};
 pub use segment::{SealedChunk, SealedSegment};
 pub use verify::{VerifyReport, verify};

@@ -6,10 +6,11 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
+use rewake_criu_images::ImageDir;
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::PeerTls;
-use rewake_manifest::{MANIFEST_NAME, PARTIAL_NAME};
+use rewake_manifest::refuse_partial;
 
 use crate::gpu::plugin_folder;
 use crate::session::image::Image;
@@ -49,11 +50,10 @@ impl LaunchPlan {
     /// # Errors
     /// The image cannot be served.
     pub fn of(images: &Path) -> anyhow::Result<Self> {
-        ensure!(
-            !images.join(PARTIAL_NAME).exists() || images.join(MANIFEST_NAME).exists(),
-            "{}: the copy of this image is not complete: `rewake pull` or `rewake restore --from` completes it",
-            images.display()
-        );
+        // Before all else: this is also said of an image whose CPU memory CRIU loads itself.
+        let directory = ImageDir::open(images)?;
+        refuse_partial(&directory)?;
+        directory.ancestors().iter().try_for_each(refuse_partial)?;
         let gpus =
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
         let checked = if gpus { holds_calls() } else { Ok(()) };

@@ -12,6 +12,7 @@ use rewake_criu_images::{
 };
 use rewake_fetcher::plan::{FetchedMemory, PagePeer};
 use rewake_image_io::read_now;
+use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME};
 
 use super::*;
 
@@ -360,8 +361,7 @@ fn partial() -> (tempfile::TempDir, PathBuf) {
     let images = root.path().join("image");
     write_image(&images, 1);
     rewake_manifest::seal(&images).unwrap();
-    fs::rename(images.join(rewake_manifest::MANIFEST_NAME), images.join(rewake_manifest::PARTIAL_NAME))
-        .unwrap();
+    fs::rename(images.join(MANIFEST_NAME), images.join(PARTIAL_NAME)).unwrap();
     let file = File::options().write(true).truncate(true).open(images.join("pages-1.img")).unwrap();
     file.set_len(PAGES * PAGE_SIZE).unwrap();
     (root, images)
@@ -394,6 +394,21 @@ fn of_a_partial_image_right_blocks_count_as_arrived() {
     let has = |number: usize| image.files()[number].has(0, PAGE);
     assert_eq!([has(0), has(1)], [false, true]);
     assert_eq!(image.files_to_write().unwrap().len(), 2);
+}
+
+#[test]
+fn a_partial_image_is_refused_also_as_a_parent_or_sealed() {
+    let (root, images) = partial();
+    let child = root.path().join("child");
+    write_image(&child, 1);
+    std::os::unix::fs::symlink(&images, child.join("parent")).unwrap();
+    let refused = |directory: &Path| {
+        let error = Draft::read(&ImageDir::open(directory).unwrap()).unwrap_err();
+        matches!(error.downcast_ref(), Some(ManifestError::Partial { .. }))
+    };
+    assert!(refused(&images) && refused(&child));
+    fs::copy(images.join(PARTIAL_NAME), images.join(MANIFEST_NAME)).unwrap();
+    assert!(refused(&images) && refused(&child));
 }
 
 #[test]
