@@ -19,6 +19,7 @@ pub mod channel;
 mod confine;
 mod image_wire;
 mod peer;
+mod peer_wire;
 pub mod plan;
 pub mod process;
 mod queue;

@@ -3,7 +3,8 @@
 //!
 //! Standard input is the socket to the streamer. It connects to the peer when the first page is requested: a CRIU that
 //! dumped its program serves one connection, and takes its end for success. To an image server it has a connection for
-//! page faults, and one for the background. It ends when the streamer has closed the socket, or after the last message.
+//! page faults, and one for the background, from its start on. It ends when the streamer has closed the socket, or after
+//! the last message.
 
 use std::fs::File;
 use std::io;
@@ -24,6 +25,7 @@ use crate::channel::{self, FetchOrder, MAX_READERS};
 use crate::confine::confine;
 use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
+use crate::peer_wire::PeerWire;
 use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
 use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
 use crate::stream::PageStream;
@@ -80,13 +82,6 @@ impl From<anyhow::Error> for FetchEnd {
     fn from(error: anyhow::Error) -> Self {
         Self::Failed { again: false, error }
     }
-}
-
-/// A connection with the protocol of its peer.
-#[derive(Debug)]
-enum PeerWire {
-    Pages(PageWire),
-    Image(ImageWire),
 }
 
 /// What the peer has, shared by the connections.
@@ -179,6 +174,13 @@ fn files(socket: BorrowedFd<'_>, count: usize) -> anyhow::Result<Vec<File>> {
 impl Fetcher {
     /// Fetches pages until the end.
     fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
+        if let PeerMemory::Files(_) = self.memory {
+            // Now: an image that is replaced later is served to those that have opened it. The first connection is that of
+            // page faults.
+            for lane in 0..LANES {
+                self.connect(socket, lane)?;
+            }
+        }
         loop {
             self.take_orders(socket)?;
             let mut requests: [Vec<FlightPages>; LANES] = Default::default();
@@ -203,10 +205,7 @@ impl Fetcher {
         lane: usize,
         requests: &[FlightPages],
     ) -> Result<(), FetchEnd> {
-        let sent = match &mut self.connect(socket, lane)?.wire {
-            PeerWire::Pages(wire) => wire.request(requests),
-            PeerWire::Image(wire) => wire.request(requests),
-        };
+        let sent = self.connect(socket, lane)?.wire.request(requests);
         sent.map_err(|error| self.failed(error))
     }
 
@@ -253,6 +252,12 @@ impl Fetcher {
             Ok(peer)
         };
         let peer = connect().with_context(|| self.plan.peer_name())?;
+        if let PagePeer::Tcp(addresses) = &mut self.plan.peer
+            && let Some(reached) = peer.address()
+        {
+            // The next connection is made to the same address: another one may not answer for long.
+            addresses.sort_by_key(|address| *address != reached);
+        }
         // The streamer has a duplicate by now: a peer that is refused sees an end only when the targets have ended.
         let stream = PageStream::begin(peer, self.tls.as_ref()).map_err(|error| self.failed(error.into()))?;
         let wire = match (&self.plan.memory, &self.memory) {
@@ -314,6 +319,9 @@ impl Fetcher {
     /// Writes the answers that have arrived into the files.
     fn take_answers(&mut self, lane: usize) -> anyhow::Result<()> {
         let Some(Connection { wire, .. }) = &mut self.connections[lane] else { return Ok(()) };
+        if !wire.is_opened().map_err(|error| error.context(WrongAnswer))? {
+            return Ok(());
+        }
         while let Some(expected) = self.queue.expected(lane).copied() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
@@ -393,53 +401,6 @@ impl Fetcher {
             Some(HandshakeError::Timeout | HandshakeError::Closed | HandshakeError::Other(_)) => !is_first,
             Some(_) => false,
             None => !(is_first && error.is::<PeerEnded>()),
-        }
-    }
-}
-
-impl PeerWire {
-    fn receive(&mut self) -> anyhow::Result<()> {
-        match self {
-            Self::Pages(wire) => wire.receive(),
-            Self::Image(wire) => wire.receive(),
-        }
-    }
-
-    /// Returns the next pages of the answer to a request, and their bytes.
-    fn answer(&mut self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
-        match self {
-            Self::Pages(wire) => wire.answer(expected),
-            Self::Image(wire) => wire.answer(expected),
-        }
-    }
-
-    fn has_more(&self) -> bool {
-        match self {
-            Self::Pages(wire) => wire.has_more(),
-            Self::Image(wire) => wire.has_more(),
-        }
-    }
-
-    fn stream(&mut self) -> &mut PageStream {
-        match self {
-            Self::Pages(wire) => &mut wire.stream,
-            Self::Image(wire) => &mut wire.stream,
-        }
-    }
-
-    fn into_stream(self) -> PageStream {
-        match self {
-            Self::Pages(wire) => wire.stream,
-            Self::Image(wire) => wire.stream,
-        }
-    }
-}
-
-impl AsFd for PeerWire {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Pages(wire) => wire.stream.as_fd(),
-            Self::Image(wire) => wire.stream.as_fd(),
         }
     }
 }

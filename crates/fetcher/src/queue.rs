@@ -165,8 +165,10 @@ impl FetchQueue {
             return Ok(Some(flight));
         }
         let is_busy = demands > 0 || self.last_demand.is_some_and(|last| now - last < QUIET_AFTER);
-        let FlightLimits { request, quiet, busy, .. } = self.limits;
+        let FlightLimits { unit, request, quiet, busy, .. } = self.limits;
         let room = if is_busy { busy } else { quiet }.saturating_sub(background).min(request);
+        // The last block of a file has fewer pages: without this, the next request would end in the midst of a block.
+        let room = room / unit * unit;
         if background > 0 && room < busy {
             return Ok(None);
         }
@@ -403,6 +405,16 @@ mod tests {
             scene.blocks(1, 1);
         });
         assert_eq!(scene.queue.expected(1).map(|flight| flight.first), Some(528));
+    }
+
+    #[test]
+    fn short_last_blocks_in_flight_leave_requests_whole() {
+        let mut scene = scene_with(vec![0..5, 16..1000, 1008..1024], OF_IMAGE_SERVER);
+        scene.add(Class::Background, 0, 0..5);
+        scene.queue.limits.quiet = 512;
+        scene.add(Class::Background, 0, 16..1000);
+        assert_eq!([scene.next(), scene.next()], [Some(0..5), Some(16..16 + 496)]);
+        assert_eq!(scene.next(), None, "less than is worth a request is left");
     }
 
     #[test]

@@ -91,7 +91,7 @@ pub(crate) struct Fetch {
     child: RefCell<Option<Child>>,
     /// Counts fetchers, over all workers.
     number: Cell<u32>,
-    /// Whether a fetcher has had a connection.
+    /// Whether a fetcher has had a connection, or what copied the first part of an image.
     connected: Cell<bool>,
     ends: RefCell<Vec<Instant>>,
 }
@@ -132,7 +132,10 @@ impl Fetch {
         if let Some(connection) = connected {
             put(store, EntryKind::Peer, 0, &[connection.as_raw_fd()]).await?;
         }
-        let started = launch(false, &files, connected.map(|socket| socket.as_fd()), &readers)?;
+        // An image server serves several connections, and the copy of what CRIU reads was one: it may be started again at
+        // any time.
+        let again = server.image.is_some();
+        let started = launch(again, &files, connected.map(|socket| socket.as_fd()), &readers)?;
         let fetch = Self::of(session, &remote.source, files, readers, plan, started.1, 0)?;
         *fetch.child.borrow_mut() = Some(started.0);
         fetch.use_it().await?;
@@ -173,7 +176,7 @@ impl Fetch {
         let _ = channel::send_readers(socket.as_fd(), &borrowed(&readers));
         remote.source.use_fetcher(socket.try_clone()?);
         let fetch = Self::of(session, &remote.source, files, readers, plan, socket, number)?;
-        fetch.connected.set(connected);
+        fetch.connected.set(connected || fetch.is_image);
         Ok(Some(fetch))
     }
 
@@ -187,6 +190,7 @@ impl Fetch {
         number: u32,
     ) -> anyhow::Result<Self> {
         let socket = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        let is_image = matches!(plan.memory, FetchedMemory::Files { .. });
         Ok(Self {
             session: Arc::clone(session),
             files,
@@ -194,12 +198,12 @@ impl Fetch {
             readers,
             name: plan.peer_name(),
             // The fetcher needs its extents, and this process does not.
-            is_image: matches!(plan.memory, FetchedMemory::Files { .. }),
+            is_image,
             peer: plan.peer,
             socket: RefCell::new(socket),
             child: RefCell::default(),
             number: Cell::new(number),
-            connected: Cell::new(false),
+            connected: Cell::new(is_image),
             ends: RefCell::default(),
         })
     }
