@@ -11,7 +11,7 @@ use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
 use rewake_fetcher::plan::{FetchedMemory, PagePeer};
-use rewake_image_io::read_now;
+use rewake_image_io::{PresenceWriter, read_now};
 use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME};
 
 use super::*;
@@ -393,6 +393,12 @@ fn of_a_partial_image_right_blocks_count_as_arrived() {
     assert_eq!(plan.len, 32 * PAGE_SIZE);
     let has = |number: usize| image.files()[number].has(0, PAGE);
     assert_eq!([has(0), has(1)], [false, true]);
+    let remote = image.remote().unwrap();
+    let presence = PresenceWriter::open(remote.presence.as_fd(), remote.len).unwrap();
+    presence.set(0, 1);
+    assert!(!has(0), "a part of a block cannot be checked");
+    presence.set(1, 2);
+    assert!(has(0));
     assert_eq!(image.files_to_write().unwrap().len(), 2);
 }
 
