@@ -89,6 +89,8 @@ pub(crate) struct Fetch {
     socket: RefCell<Arc<AsyncFd<OwnedFd>>>,
     /// This worker's child, if it started the fetcher.
     child: RefCell<Option<Child>>,
+    /// The session is closed: it has no fd store any more.
+    is_closed: Cell<bool>,
     /// Counts fetchers, over all workers.
     number: Cell<u32>,
     /// Whether a fetcher has had a connection, or what copied the first part of an image.
@@ -202,6 +204,7 @@ impl Fetch {
             peer: plan.peer,
             socket: RefCell::new(socket),
             child: RefCell::default(),
+            is_closed: Cell::new(false),
             number: Cell::new(number),
             connected: Cell::new(is_image),
             ends: RefCell::default(),
@@ -210,24 +213,29 @@ impl Fetch {
 
     /// Puts the fetcher's socket into the fd store, in the place of an earlier one's, and sends requests to it.
     async fn use_it(&self) -> anyhow::Result<()> {
-        let store = self.session.store().context("a session without an fd store")?;
         let (socket, number) = (Arc::clone(&self.socket.borrow()), self.number.get());
-        put(store, EntryKind::Fetcher, number, &[socket.as_raw_fd()]).await?;
+        if let Some(store) = self.store() {
+            put(store, EntryKind::Fetcher, number, &[socket.as_raw_fd()]).await?;
+        }
         self.source.use_fetcher(socket.get_ref().try_clone()?);
         for reader in &self.readers {
             // What was requested from the fetcher before is requested from this one.
             sys::write_eventfd(reader);
         }
-        self.forget(EntryKind::Fetcher)
+        self.forget(EntryKind::Fetcher);
+        Ok(())
+    }
+
+    /// Returns the fd store; none when the session is closed.
+    fn store(&self) -> Option<&FdStore> {
+        self.session.store().filter(|_| !self.is_closed.get())
     }
 
     /// Removes what earlier fetchers have left in the fd store.
-    fn forget(&self, kind: EntryKind) -> anyhow::Result<()> {
-        let store = self.session.store().context("a session without an fd store")?;
+    fn forget(&self, kind: EntryKind) {
         let number = self.number.get();
         // Without room they stay until the session ends.
-        let _ = store.retain(|entry| entry.kind != kind || entry.index >= number);
-        Ok(())
+        let _ = self.store().map(|store| store.retain(|entry| entry.kind != kind || entry.index >= number));
     }
 
     /// Whether the peer is an image server.
@@ -243,8 +251,8 @@ impl Fetch {
         }
     }
 
-    /// Has the fetcher end, as all memory is resident. It sends a page server the last message, or fetches what the image
-    /// still lacks.
+    /// Has the fetcher end, as all memory is resident. It sends a page server the last message. Or it fetches what an image
+    /// still lacks: the session is closed then.
     ///
     /// # Errors
     /// The page server has not confirmed it, or not all of the image has arrived.
@@ -253,6 +261,7 @@ impl Fetch {
             return Ok(());
         }
         if self.is_image {
+            self.is_closed.set(true);
             // If it has ended, that is found by its socket. The time is limited by that of each answer.
             let _ = channel::send_finish(self.socket.borrow().as_fd());
             return self.run(true).await;
@@ -347,11 +356,12 @@ impl Fetch {
                 Ok(Some(FetchReport::Connected(connection))) => {
                     info!("connected to {}", self.name);
                     self.connected.set(true);
-                    let store = self.session.store().context("a session without an fd store")?;
-                    put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
+                    if let Some(store) = self.store() {
+                        put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
+                    }
                     // Not before: `criu dump --lazy-pages` takes the end of its connection for a failed restore,
                     // and resumes the program, while the targets run.
-                    self.forget(EntryKind::Peer)?;
+                    self.forget(EntryKind::Peer);
                 }
                 Ok(Some(FetchReport::Closed)) => return Ok(FetcherEnd::Closed),
                 Ok(Some(FetchReport::Failed { again, reason })) => {
