@@ -10,6 +10,7 @@
 //! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire` and `image_wire`: the
 //!   protocols on it. `queue`: which pages are requested next.
 //! * [`process`]: the fetcher itself. Start here. `confine`: what it may do.
+//! * [`unread`]: how a streamer ends a connection as a failure.
 //!
 //! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, `rewake page-server --lazy-pages`, or `rewake
 //! export`. Its answers are hostile input: their lengths and addresses must be those of a request.
@@ -22,4 +23,5 @@ pub mod plan;
 pub mod process;
 mod queue;
 mod stream;
+pub mod unread;
 mod wire;

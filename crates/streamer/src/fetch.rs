@@ -17,10 +17,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::libc::linger;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
+use nix::sys::socket::{
+    AddressFamily, Shutdown, SockFlag, SockType, setsockopt, shutdown, socketpair, sockopt,
+};
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer, PeerTls};
 use rewake_fetcher::process::COMMAND;
+use rewake_fetcher::unread::leave_unread;
 use rewake_image_io::FetchSource;
 use tokio::io::unix::AsyncFd;
 use tokio::time::{sleep, timeout};
@@ -42,6 +45,8 @@ const WINDOW: Duration = Duration::from_secs(10);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Time for the last message: that of a new connection, and of an answer.
 const FINISH_TIME: Duration = Duration::from_secs(60);
+/// Time for a fetcher to end.
+const END_TIME: Duration = Duration::from_secs(1);
 /// Time to find room in the fd store, and the pause between two tries.
 const STORE_TIME: Duration = Duration::from_secs(1);
 const STORE_PAUSE: Duration = Duration::from_millis(1);
@@ -264,14 +269,44 @@ impl Fetch {
     /// Makes the connection end plainly when the fd store is emptied: CRIU takes that for success, and kills the
     /// program that it dumped. A reset would resume it beside the targets.
     fn end_plainly(&self) {
-        let stored = self.session.store().map(|store| peek_all(store.descriptor()));
-        let entries = stored.and_then(Result::ok).unwrap_or_default();
-        for (_, connections) in entries.into_iter().filter(|(entry, _)| entry.kind == EntryKind::Peer) {
-            for connection in connections {
-                // A unix socket has no such setting, and always ends plainly.
-                let _ = setsockopt(&connection, sockopt::Linger, &linger { l_onoff: 0, l_linger: 0 });
+        for connection in self.connections() {
+            // A unix socket has no such setting, and ends plainly.
+            let _ = setsockopt(&connection, sockopt::Linger, &linger { l_onoff: 0, l_linger: 0 });
+        }
+    }
+
+    /// Makes the connection end as a failure when the fd store is emptied: the targets have been killed, and a CRIU that
+    /// dumped their program resumes it.
+    pub(crate) async fn end_as_failure(&self) {
+        let socket = Arc::clone(&self.socket.borrow());
+        // The fetcher ends, and reads no more from the connection.
+        let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
+        let ended = timeout(END_TIME, async {
+            while let Ok(report) = channel::receive_report(socket.as_fd()) {
+                if report.is_none() {
+                    socket.readable().await?.clear_ready();
+                }
+            }
+            io::Result::Ok(())
+        });
+        let Ok(Ok(())) = ended.await else {
+            return warn!("page server {}: the fetcher does not end within {END_TIME:?}", self.peer);
+        };
+        let Ok(plan) = self.files.plan.try_clone().map(File::from) else { return };
+        for connection in self.connections() {
+            // The peer may have ended: then it knows.
+            if let Err(error) = leave_unread(connection.as_fd(), &plan) {
+                info!("page server {}: {error:#}", self.peer);
             }
         }
+    }
+
+    /// Returns the connections in the fd store.
+    fn connections(&self) -> Vec<OwnedFd> {
+        let stored = self.session.store().map(|store| peek_all(store.descriptor()));
+        let entries = stored.and_then(Result::ok).unwrap_or_default();
+        let peers = entries.into_iter().filter(|(entry, _)| entry.kind == EntryKind::Peer);
+        peers.flat_map(|(_, connections)| connections).collect()
     }
 
     /// Serves fetchers until one has sent the last message.

@@ -231,6 +231,9 @@ impl Worker {
         // The first reason is the cause: later ones, such as the end of a restore whose tasks were killed,
         // follow from it.
         if let Some(reason) = session.failure() {
+            if let Some(fetch) = fetch {
+                fetch.end_as_failure().await;
+            }
             bail!("{reason}");
         }
         if let Some(fetch) = fetch {
