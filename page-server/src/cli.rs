@@ -197,6 +197,11 @@ pub struct StreamerArgs {
     /// The name of the image there
     #[arg(long, value_name = "IMAGE", requires = "from_address")]
     pub from_image: Option<String>,
+    /// The host that the server's certificate must be for
+    #[arg(long, value_name = "HOST", requires = "tls")]
+    pub from_host: Option<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,

@@ -7,10 +7,12 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use rewake_testkit::authority::Authority;
 use rewake_tests::daemon::{processes_naming, restore, timeline};
 use rewake_tests::export::{
     ImageExport, fetchers, messages, pull, restore_from, seal, streamer_ended, verify, with_messages_in_file,
 };
+use rewake_tests::page_server::tls_options;
 use rewake_tests::process::until;
 use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::ACT;
@@ -32,9 +34,14 @@ struct Remote {
 
 impl Remote {
     fn new(criu: &Criu, scenario: &str, rate: u64) -> Self {
+        Self::with(criu, scenario, rate, &[])
+    }
+
+    /// [`Remote::new`] with options for the server.
+    fn with(criu: &Criu, scenario: &str, rate: u64, options: &[String]) -> Self {
         let scene = Scene::dumped(criu, scenario, MIB).unwrap();
         seal(&scene).unwrap();
-        let server = ImageExport::start(scene.images().parent().unwrap(), &[]).unwrap();
+        let server = ImageExport::start(scene.images().parent().unwrap(), options).unwrap();
         let link = SlowLink::to(server.port(), rate).unwrap();
         Self { scene, server, link }
     }
@@ -192,4 +199,30 @@ fn a_copy_whose_session_was_killed_is_completed() {
     remote.ends_well();
     let passed = remote.link.passed() - before;
     assert!(passed < 14 << 20, "{passed}");
+}
+
+#[test]
+fn memory_travels_encrypted_and_only_from_the_right_host() {
+    let criu = need!(Criu::main());
+    let authority = Authority::new();
+    let [host, client, other] =
+        ["127.0.0.1", "host-b", "192.0.2.9"].map(|name| authority.issue(|request| request.address(name)));
+    let remote = Remote::with(&criu, "random", SLOW * 4, &tls_options(&authority, &host));
+    let client = tls_options(&authority, &client);
+    let options: Vec<&str> = client.iter().map(String::as_str).collect();
+    remote.scene.go().unwrap();
+    remote.scene.stop().unwrap();
+    let port = remote.link.port();
+    let mut command = restore_from(&criu, &remote.scene, port, &remote.copy(), &options).unwrap();
+    timeline(&command.output().unwrap()).unwrap();
+    remote.ends_well();
+
+    let images = remote.scene.images();
+    let imposter = ImageExport::start(images.parent().unwrap(), &tls_options(&authority, &other)).unwrap();
+    let empty = remote.scene.files().join("empty");
+    let mut command = restore_from(&criu, &remote.scene, imposter.port(), &empty, &options).unwrap();
+    let output = command.output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && message.contains("127.0.0.1"), "{message}");
+    assert!(!empty.join("pages-1.img").exists());
 }

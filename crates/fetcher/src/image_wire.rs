@@ -27,6 +27,8 @@ const _: () = assert!(BUFFER >= LENGTH + MAX_MESSAGE && BUFFER >= BLOCK);
 /// The reply that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DueReply {
+    /// Whether an encrypted connection is admitted: the length of the reason why not, and the reason.
+    Admission,
     Hello,
     Opened,
     Data,
@@ -59,8 +61,8 @@ impl ImageWire {
         let messages = [Request::Hello(hello()), Request::Open(open)].map(|what| encoded(what));
         let messages = messages.into_iter().collect::<Result<Vec<_>, _>>()?;
         stream.send(&messages).map_err(explained).context("opening the image")?;
-        let buffer = vec![0; BUFFER].into_boxed_slice();
-        Ok(Self { stream, id, files, due: DueReply::Hello, buffer, start: 0, end: 0 })
+        let due = if stream.is_encrypted() { DueReply::Admission } else { DueReply::Hello };
+        Ok(Self { stream, id, files, due, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 })
     }
 
     /// Returns the file of a page, the offset there, and the bytes of these pages: fewer at the end of the file.
@@ -115,6 +117,12 @@ impl ImageWire {
             if let DueReply::Rest(left) = self.due {
                 break left;
             }
+            if self.due == DueReply::Admission {
+                if !self.is_admitted()? {
+                    return Ok(None);
+                }
+                self.due = DueReply::Hello;
+            }
             let Some(reply) = self.reply()? else { return Ok(None) };
             self.due = self.next_due(reply, expected)?;
         };
@@ -128,11 +136,7 @@ impl ImageWire {
     /// Checks a reply. Returns what is due after it.
     fn next_due(&self, reply: Reply, expected: &FlightPages) -> anyhow::Result<DueReply> {
         Ok(match (self.due, reply) {
-            (_, Reply::Refused(reason)) => {
-                let reason: String =
-                    reason.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
-                bail!(MessageError::Refused(reason))
-            }
+            (_, Reply::Refused(reason)) => bail!(MessageError::Refused(printable(&reason))),
             (DueReply::Hello, Reply::Hello(theirs)) => {
                 let (version, program) = (theirs.version, theirs.program);
                 ensure!(version == VERSION, MessageError::Version { version, program });
@@ -155,6 +159,21 @@ impl ImageWire {
             }
             (due, _) => bail!("a reply that is not {due:?}: is it a `rewake export`?"),
         })
+    }
+
+    /// Takes the server's answer to this side's certificate. Returns false if not all of it was received.
+    ///
+    /// # Errors
+    /// It is a refusal.
+    fn is_admitted(&mut self) -> anyhow::Result<bool> {
+        let received = &self.buffer[self.start..self.end];
+        let Some((length, rest)) = received.split_first_chunk() else { return Ok(false) };
+        let length = usize::from(u16::from_le_bytes(*length));
+        let Some(reason) = rest.get(..length) else { return Ok(false) };
+        let reason = printable(&String::from_utf8_lossy(reason));
+        ensure!(length == 0, "refused by the server: {reason}");
+        self.start += size_of::<u16>();
+        Ok(true)
     }
 
     /// Takes a message, if all of it was received.
@@ -184,6 +203,11 @@ impl ImageWire {
     pub(crate) fn has_more(&self) -> bool {
         self.start < self.end
     }
+}
+
+/// Replaces characters that would change the look of a log.
+fn printable(text: &str) -> String {
+    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 
 fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {
@@ -301,6 +325,22 @@ mod tests {
             assert!(error.contains(expected), "{expected}: {error}");
         }
         assert_eq!(answer_to(&[hello(), opened(ID), data(3 * 65536 + 100)]).unwrap(), None);
+    }
+
+    #[test]
+    fn an_encrypted_connection_must_be_admitted() {
+        let admitted = |bytes: &[u8]| {
+            let (mut wire, mut server) = wire();
+            wire.due = DueReply::Admission;
+            server.write_all(bytes).unwrap();
+            wire.receive().unwrap();
+            wire.answer(&flight(16, 1)).map(|found| assert!(found.is_none())).map(|()| wire.due)
+        };
+        assert_eq!(admitted(b"\0").unwrap(), DueReply::Admission);
+        assert_eq!(admitted(b"\x05\0not").unwrap(), DueReply::Admission);
+        assert_eq!(admitted(b"\0\0").unwrap(), DueReply::Hello);
+        let error = admitted(b"\x08\0not\nhere").unwrap_err().to_string();
+        assert_eq!(error, "refused by the server: not here");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::{directory, to_notify};
 use crate::cli::StreamerArgs;
 use crate::logging;
-use rewake_fetcher::plan::PagePeer;
+use rewake_fetcher::plan::{PagePeer, PeerTls};
 use rewake_streamer::fetch::FetchPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor;
@@ -28,7 +28,7 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         keeps_record: true,
         server: options.from_image.clone().map(|image| FetchPeer {
             peer: PagePeer::Tcp(options.from_address.clone()),
-            tls: None,
+            tls: options.tls.options().map(|tls| PeerTls { options: tls, host: options.from_host.clone() }),
             connected: None,
             image: Some(image),
         }),

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, ensure};
+use rewake_criu_tls::TlsOptions;
+use rewake_fetcher::plan::PeerTls;
 use rewake_manifest::{MANIFEST_NAME, PARTIAL_NAME};
 
 use crate::gpu::plugin_folder;
@@ -34,6 +36,8 @@ pub struct ImageServerAddress {
     pub addresses: Vec<SocketAddr>,
     /// The name of the image there.
     pub image: String,
+    /// How the connection is encrypted, with absolute paths; none: it is not.
+    pub tls: Option<PeerTls>,
 }
 
 impl LaunchPlan {
@@ -100,11 +104,8 @@ pub fn command(images: &Path, work: &Path, plan: &LaunchPlan, record: bool) -> a
     if plan.lazy_pages() {
         command.arg("-D").arg(images);
     }
-    if let Some(ImageServerAddress { addresses, image }) = &plan.from {
-        for address in addresses {
-            command.arg("--from-address").arg(address.to_string());
-        }
-        command.arg("--from-image").arg(image);
+    if let Some(from) = &plan.from {
+        add_server(&mut command, from);
     }
     if record {
         command.arg("--record");
@@ -112,6 +113,30 @@ pub fn command(images: &Path, work: &Path, plan: &LaunchPlan, record: bool) -> a
     command.stdin(Stdio::null());
     sys::leave_descriptors(&mut command);
     Ok(command)
+}
+
+/// Adds the options for an image server.
+fn add_server(command: &mut Command, from: &ImageServerAddress) {
+    for address in &from.addresses {
+        command.arg("--from-address").arg(address.to_string());
+    }
+    command.arg("--from-image").arg(&from.image);
+    let Some(PeerTls { options, host }) = &from.tls else { return };
+    command.arg("--tls");
+    if let Some(host) = host {
+        command.arg("--from-host").arg(host);
+    }
+    let TlsOptions { ca, crl, certificate, key, any_name } = options;
+    for (option, path) in
+        [("--tls-cacert", ca), ("--tls-cacrl", crl), ("--tls-cert", certificate), ("--tls-key", key)]
+    {
+        if let Some(path) = path {
+            command.arg(option).arg(path);
+        }
+    }
+    if *any_name {
+        command.arg("--tls-no-cn-verify");
+    }
 }
 
 /// Returns the path of this program. After an upgrade it is the path of the new program in the old one's
