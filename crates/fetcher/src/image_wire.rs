@@ -58,7 +58,7 @@ impl ImageWire {
         files: Rc<[SparseFile]>,
     ) -> anyhow::Result<Self> {
         let open = Open { image: name.to_owned(), ancestor: 0 };
-        let messages = [Request::Hello(hello()), Request::Open(open)].map(|what| encoded(what));
+        let messages = [Request::Hello(hello()), Request::Open(open)].map(encoded);
         let messages = messages.into_iter().collect::<Result<Vec<_>, _>>()?;
         stream.send(&messages).map_err(explained).context("opening the image")?;
         let due = if stream.is_encrypted() { DueReply::Admission } else { DueReply::Hello };

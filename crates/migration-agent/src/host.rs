@@ -55,6 +55,9 @@ impl HostOffer {
                 added?;
             }
         }
+        // The others are closed by the dump.
+        let closes = criu.has("--tcp-close");
+        offer.sockets.retain(|socket| socket.listens || !closes);
         Ok(offer)
     }
 
@@ -74,8 +77,7 @@ impl HostOffer {
         let mut refusals = Vec::new();
         let connected = self.sockets.iter().filter(|socket| !socket.listens);
         let connected: Vec<_> = connected.map(|socket| socket.local.to_string()).collect();
-        let has_option = ["--tcp-established", "--tcp-close"].iter().any(|option| criu.has(option));
-        if !connected.is_empty() && !has_option {
+        if !connected.is_empty() && !criu.has("--tcp-established") {
             refusals.push(format!(
                 "the program has TCP connections (at {}): close them, or add -- --tcp-close on both hosts, or \
                  -- --tcp-established if their address moves along",
@@ -230,6 +232,8 @@ mod tests {
         let reasons = offer.refused_here(&plain);
         assert_eq!(reasons.len(), 1, "{reasons:?}");
         assert!(reasons[0].starts_with("the program has TCP connections (at 127.0.0.1:"), "{reasons:?}");
+        let offer = HostOffer::of(&[own], &closing).unwrap();
+        assert!(offer.sockets.iter().all(|socket| socket.listens), "{:?}", offer.sockets);
         assert_eq!(offer.refused_here(&closing), [""; 0]);
     }
 }
