@@ -7,7 +7,7 @@
 //! * [`plan`]: which bytes of the cache file are which pages of which task, and where the peer is.
 //! * [`channel`]: the messages between streamer and fetcher.
 //! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire`: the protocol on it.
-//!   `queue`: which pages are requested next.
+//!   `queue`: which pages are requested next. `window`: how many at once.
 //! * [`process`]: the fetcher itself. Start here. `confine`: what it may do.
 //!
 //! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, or `rewake page-server --lazy-pages`. Its
@@ -20,4 +20,5 @@ pub mod plan;
 pub mod process;
 mod queue;
 mod stream;
+mod window;
 mod wire;

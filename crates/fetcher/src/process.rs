@@ -134,8 +134,11 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
 impl Fetcher {
     /// Fetches pages until the end.
     fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
+        let mut has_orders = true;
         loop {
-            self.take_orders(socket)?;
+            if has_orders {
+                self.take_orders(socket)?;
+            }
             let mut requests = Vec::new();
             let now = Instant::now();
             while let Some(flight) = self.queue.next(self.presence.map(), now)? {
@@ -153,7 +156,7 @@ impl Fetcher {
             if self.finishing && self.queue.is_idle() {
                 return self.close(socket);
             }
-            self.wait(socket)?;
+            has_orders = self.wait(socket)?;
         }
     }
 
@@ -196,16 +199,18 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Waits for the streamer or the peer, and takes what the peer has sent.
-    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
+    /// Waits for the streamer or the peer, and takes what the peer has sent. Returns whether the streamer has sent orders.
+    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<bool, FetchEnd> {
         let due = !self.queue.is_idle();
         let limit = due.then(|| ANSWER_TIME.saturating_sub(self.alive.elapsed()));
         let ready = match &self.wire {
             Some(wire) => wait(&[socket, wire.stream.as_fd()], limit)?,
             None => wait(&[socket], limit)?,
         };
+        let has_orders = ready.first().copied().unwrap_or(false);
         if ready.get(1).copied().unwrap_or(false) {
-            return self.receive().map_err(|error| self.failed(error));
+            self.receive().map_err(|error| self.failed(error))?;
+            return Ok(has_orders);
         }
         if due && self.alive.elapsed() >= ANSWER_TIME {
             let error = anyhow::anyhow!("no byte of an answer for {} s", ANSWER_TIME.as_secs());
@@ -214,7 +219,7 @@ impl Fetcher {
         if !due {
             self.alive = Instant::now();
         }
-        Ok(())
+        Ok(has_orders)
     }
 
     /// Takes what the peer has sent.
@@ -242,7 +247,7 @@ impl Fetcher {
                 .context(LocalFailure)?;
             self.presence.set(expected.first, pages);
             wire.used(pages);
-            self.queue.answered(pages);
+            self.queue.answered(pages, self.alive);
             self.fetched += pages;
             wake(&self.readers, std::mem::take(&mut self.queue.to_wake));
         }

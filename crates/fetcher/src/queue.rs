@@ -2,8 +2,8 @@
 //! Decides which pages are requested next. It does no I/O.
 //!
 //! CRIU's protocol has one connection, and answers have the order of the requests. So a demand request waits for the
-//! answers to all requests that were sent before it. That bounds what may be in flight for the background load
-//! ([`QUIET_PAGES`], [`BUSY_PAGES`]).
+//! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for the background
+//! load.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,15 +14,11 @@ use rewake_image_io::{Class, FetchRequest, PresenceMap};
 use rewake_page_protocol::PageRun;
 
 use crate::plan::FetchExtent;
+use crate::window::{BUSY_PAGES, BackgroundWindow};
 
 /// Pages of one request at most: 256 KiB, a background read of a streamer. CRIU's server needs some 100 µs for a
 /// request, whatever its length, and limits it to 1024 pages.
 pub(crate) const MAX_PAGES: u64 = 64;
-/// Pages of background requests in flight while no thread waits: 512 KiB keep 4 Gbit/s busy over 1 ms.
-pub(crate) const QUIET_PAGES: u64 = 128;
-/// Pages of background requests in flight while threads wait, and [`QUIET_AFTER`] longer: 64 KiB take 0.5 ms of a
-/// link of 1 Gbit/s.
-pub(crate) const BUSY_PAGES: u64 = 16;
 /// After this time without a demand request, no further one is expected.
 const QUIET_AFTER: Duration = Duration::from_millis(5);
 /// Demand requests in flight at most: a thread waits for each.
@@ -50,6 +46,8 @@ pub(crate) struct FlightPages {
     pub(crate) class: Class,
     /// One bit for each reader to wake.
     pub(crate) readers: u64,
+    /// When it was sent.
+    sent: Instant,
 }
 
 impl FlightPages {
@@ -66,6 +64,7 @@ pub(crate) struct FetchQueue {
     background: VecDeque<WantedPages>,
     in_flight: VecDeque<FlightPages>,
     last_demand: Option<Instant>,
+    window: BackgroundWindow,
     /// Readers whose pages have arrived.
     pub(crate) to_wake: u64,
 }
@@ -73,7 +72,8 @@ pub(crate) struct FetchQueue {
 impl FetchQueue {
     pub(crate) fn new(extents: Vec<FetchExtent>) -> Self {
         let (demand, background, in_flight) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
-        Self { extents, demand, background, in_flight, last_demand: None, to_wake: 0 }
+        let window = BackgroundWindow::new();
+        Self { extents, demand, background, in_flight, last_demand: None, window, to_wake: 0 }
     }
 
     /// Adds a streamer's request.
@@ -119,18 +119,20 @@ impl FetchQueue {
         let demands = of(Class::Demand).count();
         let background: u64 = of(Class::Background).map(|flight| flight.run.pages()).sum();
         if demands < MAX_DEMANDS
-            && let Some(flight) = self.take(Class::Demand, MAX_PAGES, presence)?
+            && let Some(flight) = self.take(Class::Demand, MAX_PAGES, presence, now)?
         {
             return Ok(Some(flight));
         }
         let is_busy = demands > 0 || self.last_demand.is_some_and(|last| now - last < QUIET_AFTER);
-        let window = if is_busy { BUSY_PAGES } else { QUIET_PAGES };
-        let room = window.saturating_sub(background).min(MAX_PAGES);
+        let window = self.window.pages(is_busy);
+        // Two are in flight at least, where the window is larger than the smallest.
+        let largest = (window / 2).clamp(BUSY_PAGES, MAX_PAGES);
+        let room = window.saturating_sub(background).min(largest);
         // Small requests cost as much as large ones: a part of the window is not used for them.
         if background > 0 && room < BUSY_PAGES {
             return Ok(None);
         }
-        self.take(Class::Background, room, presence)
+        self.take(Class::Background, room, presence, now)
     }
 
     /// Takes the first pages of a class that are absent and not in flight.
@@ -139,6 +141,7 @@ impl FetchQueue {
         class: Class,
         most: u64,
         presence: &PresenceMap,
+        now: Instant,
     ) -> anyhow::Result<Option<FlightPages>> {
         let Self { extents, demand, background, in_flight, to_wake, .. } = self;
         let queue = if class == Class::Demand { demand } else { background };
@@ -167,7 +170,7 @@ impl FetchQueue {
             }
             let run =
                 PageRun::new(extent.vaddr + (first - extent.first) * rewake_criu_images::PAGE, end - first)?;
-            let flight = FlightPages { first, pid: extent.pid, run, class, readers };
+            let flight = FlightPages { first, pid: extent.pid, run, class, readers, sent: now };
             in_flight.push_back(flight);
             return Ok(Some(flight));
         }
@@ -175,8 +178,9 @@ impl FetchQueue {
     }
 
     /// Takes the answer to the first request in flight, of its first `pages` pages. The others are requested again.
-    pub(crate) fn answered(&mut self, pages: u64) {
+    pub(crate) fn answered(&mut self, pages: u64, now: Instant) {
         let Some(flight) = self.in_flight.pop_front() else { return };
+        self.window.note(now - flight.sent, flight.class == Class::Background);
         self.to_wake |= flight.readers;
         if pages < flight.run.pages() {
             let rest = WantedPages { pages: flight.first + pages..flight.end(), readers: flight.readers };
@@ -258,7 +262,7 @@ mod tests {
         fn arrives(&mut self, pages: u64) -> u64 {
             let first = self.queue.expected().unwrap().first;
             self.presence.set(first, pages);
-            self.queue.answered(pages);
+            self.queue.answered(pages, self.now);
             std::mem::take(&mut self.queue.to_wake)
         }
     }
@@ -268,7 +272,7 @@ mod tests {
         let mut scene = scene();
         (0..40).for_each(|n| scene.add(Class::Background, 0, 100 + 16 * n..116 + 16 * n));
         assert_eq!([scene.next(), scene.next()], [(8, 0x90_0000, 64), (8, 0x94_0000, 64)].map(Some));
-        assert_eq!(scene.next(), None, "QUIET_PAGES are in flight");
+        assert_eq!(scene.next(), None, "NEAR_PAGES are in flight");
         scene.add(Class::Demand, 1, 5..6);
         assert_eq!(scene.next(), Some((7, 0x10_5000, 1)));
         assert_eq!(scene.arrives(64), 1);
