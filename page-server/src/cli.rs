@@ -2,14 +2,16 @@
 //! The command line.
 
 mod remote;
+mod tls;
 
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use rewake_criu_tls::TlsOptions;
 
-pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage};
+pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage, SourceArgs};
+pub use tls::{PeerTlsArgs, TlsArgs};
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
 #[derive(Debug, Parser)]
@@ -141,43 +143,6 @@ impl Remote {
     }
 }
 
-/// Options of TLS, with CRIU's names, files and checks. Paths are relative to the work directory.
-#[derive(Debug, Args)]
-pub struct TlsArgs {
-    /// Encrypt the connection: both sides show a certificate of the same CA
-    #[arg(long)]
-    pub tls: bool,
-    /// The CAs that issue the peers' certificates [default: /etc/pki/CA/cacert.pem]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_cacert: Option<PathBuf>,
-    /// Certificates that these CAs have revoked [default: /etc/pki/CA/cacrl.pem, if it exists]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_cacrl: Option<PathBuf>,
-    /// This side's certificate [default: /etc/pki/criu/cert.pem]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_cert: Option<PathBuf>,
-    /// The key of that certificate [default: /etc/pki/criu/private/key.pem]
-    #[arg(long, value_name = "FILE", requires = "tls")]
-    pub tls_key: Option<PathBuf>,
-    /// Accept every certificate of the CA. Otherwise a peer's must have the name that --address gives, as
-    /// CRIU requires it of both sides
-    #[arg(long, requires = "tls")]
-    pub tls_no_cn_verify: bool,
-}
-
-impl TlsArgs {
-    /// What they say; none without `--tls`.
-    pub(crate) fn options(&self) -> Option<TlsOptions> {
-        self.tls.then(|| TlsOptions {
-            ca: self.tls_cacert.clone(),
-            crl: self.tls_cacrl.clone(),
-            certificate: self.tls_cert.clone(),
-            key: self.tls_key.clone(),
-            any_name: self.tls_no_cn_verify,
-        })
-    }
-}
-
 /// Options of `rewake page-server`.
 #[derive(Debug, Args)]
 pub struct PageServerArgs {
@@ -226,6 +191,17 @@ pub struct StreamerArgs {
     /// Record the GPU working set in the image directory: as of `rewake restore`
     #[arg(long)]
     pub record: bool,
+    /// Address of the image server that has what the image lacks
+    #[arg(long, value_name = "ADDR:PORT", requires_all = ["from_image", "images_dir"])]
+    pub from_address: Vec<SocketAddr>,
+    /// The name of the image there
+    #[arg(long, value_name = "IMAGE", requires = "from_address")]
+    pub from_image: Option<String>,
+    /// The host that the server's certificate must be for
+    #[arg(long, value_name = "HOST", requires = "tls")]
+    pub from_host: Option<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
@@ -249,6 +225,9 @@ pub struct PlannerArgs {
     /// A page server has the lazy pages
     #[arg(long)]
     pub remote: bool,
+    /// An image server has some blocks of the image
+    #[arg(long, conflicts_with = "remote")]
+    pub partial: bool,
 }
 
 /// Options of `rewake park`. The fd store is standard input.
@@ -384,6 +363,8 @@ pub struct RestoreArgs {
     /// Directory of the images
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: PathBuf,
+    #[command(flatten)]
+    pub(crate) source: SourceArgs,
     /// Directory for the restore's socket, log and other files, kept afterwards [default: one for this restore
     /// alone, removed afterwards]
     #[arg(short = 'W', long, value_name = "DIR")]

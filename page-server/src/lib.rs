@@ -4,7 +4,7 @@
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for users and their scripts.
 //! * [`agent`]: `rewake serve`, which starts streamers.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
-//! * [`sparse`]: what a dump leaves out. [`lease`]: who uses an image.
+//! * [`sparse`]: what a dump leaves out.
 
 pub mod agent;
 pub mod cli;
@@ -12,6 +12,5 @@ pub mod commands;
 pub mod criu_args;
 pub mod doctor;
 pub mod inspect;
-pub mod lease;
 pub mod logging;
 pub mod sparse;

@@ -7,9 +7,10 @@
 //! * [`daemon`]: restores by `rewake serve`.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
+//! * [`export`]: `rewake export`, and its clients.
 //! * [`fuse`]: a file system that hangs.
 //! * [`held`]: restores that wait for the test at a known step.
-//! * [`hosts`]: two hosts on one machine. [`migration`]: a target that moves between them.
+//! * [`migration`]: a target that moves between two [`hosts`](rewake_testkit::hosts).
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`page_server`]: `rewake page-server` and CRIU's own, and a client that sends what it likes.
 //! * [`limit`]: memory that the kernel refuses.
@@ -25,9 +26,9 @@
 pub mod container;
 pub mod criu;
 pub mod daemon;
+pub mod export;
 pub mod fuse;
 pub mod held;
-pub mod hosts;
 pub mod images;
 pub mod lazy_source;
 pub mod limit;

@@ -7,10 +7,10 @@ use std::process::{Child, Output, Stdio};
 
 use anyhow::{Context, ensure};
 use nix::sys::signal::{Signal, kill};
+use rewake_testkit::hosts::{DESTINATION, HostPair, entered};
 use serde_json::Value;
 
 use crate::Criu;
-use crate::hosts::{DESTINATION, HostPair, entered};
 use crate::process::{MINUTE, tail, until, write_program};
 use crate::scene::{ACT, Scene};
 use crate::server::rewake;
@@ -27,6 +27,8 @@ pub struct Migration {
     scene: Scene,
     target: Child,
     pid: i32,
+    /// Options of both agents.
+    security: [Vec<String>; 2],
 }
 
 /// An agent of a host.
@@ -49,7 +51,26 @@ impl Migration {
             .context("the target is not ready")?;
         let first = hosts.source.named(TARGET).into_iter().min().context("the target has ended")?;
         let pid = hosts.source.own_number(first)?;
-        Ok(Self { hosts, scene, target, pid })
+        Ok(Self { hosts, scene, target, pid, security: [(); 2].map(|()| vec!["--insecure".to_owned()]) })
+    }
+
+    /// Has `rewake migrate` use these options instead of `--insecure`.
+    pub fn secure_migrate(&mut self, options: Vec<String>) {
+        self.security[0] = options;
+    }
+
+    /// Has `rewake receive` use these options instead of `--insecure`.
+    pub fn secure_receive(&mut self, options: Vec<String>) {
+        self.security[1] = options;
+    }
+
+    /// The cgroup of the target on the source.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn source_cgroup(&self) -> anyhow::Result<String> {
+        let pid = self.hosts.source.named(TARGET).into_iter().min().context("the target has ended")?;
+        Ok(fs::read_to_string(format!("/proc/{pid}/cgroup"))?)
     }
 
     /// Starts `rewake receive` on the destination, and waits until it listens.
@@ -58,7 +79,8 @@ impl Migration {
     /// It does not.
     pub fn receive(&self, criu: &Path) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.destination.command(rewake()?);
-        command.args(["receive", "--address", DESTINATION, "--port", PORT, "--insecure", "--criu"]).arg(criu);
+        command.args(["receive", "--address", DESTINATION, "--port", PORT]).args(&self.security[1]);
+        command.arg("--criu").arg(criu);
         let log = self.scene.files().join("receive.log");
         let file = fs::File::create(&log)?;
         let child = command.stdout(file.try_clone()?).stderr(file).spawn().context("start rewake receive")?;
@@ -88,7 +110,7 @@ impl Migration {
     pub fn migrate_to(&self, destination: &str) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
         command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
-        command.args(["--insecure", "--criu"]).arg(self.scene.criu());
+        command.args(&self.security[0]).arg("--criu").arg(self.scene.criu());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
     }

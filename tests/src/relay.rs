@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A slow link to a page server, which can be cut.
+//! A slow link to a server, which can be cut, and can damage what it carries.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{sleep, spawn};
 use std::time::Duration;
@@ -21,6 +21,7 @@ pub struct SlowLink {
     port: u16,
     streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     passed: Arc<AtomicU64>,
+    lies: Arc<AtomicBool>,
 }
 
 impl SlowLink {
@@ -44,7 +45,8 @@ impl SlowLink {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a port for a link")?;
         let port = listener.local_addr()?.port();
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
-        let (kept, count) = (Arc::clone(&streams), Arc::clone(&passed));
+        let lies = Arc::new(AtomicBool::new(false));
+        let (kept, count, lie) = (Arc::clone(&streams), Arc::clone(&passed), Arc::clone(&lies));
         spawn(move || {
             for client in listener.incoming().take(clients).flatten() {
                 // Without a server the client's connection ends.
@@ -53,11 +55,12 @@ impl SlowLink {
                 let both = [&client, &server].map(Arc::downgrade);
                 kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
                 let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
-                spawn(move || carry(&answers, &back, rate, &count));
-                spawn(move || carry(&client, &server, u64::MAX, &AtomicU64::new(0)));
+                let lie = Arc::clone(&lie);
+                spawn(move || carry(&answers, &back, rate, &count, &lie));
+                spawn(move || carry(&client, &server, u64::MAX, &AtomicU64::new(0), &AtomicBool::new(false)));
             }
         });
-        Ok(Self { port, streams, passed })
+        Ok(Self { port, streams, passed, lies })
     }
 
     /// Its port.
@@ -72,6 +75,11 @@ impl SlowLink {
         self.passed.load(Ordering::Relaxed)
     }
 
+    /// Has the link change one byte of what passes next to a client.
+    pub fn lie(&self) {
+        self.lies.store(true, Ordering::Relaxed);
+    }
+
     /// Cuts all connections.
     pub fn cut(&self) {
         for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
@@ -81,13 +89,17 @@ impl SlowLink {
     }
 }
 
-fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64) {
+fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64, lies: &AtomicBool) {
     let mut buffer = vec![0; PIECE];
     loop {
         match from.read(&mut buffer) {
             Ok(0) => break,
             Err(_) => return reset(to),
             Ok(len) => {
+                // The middle of a whole piece is in the middle of data.
+                if len == PIECE && lies.swap(false, Ordering::Relaxed) {
+                    buffer[PIECE / 2] ^= 1;
+                }
                 if to.write_all(&buffer[..len]).is_err() {
                     break;
                 }

@@ -221,7 +221,7 @@ fn a_server_with_another_name_is_refused_by_default() {
     let other = authority.issue(|request| request.address("192.0.2.1"));
     let server = [tls_options(&authority, &other), vec!["--tls-no-cn-verify".to_owned()]].concat();
     let client = tls_options(&authority, &own(&authority));
-    let reason = "expected 127.0.0.1, the address that --address names";
+    let reason = "expected 127.0.0.1, the address that this side was given";
     ended_with_both(&server, &client, reason, reason);
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 4).unwrap();

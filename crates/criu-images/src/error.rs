@@ -30,6 +30,12 @@ pub enum ImageError {
         /// The contents of the file.
         expected: &'static str,
     },
+    /// A dump that has replaced the image removes it.
+    #[error("{file}: another image is taking its place; try again", file = file.display())]
+    BeingReplaced {
+        /// The image's inventory.
+        file: PathBuf,
+    },
     /// A symbolic link where a file must be: its target may be any file that root can read.
     #[error(
         "{file}: is a symbolic link: expected a file of the image; replace it with the file",

@@ -11,19 +11,12 @@ use std::path::PathBuf;
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{
-    AddressFamily, SockType, SockaddrLike as _, SockaddrStorage, getsockname, getsockopt, setsockopt, sockopt,
+    AddressFamily, SockType, SockaddrLike as _, SockaddrStorage, getsockname, getsockopt, sockopt,
 };
+use rewake_peer_stream::{PATIENT, watch_peer};
 use rewake_streamer::session::address;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
-
-/// Seconds without a byte after which the kernel asks a TCP peer whether it still exists. A client may be silent for
-/// hours: a lazy restore whose processes access no missing memory.
-const KEEPALIVE_IDLE: u32 = 30;
-/// Seconds between two such questions.
-const KEEPALIVE_INTERVAL: u32 = 10;
-/// Unanswered questions after which the connection is lost.
-const KEEPALIVE_COUNT: u32 = 3;
 
 /// Where clients connect.
 #[derive(Debug)]
@@ -67,7 +60,7 @@ impl Endpoint {
                 ensure!(
                     address.ip().is_loopback() || for_other_hosts,
                     "--address {}: other hosts reach this address, and memory would travel unencrypted, to and from \
-                     any host: add --insecure if the network is trusted, or --tls where the command has it",
+                     any host: add --insecure if the network is trusted, or --tls",
                     address.ip()
                 );
                 let listener =
@@ -148,7 +141,8 @@ impl Door {
         match self {
             Self::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await.context("accepting a client")?;
-                watch_peer(&stream).with_context(|| format!("client {peer}"))?;
+                // It may be silent for hours: a lazy restore whose processes access no missing memory.
+                watch_peer(&stream, PATIENT).with_context(|| format!("client {peer}"))?;
                 Ok(ConnectedClient { stream: Box::new(stream), peer: peer.to_string(), blocking: None })
             }
             Self::Unix(listener, path) => {
@@ -181,16 +175,6 @@ impl Drop for Door {
     }
 }
 
-/// Finds out when a silent peer is lost, and sends small answers at once.
-fn watch_peer(stream: &TcpStream) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    setsockopt(stream, sockopt::KeepAlive, &true)?;
-    setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE)?;
-    setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL)?;
-    setsockopt(stream, sockopt::TcpKeepCount, &KEEPALIVE_COUNT)?;
-    Ok(())
-}
-
 /// Makes a stream of a connected socket. Its calls do not block afterwards, in no process that has it: see
 /// [`Blocking`].
 fn connected(socket: OwnedFd) -> anyhow::Result<Box<dyn ByteStream>> {
@@ -200,7 +184,7 @@ fn connected(socket: OwnedFd) -> anyhow::Result<Box<dyn ByteStream>> {
             let stream = std::net::TcpStream::from(socket);
             stream.set_nonblocking(true)?;
             let stream = TcpStream::from_std(stream)?;
-            watch_peer(&stream).context("--ps-socket")?;
+            watch_peer(&stream, PATIENT).context("--ps-socket")?;
             Ok(Box::new(stream))
         }
         Some(AddressFamily::Unix) => {

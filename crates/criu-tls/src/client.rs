@@ -2,7 +2,7 @@
 //! The side that connects.
 
 use std::io::Write;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
@@ -14,6 +14,7 @@ use rustls::{ClientConfig, ClientConnection};
 use crate::certificates::TlsOptions;
 use crate::encrypted::EncryptedStream;
 use crate::error::HandshakeError;
+use crate::link::TlsLink;
 use crate::peer_name::PeerName;
 use crate::provider;
 use crate::verifier::PeerVerifier;
@@ -64,10 +65,24 @@ impl TlsClient {
     ///
     /// [`HANDSHAKE_LIMIT`]: crate::HANDSHAKE_LIMIT
     pub fn connect<S: AsFd + Write>(&self, socket: S) -> Result<EncryptedStream<S>, HandshakeError> {
+        EncryptedStream::shake(self.connection()?, socket)
+    }
+
+    /// Makes the handshake with a Rewake, over a blocking socket. A refusal of this side's certificate is the error of
+    /// the first read, as with [`TlsClient::connect`].
+    ///
+    /// # Errors
+    /// The server is not accepted, which it learns, speaks no TLS, or takes longer than [`HANDSHAKE_LIMIT`].
+    ///
+    /// [`HANDSHAKE_LIMIT`]: crate::HANDSHAKE_LIMIT
+    pub fn link(&self, socket: TcpStream) -> Result<TlsLink, HandshakeError> {
+        TlsLink::shake(self.connection()?.into(), socket)
+    }
+
+    fn connection(&self) -> Result<ClientConnection, HandshakeError> {
         // The verifier has the name to check. This one is not used, nor sent.
         let unused = ServerName::from(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-        let connection = ClientConnection::new(Arc::clone(&self.config), unused)
-            .map_err(|error| HandshakeError::Other(error.to_string()))?;
-        EncryptedStream::shake(connection, socket)
+        ClientConnection::new(Arc::clone(&self.config), unused)
+            .map_err(|error| HandshakeError::Other(error.to_string()))
     }
 }

@@ -52,8 +52,8 @@ pub enum HandshakeError {
     OldRevocationList,
     /// The certificate has another name.
     #[error(
-        "the peer's certificate is for {found}: expected {expected}, the address that --address names, \
-         as CRIU checks it; --tls-no-cn-verify accepts every certificate of the CA"
+        "the peer's certificate is for {found}: expected {expected}, the address that this side was given; \
+         --tls-no-cn-verify accepts every certificate of the CA"
     )]
     WrongName {
         /// The name that it must have.

@@ -2,8 +2,9 @@
 //! TLS as CRIU's page server and its clients speak it: both sides show a certificate of the same CA.
 //!
 //! * [`TlsOptions`]: the files and rules that the options `--tls-*` name, with CRIU's defaults.
-//! * [`TlsServer`] and [`TlsClient`]: make an encrypted stream of a connected one. A client's is an
-//!   [`EncryptedStream`] over a blocking socket.
+//! * [`TlsServer`] and [`TlsClient`]: make an encrypted stream of a connected one. Towards CRIU, a client's is an
+//!   [`EncryptedStream`] over a blocking socket. Between Rewakes, both sides have a [`TlsLink`], whose other side is a
+//!   [`PeerCertificate`].
 //! * `certificates`: reads the files. `verifier`: which certificates are accepted. `peer_name`: whose they
 //!   must be.
 //! * [`HandshakeError`]: why a connection was not made, and what to do.
@@ -23,6 +24,7 @@ mod certificates;
 mod client;
 mod encrypted;
 mod error;
+mod link;
 mod peer_name;
 mod server;
 mod verifier;
@@ -31,6 +33,8 @@ pub use certificates::TlsOptions;
 pub use client::TlsClient;
 pub use encrypted::EncryptedStream;
 pub use error::HandshakeError;
+pub use link::{PeerCertificate, TlsLink};
+pub use peer_name::PeerName;
 pub use server::TlsServer;
 
 use std::sync::Arc;

@@ -13,19 +13,19 @@ use rustls::{CertificateError, Error};
 use webpki::EndEntityCert;
 
 /// The name that a peer's certificate must have.
-#[derive(Debug, Clone)]
-pub(crate) struct PeerName(ServerName<'static>);
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerName(ServerName<'static>);
 
 impl PeerName {
-    /// Reads what `--address` says.
+    /// Reads an address or a host name.
     ///
     /// # Errors
-    /// It is neither an address nor a host name.
-    pub(crate) fn of_address(address: &str) -> anyhow::Result<Self> {
+    /// It is neither.
+    pub fn of_address(address: &str) -> anyhow::Result<Self> {
         // A link-local address ends with the name of its link, which no certificate has.
         let plain = address.split_once('%').map_or(address, |(address, _)| address);
         let name = ServerName::try_from(plain)
-            .with_context(|| format!("--address {address}: expected an address or a host name"))?;
+            .with_context(|| format!("{address:?}: expected an address or a host name"))?;
         Ok(Self(name.to_owned()))
     }
 

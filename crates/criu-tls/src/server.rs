@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The side that waits for connections.
 
+use std::net::TcpStream;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rustls::ServerConfig;
 use rustls::server::NoServerSessionStorage;
+use rustls::{ServerConfig, ServerConnection};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
@@ -13,6 +14,7 @@ use tokio_rustls::server::TlsStream;
 
 use crate::certificates::TlsOptions;
 use crate::error::HandshakeError;
+use crate::link::TlsLink;
 use crate::peer_name::PeerName;
 use crate::verifier::PeerVerifier;
 use crate::{HANDSHAKE_LIMIT, provider};
@@ -71,5 +73,15 @@ impl TlsServer {
             Ok(accepted) => accepted.map_err(HandshakeError::from),
             Err(_) => Err(HandshakeError::Timeout),
         }
+    }
+
+    /// Makes the handshake with a Rewake, over a blocking socket.
+    ///
+    /// # Errors
+    /// As [`TlsServer::accept`]. A client that is not accepted gets an alert with the reason.
+    pub fn link(&self, socket: TcpStream) -> Result<TlsLink, HandshakeError> {
+        let connection = ServerConnection::new(Arc::clone(self.acceptor.config()))
+            .map_err(|error| HandshakeError::Other(error.to_string()))?;
+        TlsLink::shake(connection.into(), socket)
     }
 }

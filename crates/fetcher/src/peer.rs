@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::libc::linger;
 use nix::sys::socket::{AddressFamily, SockaddrLike as _, SockaddrStorage, getsockname, setsockopt, sockopt};
+use rewake_peer_stream::{PATIENT, watch_peer};
 
 use crate::plan::PagePeer;
 
@@ -27,9 +28,6 @@ const RECONNECT_TIME: Duration = Duration::from_secs(5);
 const RECONNECT_PAUSE: Duration = Duration::from_millis(100);
 /// Time for one write: requests are short, and few are in flight.
 const SEND_TIME: Duration = Duration::from_secs(30);
-/// Seconds without a byte after which the kernel asks a TCP peer whether it still exists, the seconds between two such
-/// questions, and how many may stay unanswered.
-const KEEPALIVE: [u32; 3] = [30, 10, 3];
 
 /// What carries the bytes.
 #[derive(Debug)]
@@ -60,10 +58,10 @@ impl PeerSocket {
                     sleep(RECONNECT_PAUSE);
                 }
                 Err(error) if again => bail!(
-                    "connecting again: {error}: pages can be fetched on only if the page server serves several \
-                     connections (`rewake page-server --lazy-pages --keep-listening`)"
+                    "connecting again: {error}: pages can be fetched on only if the server serves several connections \
+                     (`rewake export`, `rewake page-server --lazy-pages --keep-listening`)"
                 ),
-                Err(error) => return Err(error).context("connecting: does the page server listen there?"),
+                Err(error) => return Err(error).context("connecting: does the server listen there?"),
             }
         }
     }
@@ -88,12 +86,8 @@ impl PeerSocket {
     fn prepare(&self) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => {
-                stream.set_nodelay(true)?;
+                watch_peer(stream, PATIENT)?;
                 stream.set_write_timeout(Some(SEND_TIME))?;
-                setsockopt(stream, sockopt::KeepAlive, &true)?;
-                setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE[0])?;
-                setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE[1])?;
-                setsockopt(stream, sockopt::TcpKeepCount, &KEEPALIVE[2])?;
                 setsockopt(stream, sockopt::Linger, &linger { l_onoff: 1, l_linger: 0 })?;
             }
             Self::Unix(stream) => stream.set_write_timeout(Some(SEND_TIME))?,

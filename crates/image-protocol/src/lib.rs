@@ -4,11 +4,13 @@
 //!
 //! * [`message`]: one message on a stream, in both directions.
 //! * [`client`]: a client's side of a connection.
+//! * [`open_files`]: files that a side keeps open.
 #![forbid(unsafe_code)]
 
 pub mod client;
 mod generated;
 pub mod message;
+pub mod open_files;
 
 pub use generated::{Data, Hello, Open, Opened, Read, Reply, Request, reply, request};
 

@@ -15,7 +15,8 @@ pub enum MessageError {
     Closed,
     /// The length says more than [`MAX_MESSAGE`].
     #[error(
-        "a message of {0} bytes announced, {MAX_MESSAGE} expected at most: not a rewake image server or client?"
+        "a message of {0} bytes announced, {MAX_MESSAGE} expected at most: not a rewake image server or client, or one \
+         with --tls?"
     )]
     TooLong(usize),
     /// The bytes are not such a message.

@@ -5,18 +5,19 @@ use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
-use rewake_criu_images::{Digest, ImageDir};
+use rewake_criu_images::{Digest, ImageDir, ImageLease};
+use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{MANIFEST_NAME, ManifestReader, ManifestRecord};
+use rewake_peer_stream::PeerRights;
 
 /// The longest name of an image, in bytes.
 const MAX_NAME: usize = 4096;
-/// Files that a connection keeps open. A client reads few files at a time: those that hold memory.
-const OPEN_FILES: usize = 16;
 
-/// The directory whose images are served.
+/// The directory whose images are served, and which of them a client may read.
 #[derive(Debug)]
 pub struct Exports {
     root: PathBuf,
+    rights: PeerRights,
 }
 
 impl Exports {
@@ -27,13 +28,20 @@ impl Exports {
     pub fn new(root: &Path) -> anyhow::Result<Self> {
         let root = root.canonicalize().with_context(|| root.display().to_string())?;
         ensure!(root.is_dir(), "{}: expected a directory with images", root.display());
-        Ok(Self { root })
+        Ok(Self { root, rights: PeerRights::All })
     }
 
-    /// Opens an image by its name, a path below the directory, or the `ancestor`-th of its parents.
+    /// Returns those of the images that a client with these rights may read.
+    #[must_use]
+    pub fn permitted(&self, rights: PeerRights) -> Self {
+        Self { root: self.root.clone(), rights }
+    }
+
+    /// Opens an image by its name, a path below the directory, or the `ancestor`-th of its parents. Who may read an
+    /// image may read its parents, whose memory is a part of it.
     ///
     /// # Errors
-    /// There is no such image, it is not sealed, or its manifest is damaged.
+    /// The client may not read it, there is no such image, it is not sealed, or its manifest is damaged.
     pub fn open(&self, name: &str, ancestor: u32) -> anyhow::Result<ExportedImage> {
         let path = Path::new(name);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
@@ -41,6 +49,7 @@ impl Exports {
             is_below && !name.is_empty() && name.len() <= MAX_NAME,
             "{name:.80?}: expected the name of an image, a path without `..`"
         );
+        self.rights.check_image(path)?;
         let mut directory = ImageDir::open(self.root.join(path)).with_context(|| format!("image {name}"))?;
         for _ in 0..ancestor {
             let parent = directory.parent()?;
@@ -50,7 +59,7 @@ impl Exports {
     }
 }
 
-/// An open image. It stays the same when another image takes its directory's place.
+/// An open image. It stays the same when another image takes its directory's place: it is leased.
 #[derive(Debug)]
 pub struct ExportedImage {
     directory: ImageDir,
@@ -58,12 +67,14 @@ pub struct ExportedImage {
     manifest_length: u64,
     /// Names in the order of the manifest.
     names: Vec<String>,
-    /// The files that were read last, the newest first.
-    open: Vec<(u32, File)>,
+    open: OpenFiles,
+    /// None where the file system has no locks.
+    _lease: Option<ImageLease>,
 }
 
 impl ExportedImage {
     fn open(directory: ImageDir) -> anyhow::Result<Self> {
+        let lease = ImageLease::of(&directory)?;
         let mut manifest = ManifestReader::open(&directory)?;
         let mut names = Vec::new();
         while let Some(record) = manifest.next_record()? {
@@ -72,7 +83,8 @@ impl ExportedImage {
             }
         }
         let (_, _, manifest_length) = directory.file(MANIFEST_NAME)?.context("the manifest was removed")?;
-        Ok(Self { directory, id: manifest.id(), manifest_length, names, open: Vec::new() })
+        let (id, open) = (manifest.id(), OpenFiles::default());
+        Ok(Self { directory, id, manifest_length, names, open, _lease: lease })
     }
 
     /// Returns the image's id.
@@ -92,21 +104,17 @@ impl ExportedImage {
     /// # Errors
     /// The image has no such file, or it cannot be opened.
     pub fn file(&mut self, number: u32) -> anyhow::Result<&File> {
-        if let Some(place) = self.open.iter().position(|(open, _)| *open == number) {
-            self.open[..=place].rotate_right(1);
-        } else {
+        let Self { directory, names, open, .. } = self;
+        open.get(number, || {
             let name = match number.checked_sub(1) {
                 None => MANIFEST_NAME,
                 Some(index) => {
-                    let name = usize::try_from(index).ok().and_then(|index| self.names.get(index));
-                    name.with_context(|| format!("file {number}: the image has {}", self.names.len()))?
+                    let name = usize::try_from(index).ok().and_then(|index| names.get(index));
+                    name.with_context(|| format!("file {number}: the image has {}", names.len()))?
                 }
             };
-            let opened = self.directory.file(name)?;
-            let (_, file, _) = opened.with_context(|| format!("{name}: it was removed"))?;
-            self.open.truncate(OPEN_FILES - 1);
-            self.open.insert(0, (number, file));
-        }
-        Ok(&self.open[0].1)
+            let (_, file, _) = directory.file(name)?.with_context(|| format!("{name}: it was removed"))?;
+            Ok(file)
+        })
     }
 }

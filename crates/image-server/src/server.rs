@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Accepts clients, and serves each in a thread.
 
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use nix::sys::socket::{setsockopt, sockopt};
+use rewake_peer_stream::{Admission, PATIENT, watch_peer};
 use tracing::{error, info, warn};
 
 use crate::connection::{Served, serve};
 use crate::exports::Exports;
 
-/// Connections at once. Each has a thread and a buffer of 64 KiB; a restore has two.
+/// Connections at once. Each has a thread and a buffer of 64 KiB, and 130 KiB more with TLS; a restore has two.
 const MAX_CONNECTIONS: usize = 256;
 /// Time for a client to open an image, and to take bytes that were sent.
 const CLIENT_LIMIT: Duration = Duration::from_secs(60);
 /// Time after a client could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves clients until the process is ended.
-pub fn run(exports: Exports, listener: &TcpListener) -> ! {
-    let (exports, clients) = (Arc::new(exports), Arc::new(AtomicUsize::new(0)));
+/// Serves the clients that are admitted, until the process is ended.
+pub fn run(exports: Exports, admission: Admission, listener: &TcpListener) -> ! {
+    let (server, clients) = (Arc::new((exports, admission)), Arc::new(AtomicUsize::new(0)));
     loop {
         let (stream, peer) = match listener.accept() {
             Ok(client) => client,
@@ -38,10 +38,11 @@ pub fn run(exports: Exports, listener: &TcpListener) -> ! {
             error!("client {peer}: turned away, MAX_CONNECTIONS = {MAX_CONNECTIONS} are connected");
             continue;
         }
-        let (exports, clients) = (Arc::clone(&exports), Arc::clone(&clients));
+        let (server, clients) = (Arc::clone(&server), Arc::clone(&clients));
         thread::spawn(move || {
             let began = Instant::now();
-            match client(&exports, stream, &peer.to_string()) {
+            let (exports, admission) = &*server;
+            match client(exports, admission, stream, &peer.to_string()) {
                 Ok(Served { reads, bytes }) => {
                     info!("client {peer}: {bytes} bytes in {reads} reads, {:?}", began.elapsed());
                 }
@@ -52,14 +53,14 @@ pub fn run(exports: Exports, listener: &TcpListener) -> ! {
     }
 }
 
-fn client(exports: &Exports, mut stream: std::net::TcpStream, peer: &str) -> anyhow::Result<Served> {
-    stream.set_nodelay(true).context("TCP_NODELAY")?;
-    // A client may be silent for hours after it has opened an image. The kernel finds out when its host is lost.
-    setsockopt(&stream, sockopt::KeepAlive, &true).context("SO_KEEPALIVE")?;
-    stream.set_read_timeout(Some(CLIENT_LIMIT)).context("SO_RCVTIMEO")?;
-    stream.set_write_timeout(Some(CLIENT_LIMIT)).context("SO_SNDTIMEO")?;
-    serve(exports, &mut stream, |stream, image| {
+fn client(exports: &Exports, admission: &Admission, socket: TcpStream, peer: &str) -> anyhow::Result<Served> {
+    // A client may be silent for hours after it has opened an image.
+    watch_peer(&socket, PATIENT).context("the connection")?;
+    socket.set_write_timeout(Some(CLIENT_LIMIT)).context("SO_SNDTIMEO")?;
+    let (mut stream, rights) = admission.admit(socket)?;
+    stream.socket().set_read_timeout(Some(CLIENT_LIMIT)).context("SO_RCVTIMEO")?;
+    serve(&exports.permitted(rights), &mut stream, |stream, image| {
         info!("client {peer}: reads image {image}");
-        stream.set_read_timeout(None)
+        stream.socket().set_read_timeout(None)
     })
 }

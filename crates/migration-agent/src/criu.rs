@@ -30,6 +30,8 @@ pub struct CriuChoice {
     pub program: PathBuf,
     /// Options of `criu dump` or `criu restore`.
     pub options: Vec<OsString>,
+    /// The folder of CRIU's plugins; none: CRIU's own.
+    pub plugins: Option<PathBuf>,
 }
 
 impl CriuChoice {
@@ -37,6 +39,9 @@ impl CriuChoice {
     pub(crate) fn command(&self, act: &str, images: &Path, work: &Path) -> Command {
         let mut command = Command::new(&self.program);
         command.arg(act).arg("-D").arg(images).arg("-W").arg(work).args(["-o", &format!("{act}.log")]);
+        if let Some(folder) = &self.plugins {
+            command.arg("--libdir").arg(folder);
+        }
         command
     }
 }

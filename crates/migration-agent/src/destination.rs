@@ -16,16 +16,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::Flock;
+use rewake_criu_tls::PeerCertificate;
 use rewake_migration::destination::{
     DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
 };
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::DestinationRecord;
+use rewake_peer_stream::{Admission, PeerStream};
 
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu};
 use crate::folder::{self, MigrationFolder, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, watch_peer};
+use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, set_limits};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::relay::PageRelay;
@@ -67,8 +69,9 @@ enum DestinationEvent {
 /// What the threads of connections share with the agent.
 #[derive(Debug)]
 struct ConnectionState {
-    /// The migration that the first greeting named.
-    id: Mutex<Option<MigrationId>>,
+    admission: Admission,
+    /// The migration that the first greeting named, and the certificate of its source, which has TLS.
+    id: Mutex<Option<(MigrationId, Option<PeerCertificate>)>>,
     strangers: AtomicUsize,
     /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is handled
     /// after it.
@@ -77,7 +80,7 @@ struct ConnectionState {
     relay: Mutex<Option<Arc<PageRelay>>>,
 }
 
-/// Takes one program.
+/// Takes one program, of a source that is admitted.
 ///
 /// `aborts` receives the user's wish to end the migration.
 ///
@@ -85,6 +88,7 @@ struct ConnectionState {
 /// Nothing was received: the host has no cgroups, or a folder cannot be made.
 pub fn receive(
     listener: TcpListener,
+    admission: Admission,
     criu: &CriuChoice,
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
@@ -96,6 +100,7 @@ pub fn receive(
     let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
+        admission,
         id: Mutex::default(),
         strangers: AtomicUsize::new(0),
         newest: Mutex::default(),
@@ -166,37 +171,41 @@ fn accept(listener: &TcpListener, state: &Arc<ConnectionState>, sender: &Sender<
 
 /// Takes one connection from its greeting to its end.
 fn connection(
-    mut stream: TcpStream,
+    socket: TcpStream,
     state: &ConnectionState,
     sender: &Sender<DestinationEvent>,
 ) -> anyhow::Result<()> {
-    let admitted = admit(&mut stream, state);
+    let admitted = admit(socket, state);
     state.strangers.fetch_sub(1, Ordering::Relaxed);
-    admitted?;
+    let mut stream = admitted?;
     let number = {
         let mut newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
         *newest += 1;
         *newest
     };
-    let writer = Arc::new(FrameWriter::new(&stream)?);
+    let writer = Arc::new(FrameWriter::new(stream.clone()));
     sender.send(DestinationEvent::Connected(number, writer))?;
     let ended = read_frames(&mut stream, number, state, sender);
     sender.send(DestinationEvent::Disconnected(number))?;
     ended
 }
 
-fn admit(stream: &mut TcpStream, state: &ConnectionState) -> anyhow::Result<()> {
-    watch_peer(stream)?;
-    stream.set_read_timeout(Some(GREETING_LIMIT))?;
-    let id = greeted(stream)?;
-    let known = *state.id.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(id);
-    ensure!(known == id, "another migration: this agent takes one program");
-    stream.set_read_timeout(None)?;
-    Ok(())
+fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<PeerStream> {
+    set_limits(&socket)?;
+    let (mut stream, _) = state.admission.admit(socket)?;
+    stream.socket().set_read_timeout(Some(GREETING_LIMIT))?;
+    let id = greeted(&mut stream)?;
+    let certificate = stream.peer();
+    let mut known = state.id.lock().unwrap_or_else(PoisonError::into_inner);
+    let (known, first) = known.get_or_insert_with(|| (id, certificate.cloned()));
+    ensure!(*known == id, "another migration: this agent takes one program");
+    ensure!(first.as_ref() == certificate, "its certificate is not that of the connection before");
+    stream.socket().set_read_timeout(None)?;
+    Ok(stream)
 }
 
 fn read_frames(
-    stream: &mut TcpStream,
+    stream: &mut PeerStream,
     number: usize,
     state: &ConnectionState,
     sender: &Sender<DestinationEvent>,
@@ -398,8 +407,8 @@ impl DestinationAgent<'_> {
     fn start_client(&mut self) -> anyhow::Result<()> {
         let pages = self.work.join("pages.socket");
         let listener = UnixListener::bind(&pages).with_context(|| format!("binding {}", pages.display()))?;
-        let this =
-            CriuChoice { program: env::current_exe().context("finding this program")?, options: Vec::new() };
+        let program = env::current_exe().context("finding this program")?;
+        let this = CriuChoice { program, options: Vec::new(), plugins: None };
         let mut command = this.command("lazy-pages", &self.folder.images(), &self.work);
         command.args(["--page-server", "--address"]).arg(&pages);
         let mut client = RunningCriu::start(&mut command, "lazy-pages", &self.work)?;

@@ -14,9 +14,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use nix::sys::socket::{setsockopt, sockopt};
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_page_protocol::PageRun;
+use rewake_peer_stream::{PROMPT, PeerStream, watch_peer};
 
 /// The bytes before everything else.
 const MAGIC: &[u8; 8] = b"REWAKEMG";
@@ -25,13 +25,9 @@ const MAX_BODY: usize = (4 << 20) + (1 << 10);
 /// Bytes of a file in one frame.
 pub(crate) const FILE_PIECE: usize = 1 << 20;
 const PAGE: usize = 4096;
+/// How a refusal of TLS begins. No message of an agent is as long as these bytes would say.
+const TLS_ALERT: [u8; 5] = [0x15, 3, 3, 0, 2];
 
-/// Seconds without a byte after which the kernel asks the peer whether it still exists, and between two questions.
-const KEEPALIVE: u32 = 5;
-/// Unanswered questions after which the connection is lost.
-const KEEPALIVE_COUNT: u32 = 3;
-/// Milliseconds without an acknowledgement after which the connection is lost.
-const UNACKNOWLEDGED_LIMIT: u32 = 20_000;
 /// Time without room for a byte after which the connection is lost: the peer does not read.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
 
@@ -53,15 +49,9 @@ pub(crate) fn new_name(prefix: &str) -> anyhow::Result<String> {
 }
 
 /// Sends small frames at once, and finds out when the peer is lost.
-pub(crate) fn watch_peer(stream: &TcpStream) -> anyhow::Result<()> {
-    stream.set_nodelay(true)?;
-    setsockopt(stream, sockopt::KeepAlive, &true)?;
-    setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE)?;
-    setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE)?;
-    setsockopt(stream, sockopt::TcpKeepCount, &KEEPALIVE_COUNT)?;
-    setsockopt(stream, sockopt::TcpUserTimeout, &UNACKNOWLEDGED_LIMIT)?;
-    stream.set_write_timeout(Some(SEND_LIMIT))?;
-    Ok(())
+pub(crate) fn set_limits(socket: &TcpStream) -> io::Result<()> {
+    watch_peer(socket, PROMPT)?;
+    socket.set_write_timeout(Some(SEND_LIMIT))
 }
 
 /// What both agents send each other.
@@ -130,6 +120,7 @@ impl Frame {
             0 => return Ok(None),
             some => stream.read_exact(&mut head[some..]).context("reading a frame")?,
         }
+        ensure!(head != TLS_ALERT, "the peer uses TLS: add --tls");
         let len = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
         ensure!(len <= MAX_BODY, "a frame of {len} bytes: expected at most {MAX_BODY}");
         let mut body = vec![0; len];
@@ -187,21 +178,24 @@ pub(crate) fn greeted(stream: &mut impl Read) -> anyhow::Result<MigrationId> {
     let mut bytes = [0; 24];
     stream.read_exact(&mut bytes).context("reading the greeting")?;
     let (magic, id) = bytes.split_at(MAGIC.len());
-    ensure!(magic == MAGIC, "the client's first bytes are {magic:02x?}: expected a `rewake migrate`");
+    ensure!(
+        magic == MAGIC,
+        "the client's first bytes are {magic:02x?}: expected a `rewake migrate` without --tls"
+    );
     Ok(id.try_into()?)
 }
 
 /// The sending half of a connection, which threads share.
 #[derive(Debug)]
 pub(crate) struct FrameWriter {
-    stream: Mutex<TcpStream>,
+    stream: Mutex<PeerStream>,
     /// Ends the connection while a thread sends.
-    end: TcpStream,
+    end: PeerStream,
 }
 
 impl FrameWriter {
-    pub(crate) fn new(stream: &TcpStream) -> io::Result<Self> {
-        Ok(Self { stream: Mutex::new(stream.try_clone()?), end: stream.try_clone()? })
+    pub(crate) fn new(stream: PeerStream) -> Self {
+        Self { end: stream.clone(), stream: Mutex::new(stream) }
     }
 
     pub(crate) fn send(&self, frame: &Frame) -> anyhow::Result<()> {
@@ -218,7 +212,7 @@ impl FrameWriter {
     /// Ends the connection: the reader of it sees the end.
     pub(crate) fn close(&self) {
         // It may have ended.
-        let _ = self.end.shutdown(std::net::Shutdown::Both);
+        let _ = self.end.socket().shutdown(std::net::Shutdown::Both);
     }
 }
 
@@ -260,14 +254,15 @@ mod tests {
         refused(&[3, 0, 0, 0, 3, 9, 0, b'x'], "its name is cut off");
         refused(&[12, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "expected a multiple of 4096");
         refused(&[2, 0, 0, 0, 1, b'{'], "reading a frame");
+        refused(&[0x15, 3, 3, 0, 2, 2, 40], "the peer uses TLS: add --tls");
     }
 
     #[test]
     fn a_connection_ends_while_a_thread_sends() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        watch_peer(&stream).unwrap();
-        let writer = FrameWriter::new(&stream).unwrap();
+        set_limits(&stream).unwrap();
+        let writer = FrameWriter::new(stream.into());
         let start = std::time::Instant::now();
         let frame = Frame::Pages { pid: 1, vaddr: 0, bytes: vec![0; 64 * PAGE] };
         std::thread::scope(|scope| {

@@ -5,7 +5,7 @@
 //! * [`destination`]: restores the tree, and releases it after GRANT.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
-//! * `frame`: the connection. `relay`: page requests of a lazy restore, over that connection.
+//! * `peer`, `frame`: the connection. `relay`: page requests of a lazy restore, over that connection.
 //! * `host`: what hosts compare. `image_files`, `frozen_memory`, `criu`: what their names say.
 #![forbid(unsafe_code)]
 
@@ -17,6 +17,7 @@ mod frame;
 mod frozen_memory;
 mod host;
 mod image_files;
+mod peer;
 mod relay;
 pub mod script;
 pub mod source;

@@ -223,7 +223,7 @@ mod tests {
             let source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             source.set_read_timeout(Some(LIMIT)).unwrap();
             let (stream, _) = listener.accept().unwrap();
-            relay.connect(Some(Arc::new(FrameWriter::new(&stream).unwrap())));
+            relay.connect(Some(Arc::new(FrameWriter::new(stream.into()))));
             source
         }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that has the program.
 
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,19 +8,21 @@ use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use rewake_criu_tls::TlsClient;
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
+use rewake_peer_stream::PeerStream;
 use rewake_process::proc;
-use rewake_streamer::gpu::plugin_folder;
 
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, CriuReports, RunningCriu, page_socket};
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id, watch_peer};
+use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id};
 use crate::frozen_memory::FrozenMemory;
 use crate::host::HostOffer;
 use crate::image_files;
+use crate::peer::DestinationPeer;
 use crate::script::{self, CriuMoment, WaitingScript};
 
 /// Time without a connection before GRANT, after which the program runs on here.
@@ -45,6 +46,8 @@ pub struct SourceOptions {
     pub to: String,
     /// Whether memory may travel unencrypted to another host.
     pub insecure: bool,
+    /// This host's certificate, and which destination it accepts; none: in clear.
+    pub tls: Option<TlsClient>,
     /// For `criu dump`.
     pub criu: CriuChoice,
 }
@@ -79,7 +82,7 @@ type SharedMemory = Arc<Mutex<Option<FrozenMemory>>>;
 /// # Errors
 /// Nothing was touched: the options are wrong, the tree has no cgroup, or another process migrates it.
 pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<SourceReport> {
-    let address = address(options)?;
+    let mut peer = DestinationPeer::of(options)?;
     let start = proc::stat(options.tree).ok().and_then(|fields| fields.get(19).cloned());
     let start = start.with_context(|| format!("-t {}: no such process", options.tree))?;
     folder::remove_leftovers();
@@ -91,6 +94,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
         None => None,
     };
+    let mut dialed = None;
     let (machine, outputs, entry) = match earlier {
         Some(entry) => {
             ensure!(
@@ -105,6 +109,14 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
             (machine, outputs, entry)
         }
         None => {
+            // Nothing is touched before the destination has proved who it is, and admits this host.
+            match peer.dial() {
+                Ok(stream) => dialed = Some(stream),
+                Err(error) => {
+                    folder.remove();
+                    return Err(error).with_context(|| format!("-t {} was not touched", options.tree));
+                }
+            }
             let cgroup = TreeCgroup::of_tree(options.tree)?;
             let offer = serde_json::to_string(&HostOffer::of(&cgroup.processes()?)?)?;
             let entry =
@@ -138,19 +150,8 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     }
     agent.act(outputs);
     let id = agent.entry.id;
-    thread::spawn(move || keep_connected(address, &id, &sender, &memory));
+    thread::spawn(move || keep_connected(peer, dialed, &id, &sender, &memory));
     Ok(agent.run())
-}
-
-fn address(options: &SourceOptions) -> anyhow::Result<SocketAddr> {
-    let mut found = options.to.to_socket_addrs().with_context(|| format!("--to {}", options.to))?;
-    let address = found.next().with_context(|| format!("--to {}: no address of that name", options.to))?;
-    ensure!(
-        address.ip().is_loopback() || options.insecure,
-        "--to {address}: memory would travel unencrypted to another host: add --insecure if the network is trusted, \
-         or tunnel to a loopback address"
-    );
-    Ok(address)
 }
 
 fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> anyhow::Result<()> {
@@ -165,25 +166,27 @@ fn forward_aborts(aborts: Receiver<()>, sender: Sender<SourceEvent>) {
     thread::spawn(move || while aborts.recv().is_ok() && sender.send(SourceEvent::Abort).is_ok() {});
 }
 
-/// Connects, answers page requests, and connects again, until the agent has ended.
+/// Connects if it is not connected, answers page requests, and connects again, until the agent has ended.
 fn keep_connected(
-    address: SocketAddr,
+    mut peer: DestinationPeer,
+    mut dialed: Option<PeerStream>,
     id: &MigrationId,
     sender: &Sender<SourceEvent>,
     memory: &SharedMemory,
 ) {
     loop {
-        let event = match connect(address, id) {
+        let connected = dialed.take().map_or_else(|| peer.dial(), Ok).and_then(|stream| connect(stream, id));
+        let event = match connected {
             Ok((stream, writer)) => {
                 if sender.send(SourceEvent::Connected(Arc::clone(&writer))).is_err() {
                     return;
                 }
                 if let Err(error) = serve(stream, &writer, sender, memory) {
-                    tracing::warn!("{address}: {error:#}");
+                    tracing::warn!("the destination: {error:#}");
                 }
                 SourceEvent::Disconnected
             }
-            Err(error) => SourceEvent::Unreachable(format!("connecting to {address}: {error:#}")),
+            Err(error) => SourceEvent::Unreachable(format!("{error:#}")),
         };
         if sender.send(event).is_err() {
             return;
@@ -192,17 +195,15 @@ fn keep_connected(
     }
 }
 
-fn connect(address: SocketAddr, id: &MigrationId) -> anyhow::Result<(TcpStream, Arc<FrameWriter>)> {
-    let mut stream = TcpStream::connect_timeout(&address, LOST_LIMIT)?;
-    watch_peer(&stream)?;
-    greet(&mut stream, id)?;
-    let writer = FrameWriter::new(&stream)?;
+fn connect(mut stream: PeerStream, id: &MigrationId) -> anyhow::Result<(PeerStream, Arc<FrameWriter>)> {
+    greet(&mut stream, id).context("sending the greeting")?;
+    let writer = FrameWriter::new(stream.clone());
     Ok((stream, Arc::new(writer)))
 }
 
 /// Takes frames of one connection to its end.
 fn serve(
-    mut stream: TcpStream,
+    mut stream: PeerStream,
     writer: &FrameWriter,
     sender: &Sender<SourceEvent>,
     memory: &SharedMemory,
@@ -404,8 +405,6 @@ impl SourceAgent<'_> {
     }
 
     fn freeze(&mut self) -> anyhow::Result<()> {
-        let has_gpu = plugin_folder::image_has_gpu(&self.folder.images()).context("reading the image")?;
-        ensure!(!has_gpu, "the program has GPU memory, which is not migrated yet");
         self.entry.cgroup.freeze()?;
         self.frozen_since = Some(Instant::now());
         self.open_memory()

@@ -5,6 +5,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Args;
+use rewake_peer_stream::AllowedPeer;
+
+use super::{PeerTlsArgs, TlsArgs};
 
 /// Options of `rewake export`.
 #[derive(Debug, Args)]
@@ -18,9 +21,12 @@ pub struct ExportArgs {
     /// Port to listen on
     #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT)]
     pub port: u16,
-    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can read the images
-    #[arg(long)]
-    pub insecure: bool,
+    #[command(flatten)]
+    pub(crate) peers: PeerTlsArgs,
+    /// A client that may read images: NAME is a name of its certificate; with a FOLDER below DIR, it may read the
+    /// images there only. To be repeated [default: every client with a certificate of the CA may read all]
+    #[arg(long, value_name = "NAME[=FOLDER]", requires = "tls")]
+    pub allow: Vec<AllowedPeer>,
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
@@ -45,6 +51,25 @@ pub struct PullArgs {
     /// `rewake verify` show them
     #[arg(long, value_name = "ID")]
     pub id: Option<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+}
+
+/// Where `rewake restore` gets an image from.
+#[derive(Debug, Args)]
+pub struct SourceArgs {
+    /// Restore this image of another host's `rewake export` while its memory arrives. The images directory gets a copy of
+    /// it: it must be empty, or have a copy of that image
+    #[arg(long, value_name = "HOST:IMAGE", conflicts_with = "socket")]
+    pub from: Option<RemoteImage>,
+    /// Port of the server of --from
+    #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT, requires = "from")]
+    pub port: u16,
+    /// With --from: refuse any other image than the one whose id begins with these digits, 16 at least
+    #[arg(long, value_name = "ID", requires = "from")]
+    pub id: Option<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
 }
 
 /// An image of another host.
@@ -80,9 +105,11 @@ pub struct MigrateArgs {
     /// The other host's `rewake receive`
     #[arg(long, value_name = "ADDR:PORT")]
     pub to: String,
-    /// Permit an address of another host. Memory then travels unencrypted
-    #[arg(long)]
+    /// Permit an address of another host, without TLS. Memory then travels unencrypted
+    #[arg(long, conflicts_with = "tls")]
     pub insecure: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
     #[arg(long, value_name = "PATH")]
     pub criu: Option<PathBuf>,
@@ -100,9 +127,12 @@ pub struct ReceiveArgs {
     /// Port to listen on [default: one that the kernel chooses; stderr shows it]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
-    /// Permit an address that other hosts reach. Memory then travels unencrypted, and any host can connect
-    #[arg(long)]
-    pub insecure: bool,
+    #[command(flatten)]
+    pub(crate) peers: PeerTlsArgs,
+    /// A host whose programs are taken: a name of its certificate. To be repeated [default: every host with a
+    /// certificate of the CA]
+    #[arg(long, value_name = "NAME", requires = "tls")]
+    pub allow: Vec<AllowedPeer>,
     /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
     #[arg(long, value_name = "PATH")]
     pub criu: Option<PathBuf>,

@@ -4,6 +4,7 @@
 use rewake_migration::source::SourceOutcome;
 use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::source::{self, SourceOptions};
+use rewake_streamer::gpu::plugin_folder;
 
 use super::aborts;
 use super::criu::CriuOptions;
@@ -31,6 +32,12 @@ const LOST: u8 = 3;
 /// The program does not run here, and may run at the destination; or it is frozen here.
 const UNKNOWN: u8 = 4;
 
+/// The host of `HOST:PORT` or `[IPV6]:PORT`, which the destination's certificate must name.
+fn host(to: &str) -> &str {
+    let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
 /// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory, 1 when it
 /// runs here.
 ///
@@ -40,12 +47,15 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
     CriuOptions::refuse(&options.criu_options, &OURS)?;
     let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
+    let given = CriuOptions::read(&options.criu_options, &[])?;
+    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
     let aborts = aborts::watch()?;
     let wanted = SourceOptions {
         tree: options.tree.cast_signed(),
         to: options.to.clone(),
         insecure: options.insecure,
-        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone() },
+        tls: options.tls.client(host(&options.to))?,
+        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins },
     };
     let report = source::migrate(&wanted, aborts)?;
     let (pid, to) = (options.tree, &options.to);

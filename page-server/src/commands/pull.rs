@@ -6,7 +6,9 @@ use std::net::{TcpStream, ToSocketAddrs as _};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use rewake_criu_tls::TlsClient;
 use rewake_image_pull::{ImageSource, PullReport, pull};
+use rewake_peer_stream::{self as peer_stream, PATIENT, PeerStream, watch_peer};
 use rewake_streamer::units;
 
 use crate::cli::{PullArgs, RemoteImage};
@@ -24,11 +26,12 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     let RemoteImage { host, image } = options.image.clone();
     let (start, port) = (Instant::now(), options.port);
     let what = format!("{host}:{image}");
-    let mut source = ImageSource::open(move || Ok(Box::new(connect(&host, port)?) as _), &image)
-        .with_context(|| what.clone())?;
+    let tls = options.tls.client(&host)?;
+    let connect = move || Ok(Box::new(connect(&host, port, tls.as_ref())?) as _);
+    let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
     let report =
         pull(&mut source, &options.directory, options.id.as_deref()).with_context(|| what.clone())?;
-    let PullReport { id, files, bytes, sent, kept } = report;
+    let PullReport { id, files, bytes, sent, kept, left: _ } = report;
     let (directory, time) = (options.directory.display(), units::seconds(start.elapsed()));
     let mut out = io::stdout();
     if sent == 0 {
@@ -42,13 +45,15 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
+pub(super) fn connect(host: &str, port: u16, tls: Option<&TlsClient>) -> io::Result<PeerStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, format!("{host}: no address of that name"));
     for address in (host, port).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, SERVER_LIMIT) {
-            Ok(stream) => {
-                stream.set_nodelay(true)?;
-                stream.set_read_timeout(Some(SERVER_LIMIT))?;
+            Ok(socket) => {
+                watch_peer(&socket, PATIENT)?;
+                socket.set_write_timeout(Some(SERVER_LIMIT))?;
+                let stream = peer_stream::connect(socket, tls)?;
+                stream.socket().set_read_timeout(Some(SERVER_LIMIT))?;
                 return Ok(stream);
             }
             Err(error) => last = error,

@@ -3,11 +3,12 @@
 
 use std::io::Write as _;
 
-use anyhow::bail;
+use anyhow::{bail, ensure};
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
 use rewake_migration::destination::DestinationOutcome;
 use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::destination;
+use rewake_streamer::gpu::plugin_folder;
 
 use super::aborts;
 use super::criu::CriuOptions;
@@ -37,15 +38,23 @@ pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
     CriuOptions::refuse(&options.criu_options, &OURS)?;
     let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
-    let criu = CriuChoice { program: programs.criu(), options: options.criu_options.clone() };
+    let given = CriuOptions::read(&options.criu_options, &[])?;
+    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
+    let criu = CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins };
     let aborts = aborts::watch()?;
-    let (address, port, insecure) = (options.address.clone(), options.port, options.insecure);
-    let Entrance::Tcp(listener) = (Endpoint::Tcp { address, port, for_other_hosts: insecure }).open()? else {
+    ensure!(
+        options.allow.iter().all(|allowed| allowed.folder.is_none()),
+        "--allow: expected NAME without a folder: a program has none"
+    );
+    let admission = options.peers.admission(&options.allow)?;
+    let (address, port) = (options.address.clone(), options.port);
+    let for_other_hosts = options.peers.for_other_hosts();
+    let Entrance::Tcp(listener) = (Endpoint::Tcp { address, port, for_other_hosts }).open()? else {
         bail!("--address: expected an address of TCP");
     };
     // The source needs the port, whatever the log level.
     let _ = writeln!(std::io::stderr(), "rewake: listening on {}", listener.local_addr()?);
-    let report = destination::receive(listener, &criu, aborts)?;
+    let report = destination::receive(listener, admission, &criu, aborts)?;
     let line = match &report.outcome {
         DestinationOutcome::Restored { is_discarded: true } => {
             println!("the program runs here, with all its memory");

@@ -46,19 +46,11 @@ impl App {
     /// # Errors
     /// As [`App::start`].
     pub fn start_by(program: &Path, shape: &Shape, folder: &Path) -> anyhow::Result<Self> {
-        let socket = folder.join(SOCKET);
         let log = folder.join("app.log");
         let output = File::create(&log).with_context(|| format!("create {}", log.display()))?;
-        let mut child = Command::new("setsid")
-            .arg(program)
-            .args(["serve", "--socket"])
-            .arg(&socket)
-            .args(shape.arguments())
-            .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
-            .stderr(output)
-            .spawn()
-            .context("start gpu-app")?;
+        let mut command = serve(program, shape, folder);
+        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
+        let mut child = command.spawn().context("start gpu-app")?;
         let said = || std::fs::read_to_string(&log).unwrap_or_default();
         let mut ended = None;
         until(2 * MINUTE, || {
@@ -71,10 +63,16 @@ impl App {
             bail!("gpu-app does not serve ({ended:?}): {}", said());
         }
         let pid = child.id();
-        Ok(Self { pid, child: Some(child), socket, model: Model::new(shape), quit: false })
+        Ok(Self {
+            pid,
+            child: Some(child),
+            socket: folder.join(SOCKET),
+            model: Model::new(shape),
+            quit: false,
+        })
     }
 
-    /// A server that was restored in pid and mount namespaces of its own, with `folder` over the original's.
+    /// A server in pid and mount namespaces of its own, whose files are in `folder` there, too.
     #[must_use]
     pub fn in_copy(shape: &Shape, folder: &Path) -> Self {
         Self { pid: 0, child: None, socket: folder.join(SOCKET), model: Model::new(shape), quit: true }
@@ -205,6 +203,14 @@ impl Drop for App {
             let _ = kill(self.pid.pid(), Signal::SIGKILL);
         }
     }
+}
+
+/// The command of a server with its files in `folder`, which it runs in a session of its own.
+#[must_use]
+pub fn serve(program: &Path, shape: &Shape, folder: &Path) -> Command {
+    let mut command = Command::new("setsid");
+    command.arg(program).args(["serve", "--socket"]).arg(folder.join(SOCKET)).args(shape.arguments());
+    command
 }
 
 /// The workload's program, in `folder` if it is made there: one that this CRIU can dump. CRIU 4.1 takes guard

@@ -26,6 +26,14 @@ pub fn small() -> Shape {
     Shape { layers: 3, layer_kib: 64, cache_mib: 2, queues: 1, ..Shape::small() }
 }
 
+/// Begins the answer that is unfinished at the dump.
+///
+/// # Errors
+/// The server does not listen.
+pub fn begin(app: &App) -> anyhow::Result<()> {
+    client::start(app.socket(), &PROMPT, TOKENS)
+}
+
 /// Checks the answer that was begun before the dump, and a new one.
 ///
 /// # Errors
@@ -76,7 +84,7 @@ impl Server {
         if shape.mode == Mode::RenderOnly {
             app.rendered("kept").unwrap();
         }
-        client::start(app.socket(), &PROMPT, TOKENS).unwrap();
+        begin(&app).unwrap();
         let pid = app.pid().unwrap();
         let packets = judge.as_ref().map_or(0, |judge| judge.paused().packets);
         let (shape, folder) = (shape.clone(), folder.to_owned());

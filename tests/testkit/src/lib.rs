@@ -4,6 +4,7 @@
 //! * [`process`]: commands, waiting with a limit, what `/proc` shows, signals.
 //! * [`programs`]: the programs that are built beside the tests.
 //! * [`daemon`]: `rewake serve`, and the commands that use it.
+//! * [`hosts`]: two hosts on one machine.
 //! * [`authority`]: certificates for TLS.
 //! * [`cgroup`]: processes that get one event together.
 //! * [`random`]: random numbers and moments that a seed repeats.
@@ -13,6 +14,7 @@
 pub mod authority;
 pub mod cgroup;
 pub mod daemon;
+pub mod hosts;
 pub mod process;
 pub mod programs;
 pub mod random;

@@ -2,7 +2,6 @@
 //! Receives what the plugin hands over: `proto/handover.proto`.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,8 +10,8 @@ use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_bo_contents::{DUPLICATES_FILE, GpuPagesFile, ProcessBuffers};
-use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
+use rewake_criu_images::{ImageDir, ImageLease};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
 use rewake_manifest::{ImageChecksums, read_checksums};
@@ -28,7 +27,6 @@ use super::queue_monitor::QueueMonitor;
 use super::working_set::{self, BufferId, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
-use crate::session::image::lease::lease;
 
 /// The name of the image directory in messages: it arrives as a descriptor without a path.
 const FOLDER: &str = "the image directory";
@@ -40,7 +38,7 @@ pub(super) struct Handoff {
     /// The image directory.
     images: Option<OwnedFd>,
     /// A dump that replaces the image keeps its files for that long.
-    lease: Option<File>,
+    lease: Option<ImageLease>,
     processes: Vec<GpuProcess>,
     /// Monitors the queues from before the gates are closed; `None` where the driver sends no events.
     pub(super) monitor: Option<QueueMonitor>,
@@ -168,7 +166,7 @@ impl Handoff {
     fn open_image(&mut self) -> anyhow::Result<Option<ImageChecksums>> {
         let Some(folder) = &self.images else { return Ok(None) };
         let images = ImageDir::of(folder.try_clone()?, path_of(folder))?;
-        self.lease = lease(&images)?;
+        self.lease = ImageLease::of(&images)?;
         Ok(read_checksums(&images)?)
     }
 

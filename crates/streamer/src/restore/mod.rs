@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
-use crate::fetch::PageServerPeer;
+use crate::fetch::FetchPeer;
 use crate::gpu::{self, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome};
 use crate::record::model::State;
@@ -43,8 +43,8 @@ pub struct RestoreOptions {
     pub records_working_set: bool,
     /// Whether the record is left in the work directory. It always is if the image has GPU memory.
     pub keeps_record: bool,
-    /// The page server that has the lazy pages; none: the image has them.
-    pub server: Option<PageServerPeer>,
+    /// The host that has lazy pages; none: the image has them.
+    pub server: Option<FetchPeer>,
     /// The streamer ends when no restore has connected within this time.
     pub connect_timeout: Option<Duration>,
 }
@@ -70,12 +70,6 @@ impl StreamedRestore {
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
         };
         let gpus = options.images.as_ref().map_or(Ok(true), has_gpus)?;
-        if gpus && options.server.is_some() {
-            bail!(
-                "the image has GPU memory, which CRIU's page protocol cannot carry: copy the whole image, and restore \
-                 it without --page-server"
-            );
-        }
         if gpus {
             ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
         }

@@ -18,10 +18,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use rewake_criu_images::ImageLease;
 use rewake_manifest::MANIFEST_NAME;
 use rewake_process::file_lock::{DirectoryLock, Leftover};
-
-use crate::lease::ImageLease;
 
 /// Directories that were removed by another dump before they were locked: each dump removes them once.
 const MAX_TRIES: u32 = 5;

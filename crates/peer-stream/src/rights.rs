@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a peer may do: the options `--allow`.
+
+use std::path::{Component, Path, PathBuf};
+use std::str::FromStr;
+
+use rewake_criu_tls::PeerName;
+
+/// One `--allow NAME` or `--allow NAME=FOLDER`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AllowedPeer {
+    /// The name that the peer's certificate must have.
+    pub(crate) name: PeerName,
+    /// The images that it may read; none: all.
+    pub folder: Option<PathBuf>,
+}
+
+impl FromStr for AllowedPeer {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, folder) =
+            text.split_once('=').map_or((text, None), |(name, folder)| (name, Some(Path::new(folder))));
+        let name = PeerName::of_address(name).map_err(|error| error.to_string())?;
+        if folder.is_some_and(|folder| !is_below(folder)) {
+            return Err("expected NAME=FOLDER, and for the folder a path without `..`".to_owned());
+        }
+        Ok(Self { name, folder: folder.map(Path::to_owned) })
+    }
+}
+
+/// Whether a path names something below a directory.
+fn is_below(path: &Path) -> bool {
+    let mut parts = path.components().peekable();
+    parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// What one peer may do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PeerRights {
+    /// All that a peer can request.
+    All,
+    /// It may read images in these folders.
+    Folders(Vec<PathBuf>),
+}
+
+impl PeerRights {
+    /// Checks whether the peer may read an image with this name, which has no `..`. The name may be the folder's own.
+    ///
+    /// # Errors
+    /// It may not; says what it may read.
+    pub fn check_image(&self, name: &Path) -> anyhow::Result<()> {
+        let Self::Folders(folders) = self else { return Ok(()) };
+        if folders.iter().any(|folder| name.starts_with(folder)) {
+            return Ok(());
+        }
+        let folders: Vec<String> = folders.iter().map(|folder| folder.display().to_string()).collect();
+        anyhow::bail!(
+            "image {}: this server's --allow permits this client's certificate to read {} only",
+            name.display(),
+            folders.join(" and ")
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folders(names: &[&str]) -> PeerRights {
+        PeerRights::Folders(names.iter().map(PathBuf::from).collect())
+    }
+
+    #[test]
+    fn a_peer_reads_images_in_its_folders_only() {
+        let rights = folders(&["web", "db/a"]);
+        for name in ["web", "web/1", "web/x/2", "db/a", "db/a/1"] {
+            rights.check_image(Path::new(name)).unwrap();
+        }
+        for name in ["webs", "db", "db/b", "a", "x/web"] {
+            let refused = rights.check_image(Path::new(name)).unwrap_err().to_string();
+            assert!(refused.contains(name) && refused.ends_with("to read web and db/a only"), "{refused}");
+        }
+        PeerRights::All.check_image(Path::new("anything")).unwrap();
+    }
+
+    #[test]
+    fn an_option_names_a_peer_and_a_folder() {
+        let allowed: AllowedPeer = "host-b=web/a".parse().unwrap();
+        assert_eq!(allowed.name, PeerName::of_address("host-b").unwrap());
+        assert_eq!(allowed.folder, Some("web/a".into()));
+        assert_eq!("192.0.2.1".parse::<AllowedPeer>().unwrap().folder, None);
+        for wrong in ["", "=web", "no name", "host-b=", "host-b=/web", "host-b=../web", "host-b=."] {
+            wrong.parse::<AllowedPeer>().unwrap_err();
+        }
+    }
+}
