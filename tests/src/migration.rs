@@ -7,16 +7,19 @@ use std::process::{Child, Output, Stdio};
 
 use anyhow::{Context, ensure};
 use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use rewake_testkit::hosts::{DESTINATION, HostPair, entered};
 use serde_json::Value;
 
 use crate::Criu;
-use crate::process::{MINUTE, tail, until, write_program};
+use crate::process::{MINUTE, output, tail, until, write_program};
 use crate::scene::{ACT, Scene};
 use crate::server::rewake;
 use crate::sessions::holds_a_socket;
 
 const PORT: &str = "7700";
+/// Where `rewake receive` listens.
+pub const RECEIVER: &str = "10.77.0.2:7700";
 const TARGET: &str = "target";
 
 /// A target that waits on the source host.
@@ -100,7 +103,7 @@ impl Migration {
     /// # Errors
     /// No program to start.
     pub fn migrate(&self) -> anyhow::Result<HostAgent> {
-        self.migrate_to(&format!("{DESTINATION}:{PORT}"))
+        self.migrate_to(RECEIVER)
     }
 
     /// Starts `rewake migrate` on the source with another destination.
@@ -108,11 +111,32 @@ impl Migration {
     /// # Errors
     /// No program to start.
     pub fn migrate_to(&self, destination: &str) -> anyhow::Result<HostAgent> {
+        self.migrate_with(destination, &[])
+    }
+
+    /// Starts `rewake migrate` on the source with further options.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn migrate_with(&self, destination: &str, options: &[&str]) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
         command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
-        command.args(&self.security[0]).arg("--criu").arg(self.scene.criu());
+        command.args(&self.security[0]).arg("--criu").arg(self.scene.criu()).args(options);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
+    }
+
+    /// Starts a process on the destination that has the target's number.
+    ///
+    /// # Errors
+    /// It has another one.
+    pub fn take_pid_at_destination(&self) -> anyhow::Result<()> {
+        let before = self.pid - 1;
+        let take =
+            format!("echo {before} > /proc/sys/kernel/ns_last_pid; sleep 1000 >/dev/null 2>&1 & echo $!");
+        let number = output(self.hosts.destination.command("sh").args(["-c", &take]))?;
+        ensure!(number.trim() == self.pid.to_string(), "{number:?}, expected {}", self.pid);
+        Ok(())
     }
 
     /// A CRIU whose restores wait until [`Migration::proceed`].
@@ -140,6 +164,14 @@ impl Migration {
     pub fn restoring(&self) -> anyhow::Result<()> {
         let file = self.scene.files().join("restoring");
         until(ACT, || file.exists().then_some(())).context("the restore does not begin")
+    }
+
+    /// Lets the restore of [`Migration::criu_that_waits`] begin.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn proceed(&self) -> anyhow::Result<()> {
+        fs::write(self.scene.files().join("proceed"), "").context("say proceed")
     }
 
     /// The record of the source; none before a migration and after it.
@@ -209,6 +241,25 @@ impl Migration {
             .with_context(|| format!("the target: {:?}\n{}", self.scene.written(), self.received()))
     }
 
+    /// Lets the target act, again and again, from now on.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn go(&self) -> anyhow::Result<()> {
+        self.scene.go()
+    }
+
+    /// Runs `rewake migrate --abort` on the source.
+    ///
+    /// # Errors
+    /// It does not end.
+    pub fn abort(&self) -> anyhow::Result<Output> {
+        let mut command = self.hosts.source.command(rewake()?);
+        command.args(["migrate", "--abort", "-t", &self.pid.to_string()]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        HostAgent { child: Some(command.spawn()?) }.ended()
+    }
+
     /// What the target has written.
     #[must_use]
     pub fn written(&self) -> String {
@@ -227,6 +278,14 @@ impl Drop for Migration {
 }
 
 impl HostAgent {
+    /// Its process.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn pid(&self) -> anyhow::Result<Pid> {
+        entered(self.child.as_ref().context("it was collected")?)
+    }
+
     /// Sends it a signal.
     ///
     /// # Errors

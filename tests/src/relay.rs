@@ -2,8 +2,9 @@
 //! A slow link to a server, which can be cut, and can damage what it carries.
 
 use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{sleep, spawn};
 use std::time::Duration;
@@ -11,6 +12,7 @@ use std::time::Duration;
 use anyhow::Context;
 use nix::libc::linger;
 use nix::sys::socket::{setsockopt, sockopt};
+use rewake_testkit::hosts::Host;
 
 /// Bytes that pass at once.
 const PIECE: usize = 16 << 10;
@@ -22,6 +24,7 @@ pub struct SlowLink {
     streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     passed: Arc<AtomicU64>,
     lies: Arc<AtomicBool>,
+    is_cut: Arc<AtomicBool>,
 }
 
 impl SlowLink {
@@ -33,6 +36,15 @@ impl SlowLink {
         Self::for_clients(usize::MAX, server, rate)
     }
 
+    /// Makes a link on a host to a server that the host reaches. Both directions carry so many bytes a second.
+    ///
+    /// # Errors
+    /// The host has no port.
+    pub fn on(host: &Host, server: SocketAddr, rate: u64) -> anyhow::Result<Self> {
+        let enter = host.network()?;
+        Self::start(usize::MAX, server, [rate; 2], move || enter.enter())
+    }
+
     /// [`SlowLink::to`] a server of one client: it does not listen after the first.
     ///
     /// # Errors
@@ -42,25 +54,47 @@ impl SlowLink {
     }
 
     fn for_clients(clients: usize, server: u16, rate: u64) -> anyhow::Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("a port for a link")?;
-        let port = listener.local_addr()?.port();
+        let server = (Ipv4Addr::LOCALHOST, server).into();
+        Self::start(clients, server, [u64::MAX, rate], || Ok(()))
+    }
+
+    /// `rates`: to the server, and from it. Its thread enters a network first.
+    fn start(
+        clients: usize,
+        server: SocketAddr,
+        [up, down]: [u64; 2],
+        enter: impl FnOnce() -> anyhow::Result<()> + Send + 'static,
+    ) -> anyhow::Result<Self> {
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
         let lies = Arc::new(AtomicBool::new(false));
+        let is_cut = Arc::new(AtomicBool::new(false));
         let (kept, count, lie) = (Arc::clone(&streams), Arc::clone(&passed), Arc::clone(&lies));
+        let refuses = Arc::clone(&is_cut);
+        let (tell, listens) = channel();
         spawn(move || {
+            let listener = enter().and_then(|()| Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?));
+            let listener = match listener {
+                Ok(listener) => listener,
+                Err(error) => return drop(tell.send(Err(error))),
+            };
+            let _ = tell.send(listener.local_addr().map(|address| address.port()).map_err(Into::into));
             for client in listener.incoming().take(clients).flatten() {
                 // Without a server the client's connection ends.
-                let Ok(server) = TcpStream::connect((Ipv4Addr::LOCALHOST, server)) else { continue };
+                let Ok(server) = TcpStream::connect(server) else { continue };
+                if refuses.load(Ordering::Relaxed) {
+                    continue;
+                }
                 let [client, server] = [client, server].map(Arc::new);
                 let both = [&client, &server].map(Arc::downgrade);
                 kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
                 let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
                 let lie = Arc::clone(&lie);
-                spawn(move || carry(&answers, &back, rate, &count, &lie));
-                spawn(move || carry(&client, &server, u64::MAX, &AtomicU64::new(0), &AtomicBool::new(false)));
+                spawn(move || carry(&answers, &back, down, &count, &lie));
+                spawn(move || carry(&client, &server, up, &AtomicU64::new(0), &AtomicBool::new(false)));
             }
         });
-        Ok(Self { port, streams, passed, lies })
+        let port = listens.recv().context("a link")?.context("a port for a link")?;
+        Ok(Self { port, streams, passed, lies, is_cut })
     }
 
     /// Its port.
@@ -78,6 +112,17 @@ impl SlowLink {
     /// Has the link change one byte of what passes next to a client.
     pub fn lie(&self) {
         self.lies.store(true, Ordering::Relaxed);
+    }
+
+    /// Cuts all connections, and each new one until [`SlowLink::join`].
+    pub fn part(&self) {
+        self.is_cut.store(true, Ordering::Relaxed);
+        self.cut();
+    }
+
+    /// Takes connections again.
+    pub fn join(&self) {
+        self.is_cut.store(false, Ordering::Relaxed);
     }
 
     /// Cuts all connections.

@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use rewake_tests::migration::Migration;
+use rewake_tests::migration::{Migration, RECEIVER};
 use rewake_tests::process::{MINUTE, soon, until};
 use rewake_tests::{Criu, need};
 
@@ -53,6 +53,35 @@ fn a_tree_moves_with_every_byte() {
 }
 
 #[test]
+fn a_dry_run_compares_and_touches_nothing() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", 1).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let compared = |options: &[&str]| {
+        let options = [&["--dry-run"], options].concat();
+        let output = migration.migrate_with(RECEIVER, &options).unwrap().ended().unwrap();
+        (output.status.code(), said(&output))
+    };
+    let (code, text) = compared(&[]);
+    assert_eq!((code, text.contains(" can move to 10.77.0.2:7700")), (Some(0), true), "{text}");
+    migration.take_pid_at_destination().unwrap();
+    let (code, text) = compared(&[]);
+    let reason = "refused: 10.77.0.2:7700: pids of the program that are in use here: ";
+    assert_eq!((code, text.starts_with(reason)), (Some(1), true), "{text}");
+    // The same in a migration, which leaves the program as it was.
+    let refused = migration.migrate().unwrap().ended().unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(
+        said(&refused).contains("runs here: pids of the program that are in use here"),
+        "{}",
+        said(&refused)
+    );
+    receive.ended().unwrap();
+    assert_eq!((migration.processes(), migration.source_record()), ((1, 0), None));
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
 fn an_abort_before_grant_leaves_the_program_at_the_source() {
     let criu = need!(Criu::main());
     let migration = Migration::started(&criu, "random", MIB).unwrap();
@@ -71,6 +100,37 @@ fn an_abort_before_grant_leaves_the_program_at_the_source() {
     assert_eq!(receive.ended().unwrap().status.code(), Some(1));
     assert!(migration.received().contains("the program does not run here"), "{}", migration.received());
     assert_eq!(migration.processes(), (1, 0));
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn another_terminal_ends_a_migration_before_grant_only() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let none = migration.abort().unwrap();
+    assert_eq!(none.status.code(), Some(1));
+    assert!(said(&none).contains("no `rewake migrate` of it runs"), "{}", said(&none));
+    let mut receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    migration.restoring().unwrap();
+    let aborted = migration.abort().unwrap();
+    assert_eq!(
+        (aborted.status.code(), said(&aborted).contains("runs here")),
+        (Some(0), true),
+        "{}",
+        said(&aborted)
+    );
+    assert_eq!(migrate.ended().unwrap().status.code(), Some(1));
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1));
+    assert_eq!(migration.processes(), (1, 0));
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_granted().then_some(())).expect("GRANT");
+    let refused = migration.abort().unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(said(&refused).contains("was given to the destination"), "{}", said(&refused));
+    assert_eq!(migrate.ended().unwrap().status.code(), Some(0));
+    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
     migration.expect_right_bytes().unwrap();
 }
 
@@ -118,6 +178,31 @@ fn without_its_agent_the_program_reads_no_zeros() {
     assert!(ended.is_some(), "the program runs on: {:?}", migration.written());
     assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
     migrate.signal(Signal::SIGKILL).unwrap();
+}
+
+#[test]
+fn a_later_agent_says_what_became_of_the_program() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let receive = migration.receive(path(&criu)).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    receive.signal(Signal::SIGKILL).unwrap();
+    let mut later = migration.receive(path(&criu)).unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
+    let lost = "is lost: the destination had it, and has ended: the restored processes have ended";
+    assert!(said(&migrated).contains(lost), "{}", said(&migrated));
+    assert!(
+        migration.received().contains("an earlier agent was killed after RELEASE"),
+        "{}",
+        migration.received()
+    );
+    assert!(soon(|| migration.processes() == (0, 0)), "{:?}", migration.processes());
+    assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
+    // It can still take a program.
+    later.signal(Signal::SIGTERM).unwrap();
+    assert_eq!(later.ended().unwrap().status.code(), Some(1));
 }
 
 /// Longer than `rewake lazy-pages` waits for an answer.

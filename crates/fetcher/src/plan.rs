@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a fetcher fetches: the peer, and what the pages of the presence map are there.
+//! What a fetcher fetches: the peer, and the memory there that each page of the presence map is.
 //!
 //! The streamer writes it into a memory file. A fetcher that is started again gets the same one. All numbers have the
 //! byte order of the machine:

@@ -398,7 +398,7 @@ mod tests {
 
     #[test]
     fn a_demand_does_not_wait_for_the_background_of_an_image() {
-        let mut scene = scene_with(std::iter::once(0..1024).collect(), OF_IMAGE_SERVER);
+        let mut scene = scene_with(vec![0..1000, 1008..1024], OF_IMAGE_SERVER);
         scene.add(Class::Background, 0, 0..512);
         scene.add(Class::Background, 0, 512..560);
         assert_eq!([scene.next(), scene.next()], [0..512, 512..560].map(Some));

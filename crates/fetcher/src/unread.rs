@@ -16,17 +16,17 @@ const ANSWER_TIME: u16 = 1000;
 
 /// Has a connection be reset when its last descriptor is closed. Its fetcher must have ended. A unix socket is reset if
 /// bytes arrived that were not read, so one page is requested. Others are left as they are: TCP is set to be reset when
-/// it is made, and an encrypted connection is not one with CRIU.
+/// it is made, and an image server or an encrypted connection is not one with CRIU.
 ///
 /// # Errors
 /// The peer has ended, or does not answer.
 pub fn leave_unread(connection: BorrowedFd<'_>, plan: &File) -> anyhow::Result<()> {
     let name: SockaddrStorage = getsockname(connection.as_raw_fd())?;
     let plan = FetchPlan::read(plan).context("the fetch plan")?;
+    let FetchedMemory::Pages { layout, extents } = plan.memory else { return Ok(()) };
     if name.family() != Some(AddressFamily::Unix) || plan.tls.is_some() {
         return Ok(());
     }
-    let FetchedMemory::Pages { layout, extents } = &plan.memory else { return Ok(()) };
     let first = extents.first().context("no page to request")?;
     let request = PageMessage::Get { pid: first.pid, run: PageRun::new(first.vaddr, 1)? };
     let bytes = layout.encode(&request.header())?;
@@ -48,18 +48,19 @@ mod tests {
     use super::*;
     use crate::plan::{FetchExtent, PagePeer};
 
+    fn plan(layout: HeaderLayout) -> File {
+        let file = tempfile::tempfile().unwrap();
+        let extents = vec![FetchExtent { first: 0, vaddr: 0x7000, pages: 1, pid: 9 }];
+        let memory = FetchedMemory::Pages { layout, extents };
+        let plan = FetchPlan { peer: PagePeer::Connected, tls: None, len: 1 << 16, memory };
+        plan.write(&file).unwrap();
+        file
+    }
+
     #[test]
     fn a_peer_that_answers_sees_a_reset_and_no_plain_end() {
-        let plan = tempfile::tempfile().unwrap();
         let layout = HeaderLayout::Wide;
-        let extents = vec![FetchExtent { first: 0, vaddr: 0x7000, pages: 1, pid: 9 }];
-        let written = FetchPlan {
-            peer: PagePeer::Connected,
-            tls: None,
-            len: 1 << 16,
-            memory: FetchedMemory::Pages { layout, extents },
-        };
-        written.write(&plan).unwrap();
+        let plan = plan(layout);
         let (ours, mut peer) = UnixStream::pair().unwrap();
         let answers = std::thread::spawn(move || {
             let mut request = vec![0; layout.len()];
@@ -76,16 +77,7 @@ mod tests {
 
     #[test]
     fn a_peer_that_does_not_answer_is_named() {
-        let plan = tempfile::tempfile().unwrap();
-        let extents = vec![FetchExtent { first: 0, vaddr: 0x7000, pages: 1, pid: 9 }];
-        let layout = HeaderLayout::Narrow;
-        let written = FetchPlan {
-            peer: PagePeer::Connected,
-            tls: None,
-            len: 1 << 16,
-            memory: FetchedMemory::Pages { layout, extents },
-        };
-        written.write(&plan).unwrap();
+        let plan = plan(HeaderLayout::Narrow);
         let (ours, peer) = UnixStream::pair().unwrap();
         let silent = leave_unread(ours.as_fd(), &plan).unwrap_err().to_string();
         assert!(silent.starts_with("no answer for"), "{silent}");

@@ -43,9 +43,26 @@ impl TreeCgroup {
     /// # Errors
     /// The tree is spread over groups that have other processes, too, or there are no groups of version 2.
     pub(crate) fn of_tree(root: i32) -> anyhow::Result<Self> {
+        if let Some(found) = Self::find(root)? {
+            return Ok(found);
+        }
+        let group = group_of(root)?;
+        let made = Self::make(mount()?.join(&group).join(new_name("rewake-source")?))?;
+        let filled = made.fill(root, &group);
+        if filled.is_err() {
+            made.release();
+        }
+        filled.map(|()| made)
+    }
+
+    /// The group that a tree has for itself; none if one is to be made. Nothing is changed.
+    ///
+    /// # Errors
+    /// As [`TreeCgroup::of_tree`].
+    pub(crate) fn find(root: i32) -> anyhow::Result<Option<Self>> {
         let mount = mount()?;
         let group = group_of(root)?;
-        let tasks: BTreeSet<i32> = proc::tree(root, MAX_TASKS).into_iter().collect();
+        let tasks = tree(root);
         let own = std::process::id().cast_signed();
         ensure!(!tasks.contains(&own), "-t {root}: this command is a child of it, and would stop itself");
         let path = mount.join(&group);
@@ -66,22 +83,30 @@ impl TreeCgroup {
                     group.display()
                 );
             }
-            return Ok(Self { path, is_made: false });
+            return Ok(Some(Self { path, is_made: false }));
         }
-        let made = Self::make(path.join(new_name("rewake-source")?))?;
-        let filled = made.fill(root, &group);
-        if filled.is_err() {
-            made.release();
+        for task in &tasks {
+            // It may have ended.
+            let Ok(other) = group_of(*task) else { continue };
+            ensure!(
+                other == group,
+                "process {task} of the tree is in cgroup /{}, its root in /{}: move the tree into one cgroup",
+                other.display(),
+                group.display()
+            );
         }
-        filled.map(|()| made)
+        Ok(None)
     }
 
     /// Moves a tree into the group, with the children that it forks meanwhile.
     fn fill(&self, root: i32, parent: &Path) -> anyhow::Result<()> {
         for _ in 0..MAX_PASSES {
-            let inside = members(&self.path)?;
+            // In this order: a child that is born meanwhile is born in the group.
             let tasks = proc::tree(root, MAX_TASKS);
-            let outside: Vec<i32> = tasks.into_iter().filter(|task| !inside.contains(task)).collect();
+            let inside = members(&self.path)?;
+            let runs = |task: &i32| proc::status(*task).is_some_and(|status| !status.has_ended());
+            let is_outside = |task: &i32| !inside.contains(task) && runs(task);
+            let outside: Vec<i32> = tasks.into_iter().filter(is_outside).collect();
             if outside.is_empty() && inside.contains(&root) {
                 return Ok(());
             }
@@ -224,6 +249,25 @@ impl TreeCgroup {
             sleep(POLL);
         }
     }
+}
+
+/// The processes of a tree.
+pub(crate) fn tree(root: i32) -> BTreeSet<i32> {
+    proc::tree(root, MAX_TASKS).into_iter().collect()
+}
+
+/// What this process's group and each one above it permit in addition, in bytes. One without a limit is left out.
+pub(crate) fn free_memory() -> anyhow::Result<Vec<(PathBuf, u64)>> {
+    let group = group_of(std::process::id().cast_signed())?;
+    let mount = mount()?;
+    let number = |group: &Path, name| -> Option<u64> {
+        fs::read_to_string(mount.join(group).join(name)).ok()?.trim().parse().ok()
+    };
+    let free = |group: &Path| {
+        let left = number(group, "memory.max")?.saturating_sub(number(group, "memory.current")?);
+        Some((mount.join(group), left))
+    };
+    Ok(group.ancestors().filter_map(free).collect())
 }
 
 /// Removes a group that no agent uses. The kernel refuses while it has processes.

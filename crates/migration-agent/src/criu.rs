@@ -12,10 +12,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
 
 /// Error lines of a log that are shown.
 const SHOWN: usize = 4;
@@ -34,7 +35,41 @@ pub struct CriuChoice {
     pub plugins: Option<PathBuf>,
 }
 
+/// The release of a CRIU, as far as it matters for its images: 4.2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct CriuRelease(pub(crate) [u32; 2]);
+
+impl std::fmt::Display for CriuRelease {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}", self.0[0], self.0[1])
+    }
+}
+
+impl CriuRelease {
+    /// Reads what `criu --version` writes: `Version: 4.2.1`.
+    fn parse(text: &str) -> Option<Self> {
+        let number = text.lines().find_map(|line| line.strip_prefix("Version:"))?.trim();
+        let mut parts = number.split('.').map(str::parse);
+        Some(Self([parts.next()?.ok()?, parts.next()?.ok()?]))
+    }
+}
+
 impl CriuChoice {
+    /// Asks the program for its release.
+    pub(crate) fn release(&self) -> anyhow::Result<CriuRelease> {
+        let program = self.program.display();
+        let output = Command::new(&self.program).arg("--version").stdin(Stdio::null()).output();
+        let output = output.with_context(|| format!("starting {program} (name it with --criu)"))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        ensure!(output.status.success(), "{program} --version: {}", output.status);
+        CriuRelease::parse(&text).with_context(|| format!("{program} --version shows no version"))
+    }
+
+    /// Whether it is given an option.
+    pub(crate) fn has(&self, option: &str) -> bool {
+        self.options.iter().any(|given| given == option)
+    }
+
     /// A command with its images and its log in these folders.
     pub(crate) fn command(&self, act: &str, images: &Path, work: &Path) -> Command {
         let mut command = Command::new(&self.program);

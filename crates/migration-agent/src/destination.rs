@@ -3,12 +3,12 @@
 
 use std::env;
 use std::fs::{self, File};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, sleep};
@@ -16,32 +16,31 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::Flock;
-use rewake_criu_tls::PeerCertificate;
 use rewake_migration::destination::{
     DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
 };
-use rewake_migration::message::{FromDestination, FromSource};
+use rewake_migration::message::FromDestination;
 use rewake_migration::record::DestinationRecord;
-use rewake_peer_stream::{Admission, PeerStream};
+use rewake_peer_stream::Admission;
 
+use crate::candidates::CandidateStore;
 use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu};
-use crate::folder::{self, MigrationFolder, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greeted, new_name, set_limits};
+use crate::destination_link::{ConnectionState, DestinationEvent, accept};
+use crate::dry_run;
+use crate::earlier::EarlierMigration;
+use crate::folder::{self, DestinationEntry, MigrationFolder, WrittenRecord};
+use crate::frame::{Frame, FrameWriter, new_name};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::relay::PageRelay;
-use crate::script::{self, CriuMoment, WaitingScript};
+use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 
 /// Time without a connection before GRANT is asked for. The source's limit is shorter, so it decides.
 const LOST_LIMIT: Duration = Duration::from_secs(90);
 /// Time without a connection after which missing memory is given up, or GRANT, which the source may have written: longer
 /// than the source's 300 s, by the time in which a lost connection is noticed.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
-/// Time that a connection has for its greeting.
-const GREETING_LIMIT: Duration = Duration::from_secs(10);
-/// Connections without a greeting, at once.
-const MAX_STRANGERS: usize = 16;
 /// Time that the lazy-pages client has to listen, or to end.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 /// Time that CRIU has to end once its tasks are killed.
@@ -57,29 +56,6 @@ pub struct DestinationReport {
     pub outcome: DestinationOutcome,
 }
 
-enum DestinationEvent {
-    Connected(usize, Arc<FrameWriter>),
-    Disconnected(usize),
-    Received(usize, FromSource),
-    Script(CriuMoment, WaitingScript),
-    MemoryLost(String),
-    Abort,
-}
-
-/// What the threads of connections share with the agent.
-#[derive(Debug)]
-struct ConnectionState {
-    admission: Admission,
-    /// The migration that the first greeting named, and the certificate of its source, which has TLS.
-    id: Mutex<Option<(MigrationId, Option<PeerCertificate>)>>,
-    strangers: AtomicUsize,
-    /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is handled
-    /// after it.
-    newest: Mutex<usize>,
-    images: PathBuf,
-    relay: Mutex<Option<Arc<PageRelay>>>,
-}
-
 /// Takes one program, of a source that is admitted.
 ///
 /// `aborts` receives the user's wish to end the migration.
@@ -93,25 +69,32 @@ pub fn receive(
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
     folder::remove_leftovers();
-    let name = new_name("destination")?;
+    let earlier = EarlierMigration::end_all();
+    let name = new_name(folder::DESTINATION)?;
     let folder = MigrationFolder::open(&name)?;
-    folder.write(&WrittenRecord::Destination(DestinationRecord::Started))?;
     let work = work_directory(&name)?;
     let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
+    let entry = DestinationEntry { record: DestinationRecord::Started, id: None, cgroup };
+    folder.write(&WrittenRecord::Destination(entry.clone()))?;
     let (sender, events) = channel();
     let state = Arc::new(ConnectionState {
         admission,
         id: Mutex::default(),
+        earlier: Mutex::new(earlier),
         strangers: AtomicUsize::new(0),
         newest: Mutex::default(),
         images: folder.images(),
+        criu: criu.clone(),
+        store: Arc::new(CandidateStore::make(&work)?),
         relay: Mutex::default(),
     });
     let scripts = folder.listen()?;
     let (to_scripts, to_aborts, to_links) = (sender.clone(), sender.clone(), sender.clone());
     thread::spawn(move || {
-        script::receive(&scripts, |moment, script| {
-            to_scripts.send(DestinationEvent::Script(moment, script)).is_ok()
+        script::receive(&scripts, |call, script| match call {
+            AgentCall::Moment(moment) => to_scripts.send(DestinationEvent::Script(moment, script)).is_ok(),
+            // For a source.
+            AgentCall::Abort => true,
         });
     });
     thread::spawn(move || while aborts.recv().is_ok() && to_aborts.send(DestinationEvent::Abort).is_ok() {});
@@ -120,7 +103,7 @@ pub fn receive(
     let agent = DestinationAgent {
         machine: MigrationDestination::new(),
         criu,
-        cgroup,
+        entry,
         _cgroup_lock: cgroup_lock,
         state,
         sender,
@@ -146,99 +129,10 @@ fn work_directory(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-fn accept(listener: &TcpListener, state: &Arc<ConnectionState>, sender: &Sender<DestinationEvent>) {
-    for stream in listener.incoming() {
-        let Ok(stream) = stream else {
-            sleep(TICK);
-            continue;
-        };
-        if state.strangers.fetch_add(1, Ordering::Relaxed) >= MAX_STRANGERS {
-            state.strangers.fetch_sub(1, Ordering::Relaxed);
-            tracing::error!("a connection was turned away: {MAX_STRANGERS} others have sent no greeting");
-            continue;
-        }
-        let (state, sender) = (Arc::clone(state), sender.clone());
-        thread::spawn(move || {
-            let peer = stream
-                .peer_addr()
-                .map_or_else(|_| "a client".to_owned(), |peer: SocketAddr| peer.to_string());
-            if let Err(error) = connection(stream, &state, &sender) {
-                tracing::warn!("{peer}: {error:#}");
-            }
-        });
-    }
-}
-
-/// Takes one connection from its greeting to its end.
-fn connection(
-    socket: TcpStream,
-    state: &ConnectionState,
-    sender: &Sender<DestinationEvent>,
-) -> anyhow::Result<()> {
-    let admitted = admit(socket, state);
-    state.strangers.fetch_sub(1, Ordering::Relaxed);
-    let mut stream = admitted?;
-    let number = {
-        let mut newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        *newest += 1;
-        *newest
-    };
-    let writer = Arc::new(FrameWriter::new(stream.clone()));
-    sender.send(DestinationEvent::Connected(number, writer))?;
-    let ended = read_frames(&mut stream, number, state, sender);
-    sender.send(DestinationEvent::Disconnected(number))?;
-    ended
-}
-
-fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<PeerStream> {
-    set_limits(&socket)?;
-    let (mut stream, _) = state.admission.admit(socket)?;
-    stream.socket().set_read_timeout(Some(GREETING_LIMIT))?;
-    let id = greeted(&mut stream)?;
-    let certificate = stream.peer();
-    let mut known = state.id.lock().unwrap_or_else(PoisonError::into_inner);
-    let (known, first) = known.get_or_insert_with(|| (id, certificate.cloned()));
-    ensure!(*known == id, "another migration: this agent takes one program");
-    ensure!(first.as_ref() == certificate, "its certificate is not that of the connection before");
-    stream.socket().set_read_timeout(None)?;
-    Ok(stream)
-}
-
-fn read_frames(
-    stream: &mut PeerStream,
-    number: usize,
-    state: &ConnectionState,
-    sender: &Sender<DestinationEvent>,
-) -> anyhow::Result<()> {
-    while let Some(frame) = Frame::read(stream)? {
-        let newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        ensure!(*newest == number, "a newer connection has taken its place");
-        let stored = match frame {
-            Frame::Source(message) => {
-                sender.send(DestinationEvent::Received(number, message))?;
-                Ok(())
-            }
-            Frame::File { name, offset, bytes } => image_files::store(&state.images, &name, offset, &bytes),
-            Frame::Pages { pid, vaddr, bytes } => {
-                let relay = state.relay.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                relay.context("the source sent pages without a request")?.answer(pid, vaddr, &bytes)
-            }
-            Frame::PagesLost(reason) => Err(anyhow::anyhow!("the source: {reason}")),
-            Frame::Destination(_) | Frame::PageRequest { .. } => {
-                bail!("the source sent a frame of a destination")
-            }
-        };
-        if let Err(error) = stored {
-            sender.send(DestinationEvent::MemoryLost(format!("{error:#}")))?;
-        }
-    }
-    Ok(())
-}
-
 struct DestinationAgent<'a> {
     machine: MigrationDestination,
     criu: &'a CriuChoice,
-    cgroup: TreeCgroup,
+    entry: DestinationEntry,
     _cgroup_lock: Flock<File>,
     state: Arc<ConnectionState>,
     sender: Sender<DestinationEvent>,
@@ -274,7 +168,7 @@ impl DestinationAgent<'_> {
             link.close();
         }
         if !matches!(outcome, DestinationOutcome::Restored { .. }) {
-            self.cgroup.release();
+            self.entry.cgroup.release();
         }
         if let Err(error) = fs::remove_dir_all(&self.work) {
             tracing::warn!(%error, "removing {}", self.work.display());
@@ -286,15 +180,16 @@ impl DestinationAgent<'_> {
     fn handle(&mut self, event: DestinationEvent) {
         match event {
             DestinationEvent::Connected(number, link) => {
-                if let Some(relay) = self.relay() {
+                if let Some(relay) = self.state.relay() {
                     relay.connect(Some(Arc::clone(&link)));
                 }
                 (self.link, self.link_number, self.lost_since) = (Some(link), number, None);
+                self.note_source();
                 self.step(DestinationInput::Connected);
             }
             DestinationEvent::Disconnected(number) if number == self.link_number => {
                 self.link = None;
-                if let Some(relay) = self.relay() {
+                if let Some(relay) = self.state.relay() {
                     relay.connect(None);
                 }
                 self.lost_since = Some(Instant::now());
@@ -312,12 +207,9 @@ impl DestinationAgent<'_> {
             DestinationEvent::Script(CriuMoment::PostResume, _) => self.step(DestinationInput::Running),
             DestinationEvent::Script(CriuMoment::PreDump | CriuMoment::PostDump, _) => {}
             DestinationEvent::MemoryLost(reason) => self.step(DestinationInput::MemoryLost(reason)),
+            DestinationEvent::AllArrived => self.step(DestinationInput::AllArrived),
             DestinationEvent::Abort => self.step(DestinationInput::Abort),
         }
-    }
-
-    fn relay(&self) -> Option<Arc<PageRelay>> {
-        self.state.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Looks at the children and at the limits.
@@ -358,14 +250,15 @@ impl DestinationAgent<'_> {
             match output {
                 DestinationOutput::Send(message) => self.send(message),
                 DestinationOutput::Compare(offer) => {
-                    let compared = HostOffer::compare(&offer).map_err(|error| format!("{error:#}"));
-                    self.step(DestinationInput::Compared(compared));
+                    let refusals = HostOffer::refused_there(&offer, self.criu);
+                    self.step(DestinationInput::Compared(dry_run::as_result(&refusals)));
                 }
                 DestinationOutput::Restore => {
                     if let Err(error) = self.start_restore() {
                         self.step(DestinationInput::RestoreFailed(format!("{error:#}")));
                     }
                 }
+                DestinationOutput::FetchAll => self.fetch_all(),
                 DestinationOutput::WriteRelease => self.write_release(),
                 DestinationOutput::Release => {
                     self.is_released = true;
@@ -393,7 +286,7 @@ impl DestinationAgent<'_> {
         let criu = self.criu.command("restore", &self.folder.images(), &self.work);
         let mut command = Command::new("/bin/sh");
         // CRIU's tasks are in the group from the beginning.
-        command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.cgroup.entrance());
+        command.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.entry.cgroup.entrance());
         command.arg(criu.get_program()).args(criu.get_args());
         command.args(["-d", "--lazy-pages", "--manage-cgroups=ignore"]);
         script::add_to(&mut command, self.folder.path())?;
@@ -422,7 +315,7 @@ impl DestinationAgent<'_> {
             sleep(POLL);
         }
         self.client = Some(client);
-        let relay = Arc::new(PageRelay::default());
+        let relay = Arc::new(PageRelay::new(Arc::clone(&self.state.store)));
         relay.connect(self.link.clone());
         *self.state.relay.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&relay));
         let sender = self.sender.clone();
@@ -435,16 +328,50 @@ impl DestinationAgent<'_> {
         Ok(())
     }
 
-    fn write_release(&mut self) {
-        match self.folder.write(&WrittenRecord::Destination(DestinationRecord::Released)) {
-            Ok(()) => self.step(DestinationInput::ReleaseWritten),
-            Err(error) => self.step(DestinationInput::WriteFailed(format!("{error:#}"))),
+    /// Brings all lazy pages to this host, in another thread.
+    fn fetch_all(&self) {
+        // Without a relay the restore has failed.
+        let Some(relay) = self.state.relay() else { return };
+        let (images, sender) = (self.folder.images(), self.sender.clone());
+        thread::spawn(move || {
+            let fetched = image_files::lazy_runs(&images).and_then(|runs| relay.fetch_all(&runs));
+            // The agent may have ended.
+            let _ = sender.send(match fetched {
+                Ok(()) => DestinationEvent::AllArrived,
+                Err(error) => DestinationEvent::MemoryLost(format!("{error:#}")),
+            });
+        });
+    }
+
+    /// Writes down which migration this is: a later agent then answers its source.
+    fn note_source(&mut self) {
+        let id = self.state.id.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(id, _)| *id);
+        if self.entry.id != id
+            && let Err(reason) = self.write(DestinationEntry { id, ..self.entry.clone() })
+        {
+            self.step(DestinationInput::WriteFailed(reason));
         }
+    }
+
+    fn write_release(&mut self) {
+        let input = match self
+            .write(DestinationEntry { record: DestinationRecord::Released, ..self.entry.clone() })
+        {
+            Ok(()) => DestinationInput::ReleaseWritten,
+            Err(reason) => DestinationInput::WriteFailed(reason),
+        };
+        self.step(input);
+    }
+
+    fn write(&mut self, entry: DestinationEntry) -> Result<(), String> {
+        let written = self.folder.write(&WrittenRecord::Destination(entry.clone()));
+        self.entry = written.map(|()| entry).map_err(|error| format!("{error:#}"))?;
+        Ok(())
     }
 
     /// Kills the restored tasks first: without the lazy-pages client their missing memory would be zeros.
     fn kill(&mut self) {
-        self.cgroup.kill();
+        self.entry.cgroup.kill();
         self.script = None;
         if let Some(mut restore) = self.restore.take() {
             restore.end_within(CRIU_LIMIT);

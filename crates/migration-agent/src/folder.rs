@@ -17,7 +17,11 @@ use serde::{Deserialize, Serialize};
 use crate::cgroup::TreeCgroup;
 use crate::frame::MigrationId;
 
+/// Where a destination's CRIU works: on a disk, because it has the candidates and the cache file of all lazy pages.
+pub(crate) const WORK: &str = "/var/tmp";
 const MIGRATIONS: &str = "/run/rewake/migrations";
+/// How the names of folders of destinations begin.
+pub(crate) const DESTINATION: &str = "destination";
 const RECORD: &str = "record";
 const LOCK: &str = "lock";
 
@@ -26,7 +30,7 @@ const LOCK: &str = "lock";
 #[serde(rename_all = "snake_case")]
 pub(crate) enum WrittenRecord {
     Source(SourceEntry),
-    Destination(DestinationRecord),
+    Destination(DestinationEntry),
 }
 
 /// What a source needs to continue.
@@ -36,6 +40,15 @@ pub(crate) struct SourceEntry {
     pub(crate) id: MigrationId,
     /// The destination's address.
     pub(crate) to: String,
+    pub(crate) cgroup: TreeCgroup,
+}
+
+/// What a later agent of this host needs to end a migration.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DestinationEntry {
+    pub(crate) record: DestinationRecord,
+    /// None before a source has connected.
+    pub(crate) id: Option<MigrationId>,
     pub(crate) cgroup: TreeCgroup,
 }
 
@@ -52,7 +65,7 @@ impl MigrationFolder {
     /// # Errors
     /// Another process uses it.
     pub(crate) fn open(name: &str) -> anyhow::Result<Self> {
-        let path = Path::new(MIGRATIONS).join(name);
+        let path = path(name);
         let images = path.join("images");
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&images);
         made.with_context(|| format!("making {}", images.display()))?;
@@ -106,12 +119,12 @@ impl MigrationFolder {
     }
 }
 
-/// Where a destination's CRIU works: on a disk, because it has the cache file of all lazy pages.
+/// The work directory of a destination.
 pub(crate) fn work(name: &str) -> PathBuf {
-    Path::new("/var/tmp").join(format!("rewake-{name}"))
+    Path::new(WORK).join(format!("rewake-{name}"))
 }
 
-/// Removes what agents that were killed have left: destinations, and sources whose trees do not exist any more.
+/// Removes what source agents that were killed have left, whose trees do not exist any more.
 pub(crate) fn remove_leftovers() {
     remove_leftovers_in(Path::new(MIGRATIONS));
 }
@@ -123,17 +136,41 @@ fn remove_leftovers_in(migrations: &Path) {
         let Ok(Some(record)) = read_record(&path) else { continue };
         let is_over = match &record {
             WrittenRecord::Source(entry) => !has_root(&name) && !entry.cgroup.has_processes(),
-            WrittenRecord::Destination(_) => true,
+            // `rewake receive` ends them.
+            WrittenRecord::Destination(_) => false,
         };
         if is_over
             && let Ok(file) = File::open(path.join(LOCK))
             && let Ok(_lock) = Flock::lock(file, FlockArg::LockExclusiveNonblock)
         {
             // What cannot be removed is found again.
-            let _ = fs::remove_dir_all(work(&name));
             let _ = fs::remove_dir_all(&path);
         }
     }
+}
+
+/// The folder of a migration.
+pub(crate) fn path(name: &str) -> PathBuf {
+    Path::new(MIGRATIONS).join(name)
+}
+
+/// The names of the folders of destinations.
+pub(crate) fn destinations() -> Vec<String> {
+    let entries = fs::read_dir(MIGRATIONS).into_iter().flatten().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.starts_with(DESTINATION)).collect()
+}
+
+/// Takes the folder of a destination whose agent was killed; none if it has an agent.
+pub(crate) fn left_destination(name: &str) -> Option<(MigrationFolder, DestinationEntry)> {
+    let path = path(name);
+    // An agent writes its first record when it has the lock.
+    let Ok(Some(WrittenRecord::Destination(_))) = read_record(&path) else { return None };
+    let file = File::open(path.join(LOCK)).ok()?;
+    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()?;
+    // The agent that had the lock may have written another one.
+    let Ok(Some(WrittenRecord::Destination(entry))) = read_record(&path) else { return None };
+    Some((MigrationFolder { path, _lock: lock }, entry))
 }
 
 /// The name of a source's folder.
@@ -183,18 +220,16 @@ mod tests {
             }
             path
         };
-        let destination = r#"{"destination":"released"}"#;
+        let destination =
+            r#"{"destination":{"record":"released","id":null,"cgroup":{"path":"/g","is_made":true}}}"#;
         let source = |group: &str| {
             let id = [0; 16];
             format!(
                 r#"{{"source":{{"record":"granted","id":{id:?},"to":"","cgroup":{{"path":"{group}","is_made":true}}}}}}"#
             )
         };
-        let over = add("destination-1", destination);
+        let left = add("destination-1", destination);
         let new = add("destination-2", "");
-        let used = add("destination-3", destination);
-        let lock = File::open(used.join(LOCK)).unwrap();
-        let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).unwrap();
         // Its group's file system is not mounted, which says nothing.
         let unknown = add("source-999999999-1", &source("/no/such/group"));
         let pid = std::process::id().cast_signed();
@@ -204,7 +239,7 @@ mod tests {
         fs::write(folder.path().join("cgroup.procs"), "").unwrap();
         let ended = add("source-999999999-2", &source(&folder.path().join("group").display().to_string()));
         remove_leftovers_in(migrations.path());
-        let exist = [&over, &new, &used, &unknown, &lives, &ended].map(|path| path.exists());
-        assert_eq!(exist, [false, true, true, true, true, false]);
+        let exist = [&left, &new, &unknown, &lives, &ended].map(|path| path.exists());
+        assert_eq!(exist, [true, true, true, true, false]);
     }
 }

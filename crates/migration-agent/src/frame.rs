@@ -10,10 +10,12 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use rewake_migration::blocks::{BLOCK_PAGES, BlockDigest};
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_page_protocol::PageRun;
 use rewake_peer_stream::{PROMPT, PeerStream, watch_peer};
@@ -21,7 +23,7 @@ use rewake_peer_stream::{PROMPT, PeerStream, watch_peer};
 /// The bytes before everything else.
 const MAGIC: &[u8; 8] = b"REWAKEMG";
 /// Bytes of a frame's body at most.
-const MAX_BODY: usize = (4 << 20) + (1 << 10);
+const MAX_BODY: usize = (4 << 20) + (4 << 10);
 /// Bytes of a file in one frame.
 pub(crate) const FILE_PIECE: usize = 1 << 20;
 const PAGE: usize = 4096;
@@ -69,15 +71,79 @@ pub(crate) enum Frame {
     PageRequest {
         pid: u32,
         run: PageRun,
+        /// A digest does not help.
+        wants_bytes: bool,
     },
     /// The first pages of a request. Answers have the order of the requests.
     Pages {
         pid: u32,
         vaddr: u64,
-        bytes: Vec<u8>,
+        parts: Vec<PagePart>,
     },
     /// The answer to a request whose bytes cannot be read.
     PagesLost(String),
+    /// A block that was read while the program runs; no bytes stand for zeros.
+    Candidate {
+        pid: u32,
+        vaddr: u64,
+        bytes: Vec<u8>,
+    },
+    /// All candidates of a round were sent.
+    RoundEnd(u32),
+    /// All candidates of a round are stored.
+    RoundStored(u32),
+}
+
+/// Pages of an answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum PagePart {
+    Bytes(Vec<u8>),
+    /// Pages of one block, which has this digest: that of the candidate that was sent last.
+    Unchanged {
+        pages: u64,
+        digest: BlockDigest,
+    },
+}
+
+impl PagePart {
+    pub(crate) fn pages(&self) -> u64 {
+        match self {
+            Self::Bytes(bytes) => (bytes.len() / PAGE) as u64,
+            Self::Unchanged { pages, .. } => *pages,
+        }
+    }
+
+    fn encode(&self, body: &mut Vec<u8>) {
+        body.extend(self.pages().to_le_bytes());
+        match self {
+            Self::Bytes(bytes) => {
+                body.push(part::BYTES);
+                body.extend(bytes);
+            }
+            Self::Unchanged { digest, .. } => {
+                body.push(part::UNCHANGED);
+                body.extend(digest);
+            }
+        }
+    }
+
+    fn decode(rest: &mut &[u8]) -> anyhow::Result<Self> {
+        let pages = u64::from_le_bytes(take(rest)?);
+        match take::<1>(rest)? {
+            [part::BYTES] => {
+                let len = usize::try_from(pages)?.saturating_mul(PAGE);
+                ensure!(len > 0 && len <= rest.len(), "{pages} pages in {} bytes", rest.len());
+                let (bytes, after) = rest.split_at(len);
+                *rest = after;
+                Ok(Self::Bytes(bytes.to_vec()))
+            }
+            [part::UNCHANGED] => {
+                ensure!((1..=BLOCK_PAGES).contains(&pages), "{pages} pages of one block");
+                Ok(Self::Unchanged { pages, digest: take(rest)? })
+            }
+            [kind] => bail!("pages of kind {kind}: expected 0 or 1"),
+        }
+    }
 }
 
 mod kind {
@@ -87,6 +153,14 @@ mod kind {
     pub(super) const PAGE_REQUEST: u8 = 4;
     pub(super) const PAGES: u8 = 5;
     pub(super) const PAGES_LOST: u8 = 6;
+    pub(super) const CANDIDATE: u8 = 7;
+    pub(super) const ROUND_END: u8 = 8;
+    pub(super) const ROUND_STORED: u8 = 9;
+}
+
+mod part {
+    pub(super) const BYTES: u8 = 0;
+    pub(super) const UNCHANGED: u8 = 1;
 }
 
 impl Frame {
@@ -99,14 +173,21 @@ impl Frame {
                 let head = [&len.to_le_bytes()[..], name.as_bytes(), &offset.to_le_bytes()].concat();
                 (kind::FILE, [&head, &bytes[..]].concat())
             }
-            Self::PageRequest { pid, run } => {
+            Self::PageRequest { pid, run, wants_bytes } => {
                 let numbers = [run.vaddr().to_le_bytes(), run.pages().to_le_bytes()].concat();
-                (kind::PAGE_REQUEST, [&pid.to_le_bytes()[..], &numbers].concat())
+                (kind::PAGE_REQUEST, [&pid.to_le_bytes()[..], &numbers, &[u8::from(*wants_bytes)]].concat())
             }
-            Self::Pages { pid, vaddr, bytes } => {
-                (kind::PAGES, [&pid.to_le_bytes()[..], &vaddr.to_le_bytes(), bytes].concat())
+            Self::Pages { pid, vaddr, parts } => {
+                let mut body = [&pid.to_le_bytes()[..], &vaddr.to_le_bytes()].concat();
+                parts.iter().for_each(|part| part.encode(&mut body));
+                (kind::PAGES, body)
             }
             Self::PagesLost(reason) => (kind::PAGES_LOST, reason.as_bytes().to_vec()),
+            Self::Candidate { pid, vaddr, bytes } => {
+                (kind::CANDIDATE, [&pid.to_le_bytes()[..], &vaddr.to_le_bytes(), bytes].concat())
+            }
+            Self::RoundEnd(round) => (kind::ROUND_END, round.to_le_bytes().to_vec()),
+            Self::RoundStored(round) => (kind::ROUND_STORED, round.to_le_bytes().to_vec()),
         };
         ensure!(body.len() <= MAX_BODY, "a frame of {} bytes: expected at most {MAX_BODY}", body.len());
         let len = u32::try_from(body.len())?;
@@ -147,17 +228,26 @@ impl Frame {
                 let pid = u32::from_le_bytes(take(&mut rest)?);
                 let (vaddr, pages) =
                     (u64::from_le_bytes(take(&mut rest)?), u64::from_le_bytes(take(&mut rest)?));
-                Self::PageRequest { pid, run: PageRun::new(vaddr, pages)? }
+                let [wants_bytes] = take(&mut rest)?;
+                Self::PageRequest { pid, run: PageRun::new(vaddr, pages)?, wants_bytes: wants_bytes != 0 }
             }
             kind::PAGES => {
-                let pid = u32::from_le_bytes(take(&mut rest)?);
-                let vaddr = u64::from_le_bytes(take(&mut rest)?);
-                let is_whole = !rest.is_empty() && rest.len().is_multiple_of(PAGE);
-                ensure!(is_whole, "pages of {} bytes: expected a multiple of {PAGE}", rest.len());
-                Self::Pages { pid, vaddr, bytes: rest.to_vec() }
+                let (pid, vaddr) = place(&mut rest)?;
+                let mut parts = Vec::new();
+                while !rest.is_empty() {
+                    parts.push(PagePart::decode(&mut rest)?);
+                }
+                ensure!(!parts.is_empty(), "an answer without pages");
+                Self::Pages { pid, vaddr, parts }
             }
             kind::PAGES_LOST => Self::PagesLost(String::from_utf8_lossy(body).into_owned()),
-            _ => bail!("a frame of kind {kind}: expected 1 to 6; is the peer a Rewake of another version?"),
+            kind::CANDIDATE => {
+                let (pid, vaddr) = place(&mut rest)?;
+                Self::Candidate { pid, vaddr, bytes: rest.to_vec() }
+            }
+            kind::ROUND_END => Self::RoundEnd(u32::from_le_bytes(take(&mut rest)?)),
+            kind::ROUND_STORED => Self::RoundStored(u32::from_le_bytes(take(&mut rest)?)),
+            _ => bail!("a frame of kind {kind}: expected 1 to 9; is the peer a Rewake of another version?"),
         })
     }
 }
@@ -166,6 +256,11 @@ fn take<const N: usize>(bytes: &mut &[u8]) -> anyhow::Result<[u8; N]> {
     let (first, rest) = bytes.split_first_chunk().context("a frame is cut off")?;
     *bytes = rest;
     Ok(*first)
+}
+
+/// A task and an address.
+fn place(bytes: &mut &[u8]) -> anyhow::Result<(u32, u64)> {
+    Ok((u32::from_le_bytes(take(bytes)?), u64::from_le_bytes(take(bytes)?)))
 }
 
 /// Sends a greeting.
@@ -191,11 +286,13 @@ pub(crate) struct FrameWriter {
     stream: Mutex<PeerStream>,
     /// Ends the connection while a thread sends.
     end: PeerStream,
+    /// Bytes that were sent.
+    sent: AtomicU64,
 }
 
 impl FrameWriter {
     pub(crate) fn new(stream: PeerStream) -> Self {
-        Self { end: stream.clone(), stream: Mutex::new(stream) }
+        Self { end: stream.clone(), stream: Mutex::new(stream), sent: AtomicU64::new(0) }
     }
 
     pub(crate) fn send(&self, frame: &Frame) -> anyhow::Result<()> {
@@ -206,7 +303,13 @@ impl FrameWriter {
             // A part of the frame may have been sent.
             self.close();
         }
+        self.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         sent.context("sending a frame")
+    }
+
+    /// Returns the number of bytes that were sent.
+    pub(crate) fn sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
     }
 
     /// Ends the connection: the reader of it sees the end.
@@ -231,9 +334,20 @@ mod tests {
                 progress: DestinationProgress::Gone("x".into()),
             }),
             Frame::File { name: "core-1.img".into(), offset: 7, bytes: vec![1, 2, 3] },
-            Frame::PageRequest { pid: 9, run: PageRun::new(0x7000, 3).unwrap() },
-            Frame::Pages { pid: 9, vaddr: 0x7000, bytes: vec![5; PAGE] },
+            Frame::PageRequest { pid: 9, run: PageRun::new(0x7000, 3).unwrap(), wants_bytes: true },
+            Frame::Pages {
+                pid: 9,
+                vaddr: 0x7000,
+                parts: vec![
+                    PagePart::Bytes(vec![5; PAGE]),
+                    PagePart::Unchanged { pages: 16, digest: [7; 32] },
+                    PagePart::Bytes(vec![6; 2 * PAGE]),
+                ],
+            },
             Frame::PagesLost("gone".into()),
+            Frame::Candidate { pid: 9, vaddr: 0x10000, bytes: vec![1; 65536] },
+            Frame::RoundEnd(3),
+            Frame::RoundStored(3),
         ];
         let bytes: Vec<u8> = frames.iter().flat_map(|frame| frame.encode().unwrap()).collect();
         let mut stream = &bytes[..];
@@ -250,9 +364,11 @@ mod tests {
             assert!(error.contains(reason), "{error}");
         };
         refused(&[0xff, 0xff, 0xff, 0xff, 1], "expected at most");
-        refused(&[1, 0, 0, 0, 9, 0], "of kind 9");
+        refused(&[1, 0, 0, 0, 99, 0], "of kind 99");
         refused(&[3, 0, 0, 0, 3, 9, 0, b'x'], "its name is cut off");
-        refused(&[12, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "expected a multiple of 4096");
+        refused(&[&[12, 0, 0, 0, 5][..], &[0; 12]].concat(), "an answer without pages");
+        refused(&[&[22, 0, 0, 0, 5][..], &[0; 12], &[1], &[0; 9]].concat(), "1 pages in 1 bytes");
+        refused(&[&[21, 0, 0, 0, 5][..], &[0; 12], &[17, 0, 0, 0, 0, 0, 0, 0, 1]].concat(), "of one block");
         refused(&[2, 0, 0, 0, 1, b'{'], "reading a frame");
         refused(&[0x15, 3, 3, 0, 2, 2, 40], "the peer uses TLS: add --tls");
     }
@@ -264,7 +380,7 @@ mod tests {
         set_limits(&stream).unwrap();
         let writer = FrameWriter::new(stream.into());
         let start = std::time::Instant::now();
-        let frame = Frame::Pages { pid: 1, vaddr: 0, bytes: vec![0; 64 * PAGE] };
+        let frame = Frame::Candidate { pid: 1, vaddr: 0, bytes: vec![0; 64 * PAGE] };
         std::thread::scope(|scope| {
             // The peer reads nothing.
             let sends = scope.spawn(|| while writer.send(&frame).is_ok() {});

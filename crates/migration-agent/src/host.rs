@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the hosts compare before the program is touched.
+//! What the hosts compare before the program is touched: what it has here, and what the destination must have.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
-/// Names that an error shows.
+use crate::criu::{CriuChoice, CriuRelease};
+use crate::room::{self, TreeSize};
+use crate::sockets::{self, TreeSocket};
+
+/// Names that a refusal shows.
 const SHOWN: usize = 4;
+/// How paths of GPU devices begin.
+const GPU_DEVICES: [&str; 2] = ["/dev/kfd", "/dev/dri/renderD"];
 
 /// What a destination must have.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,47 +24,111 @@ pub(crate) struct HostOffer {
     architecture: String,
     /// The features of the source's CPUs.
     cpu_features: BTreeSet<String>,
+    criu: CriuRelease,
     /// Pids that the tree will have.
     pids: BTreeSet<i32>,
     /// Files that the tree has open or mapped.
     files: BTreeSet<PathBuf>,
+    /// Device files of GPUs that the tree has open.
+    gpus: BTreeSet<PathBuf>,
+    sockets: BTreeSet<TreeSocket>,
+    size: TreeSize,
 }
 
 impl HostOffer {
     /// Describes this host, and a tree on it.
-    pub(crate) fn of(processes: &[i32]) -> anyhow::Result<Self> {
-        let mut pids = BTreeSet::new();
-        let mut files = BTreeSet::new();
+    pub(crate) fn of(processes: &[i32], criu: &CriuChoice) -> anyhow::Result<Self> {
+        let mut offer = Self {
+            architecture: std::env::consts::ARCH.to_owned(),
+            cpu_features: cpu_features()?,
+            criu: criu.release()?,
+            pids: BTreeSet::new(),
+            files: BTreeSet::new(),
+            gpus: BTreeSet::new(),
+            sockets: BTreeSet::new(),
+            size: TreeSize::default(),
+        };
         for pid in processes {
-            let number = proc::status(*pid).and_then(|status| status.own_number);
-            pids.insert(number.with_context(|| format!("process {pid} has ended"))?);
-            files.extend(files_of(*pid)?);
+            let added = offer.add(*pid);
+            // A child may end meanwhile.
+            if exists(pid) {
+                added?;
+            }
         }
-        let architecture = std::env::consts::ARCH.to_owned();
-        Ok(Self { architecture, cpu_features: cpu_features()?, pids, files })
+        // The others are closed by the dump.
+        let closes = criu.has("--tcp-close");
+        offer.sockets.retain(|socket| socket.listens || !closes);
+        Ok(offer)
     }
 
-    /// Compares this host with an offer.
-    ///
-    /// # Errors
-    /// What this host lacks.
-    pub(crate) fn compare(text: &str) -> anyhow::Result<()> {
+    fn add(&mut self, pid: i32) -> anyhow::Result<()> {
+        let number = proc::status(pid).and_then(|status| status.own_number);
+        let number = number.with_context(|| format!("process {pid} has ended"))?;
+        self.files.extend(files_of(pid)?);
+        self.gpus.extend(gpu_devices_of(pid));
+        self.sockets.extend(sockets::of_process(pid)?);
+        self.size.add(pid)?;
+        self.pids.insert(number);
+        Ok(())
+    }
+
+    /// Why the source itself cannot give the tree away.
+    pub(crate) fn refused_here(&self, criu: &CriuChoice) -> Vec<String> {
+        let mut refusals = Vec::new();
+        let connected = self.sockets.iter().filter(|socket| !socket.listens);
+        let connected: Vec<_> = connected.map(|socket| socket.local.to_string()).collect();
+        if !connected.is_empty() && !criu.has("--tcp-established") {
+            refusals.push(format!(
+                "the program has TCP connections (at {}): close them, or add -- --tcp-close on both hosts, or \
+                 -- --tcp-established if their address moves along",
+                shown(&connected)
+            ));
+        }
+        refusals
+    }
+
+    /// Compares this host with the source's text: what it lacks. Nothing is changed.
+    pub(crate) fn refused_there(text: &str, criu: &CriuChoice) -> Vec<String> {
+        match Self::lacking(text, criu) {
+            Ok(refusals) => refusals,
+            Err(error) => vec![format!("{error:#}")],
+        }
+    }
+
+    fn lacking(text: &str, criu: &CriuChoice) -> anyhow::Result<Vec<String>> {
         let offer: Self = serde_json::from_str(text).context("reading the source's offer")?;
         let here = std::env::consts::ARCH;
-        ensure!(
-            offer.architecture == here,
-            "the source is a {} machine, this one {here}",
-            offer.architecture
-        );
+        if offer.architecture != here {
+            return Ok(vec![format!("the source is a {} machine, this one {here}", offer.architecture)]);
+        }
+        let mut refusals = Vec::new();
+        let mut refuse = |names: Vec<String>, what: &str| {
+            if !names.is_empty() {
+                refusals.push(format!("{what}: {}", shown(&names)));
+            }
+        };
         let has = cpu_features()?;
-        let lacks: Vec<_> = offer.cpu_features.difference(&has).cloned().collect();
-        ensure!(lacks.is_empty(), "this machine's CPUs lack {}", shown(&lacks));
-        let used: Vec<_> = offer.pids.iter().filter(|pid| exists(pid)).map(ToString::to_string).collect();
-        ensure!(used.is_empty(), "pids of the program are in use here: {}", shown(&used));
+        refuse(
+            offer.cpu_features.difference(&has).cloned().collect(),
+            "features that this machine's CPUs lack",
+        );
+        let used = offer.pids.iter().filter(|pid| exists(pid)).map(ToString::to_string);
+        refuse(used.collect(), "pids of the program that are in use here");
         let absent = offer.files.iter().filter(|path| !path.exists());
-        let absent: Vec<_> = absent.map(|path| path.display().to_string()).collect();
-        ensure!(absent.is_empty(), "files of the program do not exist here: {}", shown(&absent));
-        Ok(())
+        let absent = absent.map(|path| path.display().to_string());
+        refuse(absent.collect(), "files of the program that do not exist here");
+        // Others may have the GPU's place: CRIU's plugin finds one that fits.
+        let has_gpu = Path::new(GPU_DEVICES[0]).exists();
+        let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(|path| path.display().to_string());
+        refuse(gpus.collect(), "GPUs of the program, of which this host has none");
+        let sockets = offer.sockets.iter().filter_map(|socket| socket.refused());
+        refuse(sockets.collect(), "addresses of the program that it cannot have here");
+        let own = criu.release()?;
+        if own < offer.criu {
+            refusals.push(format!("CRIU {own} here is older than CRIU {} at the source", offer.criu));
+        }
+        refusals.extend(room::refused(offer.size)?);
+        Ok(refusals)
     }
 }
 
@@ -95,23 +165,75 @@ fn files_of(pid: i32) -> anyhow::Result<BTreeSet<PathBuf>> {
     Ok(found)
 }
 
+fn gpu_devices_of(pid: i32) -> BTreeSet<PathBuf> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let paths = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+    let is_gpu = |path: &PathBuf| GPU_DEVICES.iter().any(|device| path.to_string_lossy().starts_with(device));
+    paths.filter(is_gpu).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
+
     use super::*;
+
+    fn criu(options: &[&str]) -> CriuChoice {
+        let options = options.iter().map(Into::into).collect();
+        let folder = tempfile::tempdir().unwrap().keep();
+        let program = folder.join("criu");
+        fs::write(&program, "#!/bin/sh\necho Version: 4.2.1\n").unwrap();
+        fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        CriuChoice { program, options, plugins: None }
+    }
 
     #[test]
     fn a_host_can_take_its_own_files_and_features() {
-        let mut offer = HostOffer::of(&[std::process::id().cast_signed()]).unwrap();
+        let criu = criu(&[]);
+        let own = std::process::id().cast_signed();
+        let mut offer = HostOffer::of(&[own], &criu).unwrap();
         assert!(offer.files.contains(&std::env::current_exe().unwrap()), "{:?}", offer.files);
-        let refused = |offer: &HostOffer| {
-            HostOffer::compare(&serde_json::to_string(offer).unwrap()).unwrap_err().to_string()
-        };
-        assert!(refused(&offer).starts_with("pids of the program are in use here: "));
+        let refused =
+            |offer: &HostOffer| HostOffer::refused_there(&serde_json::to_string(offer).unwrap(), &criu);
+        assert_eq!(refused(&offer)[0], format!("pids of the program that are in use here: {own}"));
         offer.pids.clear();
-        HostOffer::compare(&serde_json::to_string(&offer).unwrap()).unwrap();
+        offer.sockets.clear();
+        assert_eq!(refused(&offer), [""; 0]);
         offer.files.insert("/no/such/file".into());
-        assert_eq!(refused(&offer), "files of the program do not exist here: /no/such/file");
         offer.cpu_features.insert("levitation".into());
-        assert_eq!(refused(&offer), "this machine's CPUs lack levitation");
+        offer.sockets.insert(TreeSocket { local: "192.0.2.1:80".parse().unwrap(), listens: true });
+        offer.gpus.insert("/dev/kfd".into());
+        offer.criu = CriuRelease([9, 1]);
+        offer.size.resident = u64::MAX / 4;
+        let reasons = refused(&offer);
+        let begins = [
+            "features that this machine's CPUs lack: levitation",
+            "files of the program that do not exist here: /no/such/file",
+            "GPUs of the program, of which this host has none: /dev/kfd",
+            "addresses of the program that it cannot have here: 192.0.2.1:80 (",
+            "CRIU 4.2 here is older than CRIU 9.1 at the source",
+            "the program has 4398046511103 MiB resident",
+        ];
+        assert_eq!(reasons.len(), begins.len(), "{reasons:#?}");
+        for (reason, begin) in reasons.iter().zip(begins) {
+            assert!(reason.starts_with(begin), "{reason:?} {begin:?}");
+        }
+    }
+
+    #[test]
+    fn tcp_connections_are_refused_at_the_source() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let own = std::process::id().cast_signed();
+        let (plain, closing) = (criu(&[]), criu(&["--tcp-close"]));
+        let offer = HostOffer::of(&[own], &plain).unwrap();
+        let listening = TreeSocket { local: listener.local_addr().unwrap(), listens: true };
+        assert!(offer.sockets.contains(&listening), "{:?}", offer.sockets);
+        let reasons = offer.refused_here(&plain);
+        assert_eq!(reasons.len(), 1, "{reasons:?}");
+        assert!(reasons[0].starts_with("the program has TCP connections (at 127.0.0.1:"), "{reasons:?}");
+        let offer = HostOffer::of(&[own], &closing).unwrap();
+        assert!(offer.sockets.iter().all(|socket| socket.listens), "{:?}", offer.sockets);
+        assert_eq!(offer.refused_here(&closing), [""; 0]);
     }
 }

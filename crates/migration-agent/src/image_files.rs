@@ -6,6 +6,8 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
+use rewake_criu_images::ImageDir;
+use rewake_page_protocol::PageRun;
 
 use crate::frame::{FILE_PIECE, Frame, FrameWriter};
 
@@ -42,6 +44,18 @@ pub(crate) fn store(images: &Path, name: &str, offset: u64, bytes: &[u8]) -> any
     let file = File::options().create(true).write(true).truncate(offset == 0).mode(0o600).open(&path);
     let file = file.with_context(|| format!("making {}", path.display()))?;
     file.write_all_at(bytes, offset).with_context(|| format!("writing {}", path.display()))
+}
+
+/// The lazy pages of all tasks of an image.
+pub(crate) fn lazy_runs(images: &Path) -> anyhow::Result<Vec<(u32, PageRun)>> {
+    let images = ImageDir::open(images)?;
+    let mut runs = Vec::new();
+    for task in images.tasks()?.iter().filter(|task| task.state.has_memory()) {
+        for extent in images.remote_plan(task.pid)?.extents {
+            runs.push((task.pid, PageRun::new(extent.vaddr, extent.pages)?));
+        }
+    }
+    Ok(runs)
 }
 
 /// Where a file belongs: the name is the peer's.

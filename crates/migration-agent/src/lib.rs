@@ -5,19 +5,32 @@
 //! * [`destination`]: restores the tree, and releases it after GRANT.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
-//! * `peer`, `frame`: the connection. `relay`: page requests of a lazy restore, over that connection.
-//! * `host`: what hosts compare. `image_files`, `frozen_memory`, `criu`: what their names say.
+//! * `earlier`: what agents of this host have left that were killed.
+//! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy restore, over that connection.
+//! * `host`: what hosts compare, with `room` and `sockets`. [`dry_run`]: that alone.
+//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_memory`: its blocks and pages. `candidates`: where they
+//!   wait for a comparison.
+//! * `held_dump`, `image_files`, [`criu`]: what their names say.
 #![forbid(unsafe_code)]
 
+mod candidates;
 mod cgroup;
 pub mod criu;
 pub mod destination;
+mod destination_link;
+pub mod dry_run;
+mod earlier;
 mod folder;
 mod frame;
-mod frozen_memory;
+mod held_dump;
 mod host;
 mod image_files;
 mod peer;
+pub mod pre_copy;
 mod relay;
+mod room;
 pub mod script;
+mod sockets;
 pub mod source;
+mod source_link;
+mod tree_memory;

@@ -28,6 +28,8 @@ const VARIABLE: &str = "REWAKE_MIGRATION";
 const ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
 /// Time between two looks for an agent that continues a migration.
 const AGENT_POLL: Duration = Duration::from_millis(100);
+/// The line of [`AgentCall::Abort`].
+const ABORT: &str = "abort";
 const CONTINUE: u8 = b'1';
 const FAIL: u8 = b'0';
 
@@ -62,6 +64,21 @@ impl CriuMoment {
     }
 }
 
+/// What is asked of an agent through its socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AgentCall {
+    /// By CRIU's script.
+    Moment(CriuMoment),
+    /// By `rewake migrate --abort`.
+    Abort,
+}
+
+impl AgentCall {
+    fn of(line: &str) -> Option<Self> {
+        if line == ABORT { Some(Self::Abort) } else { CriuMoment::of(line).map(Self::Moment) }
+    }
+}
+
 /// A script that waits for a decision. If it is dropped, the record decides.
 #[derive(Debug)]
 pub(crate) struct WaitingScript(UnixStream);
@@ -83,14 +100,14 @@ pub(crate) fn add_to(criu: &mut Command, folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Receives scripts, and gives each to `report`, until that returns false.
-pub(crate) fn receive(listener: &UnixListener, report: impl Fn(CriuMoment, WaitingScript) -> bool) {
+/// Receives calls, and gives each to `report`, until that returns false.
+pub(crate) fn receive(listener: &UnixListener, report: impl Fn(AgentCall, WaitingScript) -> bool) {
     for stream in listener.incoming() {
         let Ok(stream) = stream else { return };
         let mut line = String::new();
         let read = stream.try_clone().and_then(|stream| BufReader::new(stream).read_line(&mut line));
-        let Some(moment) = read.ok().and_then(|_| CriuMoment::of(line.trim_end())) else { continue };
-        if !report(moment, WaitingScript(stream)) {
+        let Some(call) = read.ok().and_then(|_| AgentCall::of(line.trim_end())) else { continue };
+        if !report(call, WaitingScript(stream)) {
             return;
         }
     }
@@ -128,10 +145,15 @@ fn run(folder: &Path, moment: CriuMoment, action: &str) -> anyhow::Result<bool> 
                 bail!("the agent has ended before GRANT: the tree runs on");
             }
             Some(WrittenRecord::Source(_)) => sleep(AGENT_POLL),
-            Some(WrittenRecord::Destination(record)) => return Ok(record == DestinationRecord::Released),
+            Some(WrittenRecord::Destination(entry)) => return Ok(entry.record == DestinationRecord::Released),
             None => bail!("the migration has ended"),
         }
     }
+}
+
+/// Asks a source's agent to end its migration. Returns whether it did; none if it has died, or ends.
+pub(crate) fn ask_to_abort(folder: &Path) -> io::Result<Option<bool>> {
+    ask(folder, ABORT, true)
 }
 
 /// Asks the agent; none if it has died.

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that has the program.
 
-use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, sleep};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
@@ -12,18 +11,20 @@ use rewake_criu_tls::TlsClient;
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
-use rewake_peer_stream::PeerStream;
 use rewake_process::proc;
 
 use crate::cgroup::TreeCgroup;
-use crate::criu::{CriuChoice, CriuReports, RunningCriu, page_socket};
+use crate::criu::CriuChoice;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MigrationId, greet, new_id};
-use crate::frozen_memory::FrozenMemory;
+use crate::frame::{Frame, FrameWriter, new_id};
+use crate::held_dump::HeldDump;
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::peer::DestinationPeer;
-use crate::script::{self, CriuMoment, WaitingScript};
+use crate::pre_copy::PreCopyGoal;
+use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
+use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
+use crate::tree_memory::TreeMemory;
 
 /// Time without a connection before GRANT, after which the program runs on here.
 const LOST_LIMIT: Duration = Duration::from_secs(5);
@@ -31,9 +32,6 @@ const LOST_LIMIT: Duration = Duration::from_secs(5);
 const FROZEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
-/// Time that a CRIU has to end once its tree is killed.
-const CRIU_LIMIT: Duration = Duration::from_secs(10);
-const CONNECT_PAUSE: Duration = Duration::from_millis(200);
 /// Time between two looks at children and limits.
 const TICK: Duration = Duration::from_millis(20);
 
@@ -50,6 +48,10 @@ pub struct SourceOptions {
     pub tls: Option<TlsClient>,
     /// For `criu dump`.
     pub criu: CriuChoice,
+    /// What is sent before the freeze, and how long the program may be frozen.
+    pub goal: PreCopyGoal,
+    /// Time without a connection before GRANT, after which the program runs on here; 5 s without it.
+    pub give_up_after: Option<Duration>,
 }
 
 /// What a migration came to.
@@ -59,21 +61,13 @@ pub struct SourceReport {
     pub outcome: SourceOutcome,
     /// From CRIU's start to the message that the program runs at the destination.
     pub downtime: Option<Duration>,
+    /// Bytes that were sent.
+    pub sent: u64,
+    /// Rounds of pre-copy.
+    pub rounds: u32,
     /// The tree should run here, and could not be thawed: why.
     pub stays_frozen: Option<String>,
 }
-
-/// What an agent is waiting for.
-enum SourceEvent {
-    Connected(Arc<FrameWriter>),
-    Disconnected,
-    Unreachable(String),
-    Received(FromDestination),
-    Script(CriuMoment, WaitingScript),
-    Abort,
-}
-
-type SharedMemory = Arc<Mutex<Option<FrozenMemory>>>;
 
 /// Migrates a tree, or continues the migration of it that an agent has left.
 ///
@@ -83,8 +77,7 @@ type SharedMemory = Arc<Mutex<Option<FrozenMemory>>>;
 /// Nothing was touched: the options are wrong, the tree has no cgroup, or another process migrates it.
 pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<SourceReport> {
     let mut peer = DestinationPeer::of(options)?;
-    let start = proc::stat(options.tree).ok().and_then(|fields| fields.get(19).cloned());
-    let start = start.with_context(|| format!("-t {}: no such process", options.tree))?;
+    let start = start_of(options.tree)?;
     folder::remove_leftovers();
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
     let earlier = match folder.read()? {
@@ -110,15 +103,17 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
         None => {
             // Nothing is touched before the destination has proved who it is, and admits this host.
-            match peer.dial() {
-                Ok(stream) => dialed = Some(stream),
+            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options)?)));
+            let (cgroup, offer) = match begun {
+                Ok((stream, begun)) => {
+                    dialed = Some(stream);
+                    begun
+                }
                 Err(error) => {
                     folder.remove();
                     return Err(error).with_context(|| format!("-t {} was not touched", options.tree));
                 }
-            }
-            let cgroup = TreeCgroup::of_tree(options.tree)?;
-            let offer = serde_json::to_string(&HostOffer::of(&cgroup.processes()?)?)?;
+            };
             let entry =
                 SourceEntry { record: SourceRecord::Started, id: new_id()?, to: options.to.clone(), cgroup };
             folder.write(&WrittenRecord::Source(entry.clone()))?;
@@ -126,14 +121,15 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
     };
     let (sender, events) = channel();
-    let memory = SharedMemory::default();
+    let shared = SharedMemory::default();
     listen_to_scripts(&folder, sender.clone())?;
     forward_aborts(aborts, sender.clone());
     let mut agent = SourceAgent {
         machine,
         options,
         entry,
-        memory: Arc::clone(&memory),
+        shared: shared.clone(),
+        sender: sender.clone(),
         events,
         link: None,
         dump: None,
@@ -141,6 +137,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         lost_since: Some(Instant::now()),
         was_connected: false,
         downtime: None,
+        sent: 0,
         outcome: None,
         stays_frozen: None,
         folder,
@@ -150,14 +147,56 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     }
     agent.act(outputs);
     let id = agent.entry.id;
-    thread::spawn(move || keep_connected(peer, dialed, &id, &sender, &memory));
+    thread::spawn(move || keep_connected(peer, dialed, &id, &sender, &shared));
     Ok(agent.run())
+}
+
+/// Asks the agent that migrates a tree to end the migration. Returns whether the program runs here; false if it was
+/// given away.
+///
+/// # Errors
+/// No agent migrates it.
+pub fn abort(tree: i32) -> anyhow::Result<bool> {
+    let folder = folder::path(&folder::source_name(tree, &start_of(tree)?));
+    let answer = script::ask_to_abort(&folder).ok().flatten();
+    answer.with_context(|| match folder::read_record(&folder) {
+        Ok(Some(WrittenRecord::Source(entry))) if entry.record == SourceRecord::Granted => {
+            format!(
+                "-t {tree}: it was given to {}, and its agent has ended: migrate it again with that --to",
+                entry.to
+            )
+        }
+        _ => format!("-t {tree}: no `rewake migrate` of it runs, or it has just ended"),
+    })
+}
+
+/// The start time of a process, which no other one of its number has.
+pub(crate) fn start_of(pid: i32) -> anyhow::Result<String> {
+    let start = proc::stat(pid).ok().and_then(|fields| fields.get(19).cloned());
+    start.with_context(|| format!("-t {pid}: no such process"))
+}
+
+/// Gives the tree a group, and describes it for the destination.
+fn begin(options: &SourceOptions) -> anyhow::Result<(TreeCgroup, String)> {
+    let cgroup = TreeCgroup::of_tree(options.tree)?;
+    let describe = || {
+        let processes = cgroup.processes()?;
+        let offer = HostOffer::of(&processes, &options.criu)?;
+        let refusals = offer.refused_here(&options.criu);
+        ensure!(refusals.is_empty(), "{}", refusals.join("; "));
+        Ok(serde_json::to_string(&offer)?)
+    };
+    let offer = describe();
+    if offer.is_err() {
+        cgroup.release();
+    }
+    Ok((cgroup, offer?))
 }
 
 fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> anyhow::Result<()> {
     let listener = folder.listen()?;
     thread::spawn(move || {
-        script::receive(&listener, |moment, script| sender.send(SourceEvent::Script(moment, script)).is_ok());
+        script::receive(&listener, |call, script| sender.send(SourceEvent::Called(call, script)).is_ok());
     });
     Ok(())
 }
@@ -166,86 +205,12 @@ fn forward_aborts(aborts: Receiver<()>, sender: Sender<SourceEvent>) {
     thread::spawn(move || while aborts.recv().is_ok() && sender.send(SourceEvent::Abort).is_ok() {});
 }
 
-/// Connects if it is not connected, answers page requests, and connects again, until the agent has ended.
-fn keep_connected(
-    mut peer: DestinationPeer,
-    mut dialed: Option<PeerStream>,
-    id: &MigrationId,
-    sender: &Sender<SourceEvent>,
-    memory: &SharedMemory,
-) {
-    loop {
-        let connected = dialed.take().map_or_else(|| peer.dial(), Ok).and_then(|stream| connect(stream, id));
-        let event = match connected {
-            Ok((stream, writer)) => {
-                if sender.send(SourceEvent::Connected(Arc::clone(&writer))).is_err() {
-                    return;
-                }
-                if let Err(error) = serve(stream, &writer, sender, memory) {
-                    tracing::warn!("the destination: {error:#}");
-                }
-                SourceEvent::Disconnected
-            }
-            Err(error) => SourceEvent::Unreachable(format!("{error:#}")),
-        };
-        if sender.send(event).is_err() {
-            return;
-        }
-        sleep(CONNECT_PAUSE);
-    }
-}
-
-fn connect(mut stream: PeerStream, id: &MigrationId) -> anyhow::Result<(PeerStream, Arc<FrameWriter>)> {
-    greet(&mut stream, id).context("sending the greeting")?;
-    let writer = FrameWriter::new(stream.clone());
-    Ok((stream, Arc::new(writer)))
-}
-
-/// Takes frames of one connection to its end.
-fn serve(
-    mut stream: PeerStream,
-    writer: &FrameWriter,
-    sender: &Sender<SourceEvent>,
-    memory: &SharedMemory,
-) -> anyhow::Result<()> {
-    while let Some(frame) = Frame::read(&mut stream)? {
-        match frame {
-            Frame::Destination(message) => {
-                if sender.send(SourceEvent::Received(message)).is_err() {
-                    return Ok(());
-                }
-            }
-            Frame::PageRequest { pid, run } => {
-                // Not sent under the lock: an abort takes the memory away.
-                let answer = {
-                    let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
-                    let memory = memory.as_ref();
-                    memory
-                        .context("the destination requests pages of a tree that is not frozen")?
-                        .answer(pid, run)
-                };
-                writer.send(&answer)?;
-            }
-            _ => bail!("the destination sent a frame of a source"),
-        }
-    }
-    Ok(())
-}
-
-/// A dump, up to the end of the migration.
-struct HeldDump {
-    criu: RunningCriu,
-    started: Instant,
-    script: Option<WaitingScript>,
-    /// CRIU's client of lazy pages. CRIU ends when it is closed; it has no other client and no port.
-    _pages: UnixStream,
-}
-
 struct SourceAgent<'a> {
     machine: MigrationSource,
     options: &'a SourceOptions,
     entry: SourceEntry,
-    memory: SharedMemory,
+    shared: SharedMemory,
+    sender: Sender<SourceEvent>,
     events: Receiver<SourceEvent>,
     link: Option<Arc<FrameWriter>>,
     dump: Option<HeldDump>,
@@ -253,6 +218,8 @@ struct SourceAgent<'a> {
     lost_since: Option<Instant>,
     was_connected: bool,
     downtime: Option<Duration>,
+    /// Bytes of earlier connections.
+    sent: u64,
     outcome: Option<SourceOutcome>,
     stays_frozen: Option<String>,
     /// Dropped last: its lock keeps other agents away.
@@ -272,25 +239,23 @@ impl SourceAgent<'_> {
             }
             self.look();
         };
-        if let Some(link) = &self.link {
-            link.close();
-        }
-        let (downtime, stays_frozen) = (self.downtime, self.stays_frozen);
+        self.use_link(None).inspect(|link| link.close());
+        let (downtime, sent, stays_frozen) = (self.downtime, self.sent, self.stays_frozen);
         // The record of a frozen tree is for the next agent.
         if stays_frozen.is_none() && !matches!(outcome, SourceOutcome::Frozen(_)) {
             self.folder.remove();
         }
-        SourceReport { outcome, downtime, stays_frozen }
+        SourceReport { outcome, downtime, sent, rounds: self.shared.pre_copy.rounds(), stays_frozen }
     }
 
     fn handle(&mut self, event: SourceEvent) {
         match event {
             SourceEvent::Connected(link) => {
-                self.link = Some(link);
+                self.use_link(Some(link));
                 self.step(SourceInput::Connected);
             }
             SourceEvent::Disconnected => {
-                self.link = None;
+                self.use_link(None);
                 self.lost_since.get_or_insert_with(Instant::now);
                 self.step(SourceInput::Disconnected);
             }
@@ -309,36 +274,71 @@ impl SourceAgent<'_> {
                 }
                 self.step(SourceInput::Received(message));
             }
-            SourceEvent::Script(CriuMoment::PreDump, _) => {
-                if let Some(dump) = &mut self.dump {
-                    dump.started = Instant::now();
-                }
+            SourceEvent::PreCopied(Ok(true)) => self.step(SourceInput::PreCopied),
+            SourceEvent::PreCopied(Ok(false)) => {}
+            SourceEvent::PreCopied(Err(reason)) => self.step(SourceInput::PreCopyFailed(reason)),
+            SourceEvent::Called(AgentCall::Moment(moment), script) => self.criu_is_at(moment, script),
+            SourceEvent::Called(AgentCall::Abort, caller) => {
+                let ends = !self.machine.has_granted();
+                self.step(SourceInput::Abort);
+                // The caller may have ended.
+                let _ = caller.decide(ends && self.stays_frozen.is_none());
             }
-            SourceEvent::Script(CriuMoment::PostDump, script) => self.dumped(script),
-            SourceEvent::Script(CriuMoment::PostRestore | CriuMoment::PostResume, _) => {}
             SourceEvent::Abort => self.step(SourceInput::Abort),
         }
     }
 
+    fn criu_is_at(&mut self, moment: CriuMoment, script: WaitingScript) {
+        match moment {
+            CriuMoment::PreDump => {
+                if let Some(dump) = &mut self.dump {
+                    dump.started = Instant::now();
+                }
+            }
+            CriuMoment::PostDump => self.dumped(script),
+            CriuMoment::PostRestore | CriuMoment::PostResume => {}
+        }
+    }
+
+    /// Uses a new connection, or none. Returns the one before.
+    fn use_link(&mut self, link: Option<Arc<FrameWriter>>) -> Option<Arc<FrameWriter>> {
+        self.shared.pre_copy.connect(link.clone());
+        let before = std::mem::replace(&mut self.link, link);
+        self.sent += before.as_ref().map_or(0, |before| before.sent());
+        before
+    }
+
     /// Looks at CRIU and at the limits.
     fn look(&mut self) {
-        if let Some(dump) = &mut self.dump
-            && dump.script.is_none()
-            && let Ok(Some(status)) = dump.criu.ended()
-        {
-            let reason = dump.criu.failure(status);
+        if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
             self.step(SourceInput::FreezeFailed(reason));
         }
-        let lost = self.lost_since.map_or(Duration::ZERO, |since| since.elapsed());
-        let frozen = self.frozen_since.map_or(Duration::ZERO, |since| since.elapsed());
-        let limit = if self.machine.has_granted() { GIVE_UP_LIMIT } else { LOST_LIMIT };
-        if lost > limit {
-            let reason = format!("no connection to {} for {} s", self.entry.to, limit.as_secs());
+        if let Some(reason) = self.passed_limit() {
             self.step(SourceInput::TimedOut(reason));
-        } else if frozen > FROZEN_LIMIT && !self.machine.has_granted() {
-            let limit = FROZEN_LIMIT.as_secs();
-            self.step(SourceInput::TimedOut(format!("the restore was not ready {limit} s after the freeze")));
         }
+    }
+
+    fn passed_limit(&self) -> Option<String> {
+        let has_granted = self.machine.has_granted();
+        let before_grant = self.options.give_up_after.unwrap_or(LOST_LIMIT);
+        let limit = if has_granted { GIVE_UP_LIMIT } else { before_grant };
+        if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
+            return Some(format!("no connection to {} for {} s", self.entry.to, limit.as_secs()));
+        }
+        if has_granted {
+            return None;
+        }
+        if self.frozen_since.is_some_and(|since| since.elapsed() > FROZEN_LIMIT) {
+            let limit = FROZEN_LIMIT.as_secs();
+            return Some(format!("the restore was not ready {limit} s after the freeze"));
+        }
+        let (dump, accepted) = (self.dump.as_ref()?, self.options.goal.max_downtime?);
+        (dump.started.elapsed() > accepted).then(|| {
+            let accepted = accepted.as_millis();
+            format!(
+                "the restore was not ready {accepted} ms after the freeze began, which --max-downtime accepts"
+            )
+        })
     }
 
     fn step(&mut self, input: SourceInput) {
@@ -350,8 +350,7 @@ impl SourceAgent<'_> {
         for output in outputs {
             match output {
                 SourceOutput::Send(message) => self.send(message),
-                // Post-copy only: all memory is sent after the freeze.
-                SourceOutput::PreCopy => self.step(SourceInput::PreCopied),
+                SourceOutput::PreCopy => self.start_pre_copy(),
                 SourceOutput::Freeze => self.start_dump(),
                 SourceOutput::SendMetadata => self.send_metadata(),
                 SourceOutput::WriteGrant => self.write_grant(),
@@ -374,29 +373,26 @@ impl SourceAgent<'_> {
         }
     }
 
-    fn start_dump(&mut self) {
-        if let Err(error) = self.try_start_dump() {
-            self.step(SourceInput::FreezeFailed(format!("{error:#}")));
-        }
+    fn start_pre_copy(&self) {
+        let (pre_copy, sender) = (Arc::clone(&self.shared.pre_copy), self.sender.clone());
+        let (cgroup, goal) = (self.entry.cgroup.clone(), self.options.goal);
+        thread::spawn(move || {
+            // The agent may have ended.
+            let _ = sender.send(SourceEvent::PreCopied(pre_copy.run(&cgroup, goal)));
+        });
     }
 
-    fn try_start_dump(&mut self) -> anyhow::Result<()> {
-        let (ours, criu_end, number) = page_socket()?;
-        let mut command = self.options.criu.command("dump", &self.folder.images(), self.folder.path());
-        command.arg("-t").arg(self.options.tree.to_string());
-        command.args(["--lazy-pages", "--ps-socket", &number, "--manage-cgroups=ignore"]);
-        script::add_to(&mut command, self.folder.path())?;
-        command.args(&self.options.criu.options);
-        let criu = RunningCriu::start(&mut command, "dump", self.folder.path())?;
-        drop(criu_end);
-        self.dump = Some(HeldDump { criu, started: Instant::now(), script: None, _pages: ours });
-        Ok(())
+    fn start_dump(&mut self) {
+        match HeldDump::start(&self.options.criu, self.options.tree, &self.folder) {
+            Ok(dump) => self.dump = Some(dump),
+            Err(error) => self.step(SourceInput::FreezeFailed(format!("{error:#}"))),
+        }
     }
 
     /// CRIU has written the image, and its script waits. The tree is stopped by CRIU, and is frozen now.
     fn dumped(&mut self, script: WaitingScript) {
         let Some(dump) = &mut self.dump else { return };
-        dump.script = Some(script);
+        dump.hold(script);
         let frozen = self.freeze();
         match frozen {
             Ok(()) => self.step(SourceInput::Frozen),
@@ -411,8 +407,8 @@ impl SourceAgent<'_> {
     }
 
     fn open_memory(&self) -> anyhow::Result<()> {
-        let opened = FrozenMemory::open(&self.entry.cgroup.processes()?)?;
-        *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+        let opened = TreeMemory::open(&self.entry.cgroup.processes()?)?;
+        *self.shared.frozen() = Some(opened);
         Ok(())
     }
 
@@ -420,9 +416,9 @@ impl SourceAgent<'_> {
     fn send_metadata(&mut self) {
         let Some(link) = self.link.clone() else { return };
         let images = self.folder.images();
+        let metadata = FromSource::Metadata { all_first: self.options.goal.all_first };
         thread::spawn(move || {
-            let sent = image_files::send(&images, &link)
-                .and_then(|()| link.send(&Frame::Source(FromSource::Metadata)));
+            let sent = image_files::send(&images, &link).and_then(|()| link.send(&Frame::Source(metadata)));
             if let Err(error) = sent {
                 tracing::warn!("sending the image: {error:#}");
                 // The rest would be taken for the whole.
@@ -444,18 +440,13 @@ impl SourceAgent<'_> {
 
     /// Ends CRIU's command, which releases the tree, and then lets it run.
     fn thaw(&mut self) {
-        *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        if let Some(mut dump) = self.dump.take() {
-            // CRIU is in the middle of its dump: it is not killed before it has taken its code out of the tree.
-            let mut reports = CriuReports::new("criu dump is in the middle of its dump, and is not killed");
-            while dump.script.is_none() && matches!(dump.criu.ended(), Ok(None)) {
-                reports.look();
-                if let Ok(SourceEvent::Script(CriuMoment::PostDump, script)) = self.events.recv_timeout(TICK)
-                {
-                    dump.script = Some(script);
-                }
-            }
-            release_criu(dump, false).wait("criu dump releases the tree, and is not killed");
+        self.shared.pre_copy.end();
+        *self.shared.frozen() = None;
+        if let Some(dump) = self.dump.take() {
+            dump.release(|| match self.events.recv_timeout(TICK) {
+                Ok(SourceEvent::Called(AgentCall::Moment(CriuMoment::PostDump), script)) => Some(script),
+                _ => None,
+            });
         }
         match self.entry.cgroup.thaw() {
             Ok(()) => self.entry.cgroup.release(),
@@ -466,20 +457,9 @@ impl SourceAgent<'_> {
     fn kill(&mut self) {
         self.entry.cgroup.kill();
         if let Some(dump) = self.dump.take() {
-            release_criu(dump, true).end_within(CRIU_LIMIT);
+            dump.end();
         }
         self.entry.cgroup.release();
         self.step(SourceInput::Killed);
     }
-}
-
-/// Lets a dump end: CRIU kills its tree if `succeeds`, and releases it otherwise.
-fn release_criu(dump: HeldDump, succeeds: bool) -> RunningCriu {
-    let HeldDump { criu, script, _pages: pages, .. } = dump;
-    if let Some(script) = script {
-        // CRIU may have died, and its script with it.
-        let _ = script.decide(succeeds);
-    }
-    drop(pages);
-    criu
 }

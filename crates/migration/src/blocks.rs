@@ -1,175 +1,165 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which blocks of the program's memory are at the destination.
 //!
-//! Before the freeze a block travels as a candidate: its bytes may be old. After the freeze the source sends a digest
-//! of the block as it is then. The candidate becomes resident if its digest is equal; otherwise the bytes are sent
-//! again. Invariant I1: no other way makes a block resident.
+//! While the program runs a block travels as a candidate: its bytes may be old, or torn. After the freeze the destination
+//! requests pages, and the source answers with a digest of the block as it is then, if that is the digest of the
+//! candidate. The destination compares it with the bytes that it has stored. Invariant I1: a candidate's bytes are used
+//! after that comparison only.
 
-use std::collections::VecDeque;
+use std::collections::HashMap;
 
-/// The number of a block of the program's memory.
-pub type BlockNumber = usize;
+/// Bytes of a block.
+pub const BLOCK: u64 = 64 << 10;
+/// Pages of a block.
+pub const BLOCK_PAGES: u64 = BLOCK / PAGE;
+const PAGE: u64 = 4096;
 
-/// A digest of a block's bytes: BLAKE3.
+/// A digest of a block's bytes: BLAKE3. Pages that do not exist count as zeros.
 pub type BlockDigest = [u8; 32];
 
-/// What the source sends for a block after the freeze.
+/// The place of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockPlace {
+    /// The task, as the image numbers it.
+    pub task: u32,
+    /// The address: a multiple of [`BLOCK`].
+    pub vaddr: u64,
+}
+
+/// What the source sends for a block that is requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockAnswer {
-    /// The digest: the destination may have the bytes.
+    /// The digest: the destination has the bytes.
     Digest,
-    /// The bytes: the destination has none, or old ones.
+    /// The bytes: the destination has none, or others.
     Bytes,
 }
 
 /// The blocks as the source knows them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct SourceBlocks {
-    blocks: Vec<SentBlock>,
-    /// Blocks that a page fault waits for, each once.
-    demanded: VecDeque<BlockNumber>,
-    /// No block before this one is to be sent.
-    next: BlockNumber,
+    candidates: HashMap<BlockPlace, SentCandidate>,
+    /// The round of candidates that is being sent, from 1 on.
+    round: u32,
 }
 
-#[derive(Debug, Clone, Default)]
-struct SentBlock {
-    /// The candidate that was sent last, and that the destination may have.
-    candidate: Option<BlockDigest>,
-    /// The final bytes or digest were sent on this connection, or have arrived.
-    is_sent: bool,
-    is_demanded: bool,
+#[derive(Debug, Clone, Copy)]
+struct SentCandidate {
+    digest: BlockDigest,
+    round: u32,
 }
 
 impl SourceBlocks {
-    /// Blocks of which none was sent.
-    #[must_use]
-    pub fn new(count: usize) -> Self {
-        Self { blocks: vec![SentBlock::default(); count], demanded: VecDeque::new(), next: 0 }
+    /// Begins another round over all blocks. Returns its number.
+    pub fn begin_round(&mut self) -> u32 {
+        self.round += 1;
+        self.round
     }
 
-    /// Notes a candidate that is read while the program runs. Returns whether it differs from the last one, and is to
-    /// be sent.
-    pub fn pre_copy(&mut self, block: BlockNumber, digest: BlockDigest) -> bool {
-        self.blocks[block].candidate.replace(digest) != Some(digest)
-    }
-
-    /// Puts a block before the others. `is_stale`: the destination has compared its candidate with the digest.
-    pub fn demand(&mut self, block: BlockNumber, is_stale: bool) {
-        let Some(entry) = self.blocks.get_mut(block) else { return };
-        if is_stale {
-            (entry.candidate, entry.is_sent) = (None, false);
-        }
-        if !entry.is_sent && !entry.is_demanded {
-            entry.is_demanded = true;
-            self.demanded.push_back(block);
-        }
-    }
-
-    /// Takes the next block to send after the freeze: demanded ones first.
-    pub fn take_next(&mut self) -> Option<(BlockNumber, BlockAnswer)> {
-        let block = self.demanded.pop_front().or_else(|| {
-            let rest = self.blocks.iter().enumerate().skip(self.next);
-            let found = rest.filter(|(_, entry)| !entry.is_sent).map(|(block, _)| block).next()?;
-            self.next = found + 1;
-            Some(found)
-        })?;
-        let entry = &mut self.blocks[block];
-        (entry.is_sent, entry.is_demanded) = (true, false);
-        Some((block, if entry.candidate.is_some() { BlockAnswer::Digest } else { BlockAnswer::Bytes }))
-    }
-
-    /// Continues on a new connection, with the blocks that the destination has.
-    pub fn resume(&mut self, presence: impl Fn(BlockNumber) -> BlockPresence) {
-        (self.demanded, self.next) = (VecDeque::new(), 0);
-        for (block, entry) in self.blocks.iter_mut().enumerate() {
-            let presence = presence(block);
-            entry.is_sent = presence == BlockPresence::Resident;
-            entry.is_demanded = false;
-            match presence {
-                // The candidate was lost with the connection, or this is a new agent.
-                BlockPresence::Missing => entry.candidate = None,
-                // Its digest is not known after a restart of the agent, and is not needed to confirm it.
-                BlockPresence::Candidate => _ = entry.candidate.get_or_insert_default(),
-                BlockPresence::Resident => {}
+    /// Notes a block that was read while the program runs. Returns whether it differs from the candidate that was sent
+    /// last, and is to be sent.
+    pub fn pre_copy(&mut self, block: BlockPlace, digest: BlockDigest) -> bool {
+        match self.candidates.get(&block) {
+            Some(sent) if sent.digest == digest => false,
+            _ => {
+                self.candidates.insert(block, SentCandidate { digest, round: self.round });
+                true
             }
+        }
+    }
+
+    /// Forgets what may have been lost with the connection: candidates of rounds after this one, the last that the
+    /// destination has reported as stored.
+    pub fn lost_after(&mut self, stored: u32) {
+        self.candidates.retain(|_, sent| sent.round <= stored);
+    }
+
+    /// Returns whether the destination may have a candidate of a block.
+    #[must_use]
+    pub fn has_candidate(&self, block: BlockPlace) -> bool {
+        self.candidates.contains_key(&block)
+    }
+
+    /// Chooses the answer for a block, given its digest after the freeze.
+    #[must_use]
+    pub fn answer(&self, block: BlockPlace, digest: BlockDigest) -> BlockAnswer {
+        match self.candidates.get(&block) {
+            Some(sent) if sent.digest == digest => BlockAnswer::Digest,
+            _ => BlockAnswer::Bytes,
         }
     }
 }
 
 /// What the destination has of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockPresence {
-    /// Nothing.
-    Missing,
-    /// Bytes that may be old.
-    Candidate,
-    /// The bytes.
-    Resident,
+struct StoredBlock {
+    /// Its number in the order in which blocks were stored: its place in a file.
+    slot: u64,
+    /// The digest of the stored bytes, while they are those of one candidate.
+    candidate: Option<BlockDigest>,
+    /// A bit for each page whose bytes are those of the frozen program.
+    resident: u16,
 }
 
 /// The blocks as the destination has them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct DestinationBlocks {
-    blocks: Vec<BlockPresence>,
-    /// The digests of candidates.
-    digests: Vec<BlockDigest>,
-    missing: usize,
+    blocks: HashMap<BlockPlace, StoredBlock>,
 }
 
 impl DestinationBlocks {
-    /// Blocks of which none has arrived.
-    #[must_use]
-    pub fn new(count: usize) -> Self {
-        Self {
-            blocks: vec![BlockPresence::Missing; count],
-            digests: vec![BlockDigest::default(); count],
-            missing: count,
+    /// Notes a candidate. The digest is that of the bytes, taken here. Returns the slot in which the bytes are to be
+    /// stored; none if pages of the block are resident.
+    pub fn candidate(&mut self, block: BlockPlace, digest: BlockDigest) -> Option<u64> {
+        let stored = self.entry(block);
+        if stored.resident != 0 {
+            return None;
         }
+        stored.candidate = Some(digest);
+        Some(stored.slot)
     }
 
-    /// Notes a candidate whose bytes are stored. The digest is that of the stored bytes. Returns whether the block
-    /// exists and is not resident.
-    pub fn candidate(&mut self, block: BlockNumber, digest: BlockDigest) -> bool {
-        match self.blocks.get_mut(block) {
-            None | Some(BlockPresence::Resident) => false,
-            Some(presence) => {
-                *presence = BlockPresence::Candidate;
-                self.digests[block] = digest;
-                true
-            }
+    /// Compares a candidate with a digest that was taken after the freeze. If they are equal, these pages are resident:
+    /// returns the block's slot. The source has read these pages for certain, and others if its pagemap has them.
+    pub fn confirm(
+        &mut self,
+        block: BlockPlace,
+        digest: BlockDigest,
+        pages: std::ops::Range<u64>,
+    ) -> Option<u64> {
+        let stored = self.blocks.get_mut(&block)?;
+        if stored.candidate != Some(digest) {
+            return None;
         }
+        stored.resident |= mask(pages);
+        Some(stored.slot)
     }
 
-    /// Compares a candidate with the digest after the freeze. Returns whether the block is resident now; if not, its
-    /// bytes are to be demanded.
-    pub fn confirm(&mut self, block: BlockNumber, digest: BlockDigest) -> bool {
-        match self.presence(block) {
-            BlockPresence::Resident => true,
-            BlockPresence::Candidate if self.digests[block] == digest => self.arrived(block),
-            BlockPresence::Candidate | BlockPresence::Missing => false,
-        }
+    /// Notes that bytes of pages arrived which were read after the freeze: pages of a block by their numbers in it.
+    /// Returns the slot in which they are to be stored.
+    pub fn arrived(&mut self, block: BlockPlace, pages: std::ops::Range<u64>) -> u64 {
+        let stored = self.entry(block);
+        // The candidate's other bytes are not those of its digest any more.
+        stored.candidate = None;
+        stored.resident |= mask(pages);
+        stored.slot
     }
 
-    /// Notes bytes that were read after the freeze, and are stored. Returns whether the block exists.
-    pub fn arrived(&mut self, block: BlockNumber) -> bool {
-        let Some(presence) = self.blocks.get_mut(block) else { return false };
-        self.missing -= usize::from(*presence != BlockPresence::Resident);
-        *presence = BlockPresence::Resident;
-        true
-    }
-
-    /// Returns what exists of a block; nothing of one that does not exist.
+    /// Returns the slot of a block if these pages of it are resident.
     #[must_use]
-    pub fn presence(&self, block: BlockNumber) -> BlockPresence {
-        self.blocks.get(block).copied().unwrap_or(BlockPresence::Missing)
+    pub fn resident(&self, block: BlockPlace, pages: std::ops::Range<u64>) -> Option<u64> {
+        let mask = mask(pages);
+        self.blocks.get(&block).filter(|stored| stored.resident & mask == mask).map(|stored| stored.slot)
     }
 
-    /// Returns the number of blocks that are not resident.
-    #[must_use]
-    pub fn missing(&self) -> usize {
-        self.missing
+    fn entry(&mut self, block: BlockPlace) -> &mut StoredBlock {
+        let slot = self.blocks.len() as u64;
+        self.blocks.entry(block).or_insert(StoredBlock { slot, candidate: None, resident: 0 })
     }
+}
+
+fn mask(pages: std::ops::Range<u64>) -> u16 {
+    pages.filter(|page| *page < BLOCK_PAGES).fold(0, |mask, page| mask | 1 << page)
 }
 
 #[cfg(test)]
@@ -178,43 +168,64 @@ mod tests {
 
     const OLD: BlockDigest = [1; 32];
     const NEW: BlockDigest = [2; 32];
+    const ALL: std::ops::Range<u64> = 0..BLOCK_PAGES;
+
+    fn block(number: u64) -> BlockPlace {
+        BlockPlace { task: 7, vaddr: number * BLOCK }
+    }
 
     #[test]
     fn a_candidate_is_resident_when_its_digest_matches() {
-        let mut blocks = DestinationBlocks::new(2);
-        assert!(blocks.candidate(0, OLD) && blocks.candidate(1, OLD));
-        assert_eq!((blocks.confirm(0, OLD), blocks.confirm(1, NEW), blocks.missing()), (true, false, 1));
-        assert!(blocks.arrived(1));
-        assert_eq!(blocks.missing(), 0);
+        let mut blocks = DestinationBlocks::default();
+        assert_eq!((blocks.candidate(block(0), OLD), blocks.candidate(block(1), OLD)), (Some(0), Some(1)));
+        assert_eq!((blocks.resident(block(0), ALL), blocks.resident(block(1), ALL)), (None, None));
+        assert_eq!(blocks.confirm(block(0), OLD, 2..4), Some(0));
+        assert_eq!((blocks.resident(block(0), 2..4), blocks.resident(block(0), 3..5)), (Some(0), None));
+        assert_eq!((blocks.confirm(block(0), OLD, ALL), blocks.confirm(block(1), NEW, ALL)), (Some(0), None));
+        assert_eq!((blocks.resident(block(0), ALL), blocks.resident(block(1), ALL)), (Some(0), None));
+        assert_eq!(blocks.confirm(block(2), OLD, ALL), None);
     }
 
     #[test]
     fn a_candidate_never_replaces_resident_bytes() {
-        let mut blocks = DestinationBlocks::new(1);
-        blocks.arrived(0);
-        assert!(!blocks.candidate(0, OLD));
-        assert_eq!((blocks.presence(0), blocks.missing()), (BlockPresence::Resident, 0));
+        let mut blocks = DestinationBlocks::default();
+        assert_eq!(blocks.arrived(block(0), 3..5), 0);
+        assert_eq!(blocks.candidate(block(0), OLD), None);
+        assert_eq!(blocks.confirm(block(0), OLD, ALL), None);
+        let of = |pages| blocks.resident(block(0), pages);
+        assert_eq!((of(3..5), of(3..4), of(3..6), of(2..4)), (Some(0), Some(0), None, None));
     }
 
     #[test]
-    fn blocks_that_do_not_exist_are_refused() {
-        let mut blocks = DestinationBlocks::new(1);
-        assert!(!blocks.candidate(1, OLD) && !blocks.confirm(1, OLD) && !blocks.arrived(1));
-        let mut sent = SourceBlocks::new(1);
-        sent.demand(1, true);
-        assert_eq!([sent.take_next(), sent.take_next()], [Some((0, BlockAnswer::Bytes)), None]);
+    fn bytes_that_arrive_end_their_block_s_candidate() {
+        let mut blocks = DestinationBlocks::default();
+        blocks.candidate(block(0), OLD);
+        blocks.arrived(block(0), 0..1);
+        assert_eq!((blocks.confirm(block(0), OLD, ALL), blocks.resident(block(0), 1..2)), (None, None));
     }
 
     #[test]
-    fn demanded_blocks_are_sent_first_and_once() {
-        let mut blocks = SourceBlocks::new(3);
-        assert!(blocks.pre_copy(0, OLD) && !blocks.pre_copy(0, OLD) && blocks.pre_copy(0, NEW));
-        blocks.demand(2, false);
-        blocks.demand(2, false);
-        let sent = [blocks.take_next(), blocks.take_next(), blocks.take_next(), blocks.take_next()];
-        let expected = [(2, BlockAnswer::Bytes), (0, BlockAnswer::Digest), (1, BlockAnswer::Bytes)];
-        assert_eq!(sent, [Some(expected[0]), Some(expected[1]), Some(expected[2]), None]);
-        blocks.demand(0, true);
-        assert_eq!(blocks.take_next(), Some((0, BlockAnswer::Bytes)));
+    fn a_changed_block_is_sent_again_and_answered_with_bytes() {
+        let mut blocks = SourceBlocks::default();
+        blocks.begin_round();
+        assert!(blocks.pre_copy(block(0), OLD) && !blocks.pre_copy(block(0), OLD));
+        assert_eq!(blocks.answer(block(0), OLD), BlockAnswer::Digest);
+        assert_eq!(blocks.answer(block(0), NEW), BlockAnswer::Bytes);
+        assert_eq!(blocks.answer(block(1), OLD), BlockAnswer::Bytes);
+        assert!(blocks.pre_copy(block(0), NEW));
+        assert_eq!(blocks.answer(block(0), OLD), BlockAnswer::Bytes);
+    }
+
+    #[test]
+    fn candidates_that_may_be_lost_are_sent_again() {
+        let mut blocks = SourceBlocks::default();
+        let first = blocks.begin_round();
+        blocks.pre_copy(block(0), OLD);
+        blocks.begin_round();
+        blocks.pre_copy(block(1), OLD);
+        blocks.lost_after(first);
+        assert_eq!(blocks.answer(block(0), OLD), BlockAnswer::Digest);
+        assert_eq!(blocks.answer(block(1), OLD), BlockAnswer::Bytes);
+        assert!(blocks.pre_copy(block(1), OLD) && !blocks.pre_copy(block(0), OLD));
     }
 }

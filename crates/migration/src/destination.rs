@@ -17,6 +17,8 @@ pub enum DestinationInput {
     Compared(Result<(), String>),
     /// The restore waits at its last step: all tasks exist, and none runs.
     RestoreWaits,
+    /// [`DestinationOutput::FetchAll`] is done: all memory is on this host.
+    AllArrived,
     /// The restore failed, and has left no task.
     RestoreFailed(
         /// Why.
@@ -61,6 +63,8 @@ pub enum DestinationOutput {
     ),
     /// Starts the restore: the files of the image are complete.
     Restore,
+    /// Brings all memory to this host while the restore runs, then gives [`DestinationInput::AllArrived`].
+    FetchAll,
     /// Writes [`DestinationRecord::Released`].
     WriteRelease,
     /// Lets the restore do its last step: the program runs.
@@ -118,6 +122,10 @@ enum DestinationPhase {
 #[derive(Debug)]
 pub struct MigrationDestination {
     state: DestinationPhase,
+    /// The restore waits at its last step.
+    is_waiting: bool,
+    /// Memory is to arrive before GRANT is asked for.
+    lacks_memory: bool,
     /// The program runs, or did.
     is_running: bool,
     /// All memory is resident, maybe before the program runs.
@@ -136,7 +144,14 @@ impl MigrationDestination {
     /// A new migration. The record says [`DestinationRecord::Started`].
     #[must_use]
     pub fn new() -> Self {
-        Self { state: DestinationPhase::New, is_running: false, is_resident: false, withdraws: false }
+        Self {
+            state: DestinationPhase::New,
+            is_waiting: false,
+            lacks_memory: false,
+            is_running: false,
+            is_resident: false,
+            withdraws: false,
+        }
     }
 
     /// Continues a migration whose agent ended. `has_tree` says whether the released tree still exists. The outputs
@@ -164,17 +179,19 @@ impl MigrationDestination {
                 self.state = DestinationPhase::Accepted;
                 vec![DestinationOutput::Send(FromDestination::Accept)]
             }
-            DestinationInput::RestoreWaits if self.state == DestinationPhase::Restoring => {
-                self.state = DestinationPhase::Ready;
-                vec![DestinationOutput::Send(FromDestination::Ready)]
+            DestinationInput::RestoreWaits => {
+                self.is_waiting = true;
+                self.ask_for_grant()
+            }
+            DestinationInput::AllArrived => {
+                self.lacks_memory = false;
+                self.ask_for_grant()
             }
             DestinationInput::ReleaseWritten if self.state == DestinationPhase::Releasing => {
                 self.state = DestinationPhase::Released;
                 vec![DestinationOutput::Release]
             }
-            DestinationInput::Compared(Ok(()))
-            | DestinationInput::RestoreWaits
-            | DestinationInput::ReleaseWritten => Vec::new(),
+            DestinationInput::Compared(Ok(())) | DestinationInput::ReleaseWritten => Vec::new(),
             DestinationInput::Running => {
                 self.is_running = true;
                 let report = [DestinationOutput::Send(FromDestination::Running)];
@@ -221,9 +238,10 @@ impl MigrationDestination {
             (DestinationPhase::Accepted, FromSource::Offer(_)) => {
                 vec![DestinationOutput::Send(FromDestination::Accept)]
             }
-            (DestinationPhase::Accepted, FromSource::Metadata) => {
-                self.state = DestinationPhase::Restoring;
-                vec![DestinationOutput::Restore]
+            (DestinationPhase::Accepted, FromSource::Metadata { all_first }) => {
+                (self.state, self.lacks_memory) = (DestinationPhase::Restoring, all_first);
+                let fetch = all_first.then_some(DestinationOutput::FetchAll);
+                [DestinationOutput::Restore].into_iter().chain(fetch).collect()
             }
             (DestinationPhase::Ready, FromSource::Grant) => {
                 self.state = DestinationPhase::Releasing;
@@ -275,6 +293,15 @@ impl MigrationDestination {
                 DestinationOutcome::Aborted(reason) | DestinationOutcome::Lost(reason),
             ) => DestinationProgress::Gone(reason.clone()),
         }
+    }
+
+    /// Asks for GRANT if the restore waits, with the memory that is to be first.
+    fn ask_for_grant(&mut self) -> Vec<DestinationOutput> {
+        if self.state != DestinationPhase::Restoring || !self.is_waiting || self.lacks_memory {
+            return Vec::new();
+        }
+        self.state = DestinationPhase::Ready;
+        vec![DestinationOutput::Send(FromDestination::Ready)]
     }
 
     /// Commits if the program runs and all of its memory is resident.
@@ -338,7 +365,7 @@ mod tests {
         let mut destination = MigrationDestination::new();
         let _ = received(&mut destination, FromSource::Offer(String::new()));
         let _ = destination.step(DestinationInput::Compared(Ok(())));
-        let _ = received(&mut destination, FromSource::Metadata);
+        let _ = received(&mut destination, FromSource::Metadata { all_first: false });
         let _ = destination.step(DestinationInput::RestoreWaits);
         let _ = received(&mut destination, FromSource::Grant);
         assert_eq!(destination.step(DestinationInput::ReleaseWritten), [DestinationOutput::Release]);
@@ -351,7 +378,7 @@ mod tests {
         for message in [
             FromSource::Abort(String::new()),
             FromSource::Grant,
-            FromSource::Metadata,
+            FromSource::Metadata { all_first: false },
             FromSource::Discarded,
             FromSource::Offer(String::new()),
         ] {
@@ -370,10 +397,28 @@ mod tests {
     }
 
     #[test]
+    fn grant_is_asked_for_when_all_memory_that_is_first_is_here() {
+        for memory_is_last in [true, false] {
+            let mut destination = MigrationDestination::new();
+            let _ = received(&mut destination, FromSource::Offer(String::new()));
+            let _ = destination.step(DestinationInput::Compared(Ok(())));
+            let outputs = received(&mut destination, FromSource::Metadata { all_first: true });
+            assert_eq!(outputs, [DestinationOutput::Restore, DestinationOutput::FetchAll]);
+            let mut inputs = [DestinationInput::RestoreWaits, DestinationInput::AllArrived];
+            if !memory_is_last {
+                inputs.reverse();
+            }
+            let [first, second] = inputs;
+            assert_eq!(destination.step(first), []);
+            assert_eq!(destination.step(second), [DestinationOutput::Send(FromDestination::Ready)]);
+        }
+    }
+
+    #[test]
     fn another_version_is_refused_by_name() {
         let mut destination = MigrationDestination::new();
         let outputs = received(&mut destination, FromSource::Hello { version: VERSION + 1 });
-        let reason = "the source speaks version 2 of the protocol, expected 1".to_owned();
+        let reason = "the source speaks version 3 of the protocol, expected 2".to_owned();
         assert!(
             outputs.contains(&DestinationOutput::End(DestinationOutcome::Aborted(reason))),
             "{outputs:?}"

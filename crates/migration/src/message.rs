@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol. A side that gets another one ends the migration.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// A message of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,7 +21,10 @@ pub enum FromSource {
         String,
     ),
     /// All files of the image have been sent on this connection.
-    Metadata,
+    Metadata {
+        /// The destination asks for GRANT when it has all memory, not before.
+        all_first: bool,
+    },
     /// The program runs at the destination from now on, and never at the source.
     Grant,
     /// The source has killed its tree, after `Commit`.
@@ -46,7 +49,7 @@ pub enum FromDestination {
     },
     /// The destination takes the program.
     Accept,
-    /// The restore waits at its last step, and asks for `Grant`.
+    /// The restore waits at its last step, and asks for `Grant`. If all memory was to be first, none is missing.
     Ready,
     /// The destination's user ends the migration, after `Ready`: GRANT may be in flight, so the source decides.
     Withdraw,

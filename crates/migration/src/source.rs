@@ -15,6 +15,11 @@ pub enum SourceInput {
     Received(FromDestination),
     /// Pre-copy has done what it can.
     PreCopied,
+    /// The program cannot move as the user wants it: its memory changes too fast.
+    PreCopyFailed(
+        /// Why.
+        String,
+    ),
     /// The tree is dumped, and its cgroup is frozen.
     Frozen,
     /// The tree could not be dumped or frozen.
@@ -182,8 +187,10 @@ impl MigrationSource {
             SourceInput::Killed => self.killed(),
             // An input of a state that an abort has left.
             SourceInput::PreCopied | SourceInput::Frozen | SourceInput::GrantWritten => Vec::new(),
-            SourceInput::FreezeFailed(reason) if !self.has_granted() => self.abort(reason),
-            SourceInput::FreezeFailed(_) => Vec::new(),
+            SourceInput::PreCopyFailed(reason) | SourceInput::FreezeFailed(reason) if !self.has_granted() => {
+                self.abort(reason)
+            }
+            SourceInput::PreCopyFailed(_) | SourceInput::FreezeFailed(_) => Vec::new(),
             // The record is as before, and Grant was not sent.
             SourceInput::WriteFailed(reason) if self.state == SourcePhase::Granting => self.abort(reason),
             SourceInput::WriteFailed(_) => Vec::new(),

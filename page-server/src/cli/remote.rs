@@ -103,8 +103,26 @@ pub struct MigrateArgs {
     #[arg(short = 't', long, value_name = "PID")]
     pub tree: u32,
     /// The other host's `rewake receive`
-    #[arg(long, value_name = "ADDR:PORT")]
-    pub to: String,
+    #[arg(long, value_name = "ADDR:PORT", required_unless_present = "abort")]
+    pub to: Option<String>,
+    /// End the migration of this process that another `rewake migrate` runs. Until the program was given away it then
+    /// runs on here
+    #[arg(long, conflicts_with_all = ["to", "dry_run", "pre_copy_only", "max_downtime", "give_up_after"])]
+    pub abort: bool,
+    /// Compare both hosts only, show what a migration would be refused for, and touch nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Have all memory at the destination before the program runs there: a lost connection then loses nothing. The
+    /// program is frozen longer
+    #[arg(long)]
+    pub pre_copy_only: bool,
+    /// Move the program only if it is frozen for so many milliseconds at most; otherwise it runs on here
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_downtime: Option<u64>,
+    /// Let the program run on here when the connection is lost for so many seconds, before it was given away
+    /// [default: 5]
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub give_up_after: Option<u64>,
     /// Permit an address of another host, without TLS. Memory then travels unencrypted
     #[arg(long, conflicts_with = "tls")]
     pub insecure: bool,

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake migrate`: the source of a live migration, in the foreground.
 
+use std::time::Duration;
+
 use rewake_migration::source::SourceOutcome;
 use rewake_migration_agent::criu::CriuChoice;
+use rewake_migration_agent::dry_run;
+use rewake_migration_agent::pre_copy::PreCopyGoal;
 use rewake_migration_agent::source::{self, SourceOptions};
 use rewake_streamer::gpu::plugin_folder;
 
@@ -46,24 +50,23 @@ fn host(to: &str) -> &str {
 pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
     CriuOptions::refuse(&options.criu_options, &OURS)?;
-    let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
-    let given = CriuOptions::read(&options.criu_options, &[])?;
-    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
-    let aborts = aborts::watch()?;
-    let wanted = SourceOptions {
-        tree: options.tree.cast_signed(),
-        to: options.to.clone(),
-        insecure: options.insecure,
-        tls: options.tls.client(host(&options.to))?,
-        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins },
+    let Some(to) = options.to.as_deref().filter(|_| !options.abort) else {
+        return abort(options.tree.cast_signed());
     };
+    let wanted = wanted(options, to)?;
+    if options.dry_run {
+        return dry_run(&wanted);
+    }
+    let aborts = aborts::watch()?;
     let report = source::migrate(&wanted, aborts)?;
-    let (pid, to) = (options.tree, &options.to);
+    let (pid, to) = (wanted.tree, &wanted.to);
     let (code, line) = match &report.outcome {
         SourceOutcome::Migrated => {
             let downtime =
                 report.downtime.map(|time| format!(", downtime {:.1} ms", time.as_secs_f64() * 1e3));
-            println!("{pid} runs at {to}{}", downtime.unwrap_or_default());
+            let (sent, rounds) = (report.sent >> 20, report.rounds);
+            let downtime = downtime.unwrap_or_default();
+            println!("{pid} runs at {to}{downtime}, {sent} MiB sent, {rounds} rounds of pre-copy");
             return Ok(0);
         }
         SourceOutcome::Aborted(reason) => match &report.stays_frozen {
@@ -86,4 +89,44 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     };
     eprintln!("rewake: {line}");
     Ok(code)
+}
+
+fn wanted(options: &MigrateArgs, to: &str) -> anyhow::Result<SourceOptions> {
+    let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
+    let given = CriuOptions::read(&options.criu_options, &[])?;
+    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
+    Ok(SourceOptions {
+        tree: options.tree.cast_signed(),
+        to: to.to_owned(),
+        insecure: options.insecure,
+        tls: options.tls.client(host(to))?,
+        criu: CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins },
+        goal: PreCopyGoal {
+            all_first: options.pre_copy_only,
+            max_downtime: options.max_downtime.map(Duration::from_millis),
+        },
+        give_up_after: options.give_up_after.map(Duration::from_secs),
+    })
+}
+
+/// Ends the migration that another process runs: exit code 1 if the program was given away.
+fn abort(pid: i32) -> anyhow::Result<u8> {
+    if source::abort(pid)? {
+        println!("{pid} runs here");
+        return Ok(0);
+    }
+    eprintln!("rewake: {pid} was given to the destination: its migration is not ended");
+    Ok(1)
+}
+
+/// Shows what a migration would be refused for: exit code 1 if anything is.
+fn dry_run(options: &SourceOptions) -> anyhow::Result<u8> {
+    let refusals = dry_run::compare(options)?;
+    for refusal in &refusals {
+        println!("refused: {refusal}");
+    }
+    if refusals.is_empty() {
+        println!("{} can move to {}", options.tree, options.to);
+    }
+    Ok(u8::from(!refusals.is_empty()))
 }

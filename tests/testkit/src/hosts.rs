@@ -3,12 +3,13 @@
 //! system is shared, as a migration needs it.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
+use nix::sched::{CloneFlags, setns};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -76,6 +77,15 @@ impl Host {
         alone
     }
 
+    /// The network of this host, which a thread can enter.
+    ///
+    /// # Errors
+    /// The host has ended.
+    pub fn network(&self) -> anyhow::Result<HostNetwork> {
+        let path = format!("/proc/{}/ns/net", self.init);
+        Ok(HostNetwork(File::open(path).context("a host's network")?))
+    }
+
     /// Processes of this host with a name, as this machine numbers them.
     #[must_use]
     pub fn named(&self, name: &str) -> Vec<Pid> {
@@ -115,6 +125,20 @@ impl Drop for Host {
         let _ = kill(self.init, Signal::SIGKILL);
         let _ = self.unshare.kill();
         let _ = self.unshare.wait();
+    }
+}
+
+/// The network of a host.
+#[derive(Debug)]
+pub struct HostNetwork(File);
+
+impl HostNetwork {
+    /// Moves the calling thread into it, to its end.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn enter(&self) -> anyhow::Result<()> {
+        setns(&self.0, CloneFlags::CLONE_NEWNET).context("entering a host's network")
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use rewake_migration::blocks::{BlockDigest, BlockNumber, BlockPresence};
+use rewake_migration::blocks::BlockDigest;
 use rewake_migration::message::{FromDestination, FromSource};
 
 /// What travels to the destination, in order.
@@ -11,21 +11,23 @@ use rewake_migration::message::{FromDestination, FromSource};
 pub(super) enum ToDestination {
     Message(FromSource),
     /// Bytes of a block, read while the program runs.
-    Candidate(BlockNumber, u64),
-    Digest(BlockNumber, BlockDigest),
+    Candidate(usize, u64),
+    /// All candidates of a round were sent.
+    RoundEnd(u32),
+    Digest(usize, BlockDigest),
     /// Bytes of a block, read after the freeze.
-    Bytes(BlockNumber, u64),
+    Bytes(usize, u64),
 }
 
 /// What travels to the source, in order.
 #[derive(Debug, Clone)]
 pub(super) enum ToSource {
     Message(FromDestination),
-    /// All blocks that the destination has; after its Hello.
-    Presence(Vec<BlockPresence>),
-    Demand {
-        block: BlockNumber,
-        is_stale: bool,
+    /// All candidates of a round are stored.
+    RoundStored(u32),
+    Request {
+        block: usize,
+        wants_bytes: bool,
     },
 }
 

@@ -42,6 +42,17 @@ fn without_faults_the_program_migrates() {
     }
 }
 
+/// The rules say that GRANT finds no block missing.
+#[test]
+fn with_all_memory_first_the_program_migrates() {
+    let mix = FaultMix { cuts: true, all_first: true, ..FaultMix::default() };
+    for seed in seeds() {
+        let world = settled(seed, mix);
+        let end = (world.conclude(), world.is_migrated());
+        assert_eq!(end, (EndPlace::Destination, true), "seed {seed}\n{}", world.story());
+    }
+}
+
 #[test]
 fn after_cuts_of_the_link_the_program_migrates() {
     for seed in seeds() {
@@ -71,6 +82,7 @@ fn some_faults(seed: u64) -> FaultMix {
         host_crashes: has(),
         failures: has(),
         lies: false,
+        all_first: has(),
     }
 }
 

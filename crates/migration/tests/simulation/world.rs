@@ -3,7 +3,9 @@
 
 pub(crate) mod rules;
 
-use rewake_migration::blocks::{BlockAnswer, BlockDigest, BlockPresence, DestinationBlocks, SourceBlocks};
+use rewake_migration::blocks::{
+    BLOCK, BLOCK_PAGES, BlockAnswer, BlockDigest, BlockPlace, DestinationBlocks, SourceBlocks,
+};
 use rewake_migration::destination::{
     DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
 };
@@ -48,6 +50,8 @@ struct SourceHost {
     /// Metadata was sent: pages may be read.
     serves: bool,
     pre_copies: usize,
+    /// The last round that the destination has stored.
+    stored_round: u32,
     outcome: Option<SourceOutcome>,
     is_lost: bool,
 }
@@ -59,6 +63,8 @@ struct DestinationHost {
     tree: TreeState,
     memory: [u64; BLOCKS],
     blocks: DestinationBlocks,
+    /// The restore has begun: pages may be requested.
+    requests: bool,
     outcome: Option<DestinationOutcome>,
 }
 
@@ -74,6 +80,8 @@ pub(super) struct FaultMix {
     pub(super) failures: bool,
     /// A destination that sends what it likes.
     pub(super) lies: bool,
+    /// All memory is at the destination before GRANT.
+    pub(super) all_first: bool,
 }
 
 #[derive(Debug)]
@@ -97,6 +105,20 @@ fn digest(value: u64) -> BlockDigest {
     digest
 }
 
+fn place(block: usize) -> BlockPlace {
+    BlockPlace { task: 1, vaddr: block as u64 * BLOCK }
+}
+
+impl DestinationHost {
+    fn is_resident(&self, block: usize) -> bool {
+        self.blocks.resident(place(block), 0..BLOCK_PAGES).is_some()
+    }
+
+    fn missing(&self) -> usize {
+        (0..BLOCKS).filter(|block| !self.is_resident(*block)).count()
+    }
+}
+
 impl World {
     pub(super) fn new(seed: u64, mix: FaultMix) -> Self {
         let mut random = Random::new(seed);
@@ -109,9 +131,10 @@ impl World {
                 record: Some(SourceRecord::Started),
                 tree: TreeState::Running,
                 memory,
-                blocks: SourceBlocks::new(BLOCKS),
+                blocks: SourceBlocks::default(),
                 serves: false,
                 pre_copies: 0,
+                stored_round: 0,
                 outcome: None,
                 is_lost: false,
             },
@@ -120,7 +143,8 @@ impl World {
                 record: None,
                 tree: TreeState::None,
                 memory: [0; BLOCKS],
-                blocks: DestinationBlocks::new(BLOCKS),
+                blocks: DestinationBlocks::default(),
+                requests: false,
                 outcome: None,
             },
             frozen: None,
@@ -155,37 +179,31 @@ impl World {
         match self.link.next_for_destination() {
             None => {}
             Some(ToDestination::Message(message)) => {
-                let greets = matches!(message, FromSource::Hello { .. });
-                self.step_destination(DestinationInput::Received(message));
-                if greets {
-                    let presence = (0..BLOCKS).map(|block| self.destination.blocks.presence(block));
-                    self.link.send_to_source(ToSource::Presence(presence.collect()));
+                self.step_destination(DestinationInput::Received(message))
+            }
+            Some(ToDestination::Candidate(block, value)) => {
+                if self.destination.blocks.candidate(place(block), digest(value)).is_some() {
+                    self.destination.memory[block] = value;
                 }
             }
-            Some(ToDestination::Candidate(block, value))
-                if self.destination.blocks.candidate(block, digest(value)) =>
-            {
-                self.destination.memory[block] = value;
-            }
-            Some(ToDestination::Candidate(..)) => {}
+            Some(ToDestination::RoundEnd(round)) => self.link.send_to_source(ToSource::RoundStored(round)),
             Some(ToDestination::Digest(block, digest)) => {
-                if !self.destination.blocks.confirm(block, digest) {
-                    self.link.send_to_source(ToSource::Demand { block, is_stale: true });
+                if self.destination.blocks.confirm(place(block), digest, 0..BLOCK_PAGES).is_none() {
+                    self.link.send_to_source(ToSource::Request { block, wants_bytes: true });
                 }
                 self.report_residency();
             }
             Some(ToDestination::Bytes(block, value)) => {
-                if self.destination.blocks.presence(block) != BlockPresence::Resident {
-                    self.destination.memory[block] = value;
-                    self.destination.blocks.arrived(block);
-                }
+                self.destination.memory[block] = value;
+                self.destination.blocks.arrived(place(block), 0..BLOCK_PAGES);
                 self.report_residency();
             }
         }
     }
 
     fn report_residency(&mut self) {
-        if self.destination.blocks.missing() == 0 {
+        if self.destination.missing() == 0 {
+            self.step_destination(DestinationInput::AllArrived);
             self.step_destination(DestinationInput::Resident);
         }
     }
@@ -197,9 +215,22 @@ impl World {
         match self.link.next_for_source() {
             None => {}
             Some(ToSource::Message(message)) => self.step_source(SourceInput::Received(message)),
-            Some(ToSource::Presence(blocks)) => self.source.blocks.resume(|block| blocks[block]),
-            Some(ToSource::Demand { block, is_stale }) => self.source.blocks.demand(block, is_stale),
+            Some(ToSource::RoundStored(round)) => self.source.stored_round = round,
+            Some(ToSource::Request { block, wants_bytes }) => self.answer(block, wants_bytes),
         }
+    }
+
+    /// Answers a request, if pages are served.
+    fn answer(&mut self, block: usize, wants_bytes: bool) {
+        if !self.source.serves || self.source.tree != TreeState::Held {
+            return;
+        }
+        let value = self.source.memory[block];
+        let digest = digest(value);
+        self.link.send_to_destination(match self.source.blocks.answer(place(block), digest) {
+            BlockAnswer::Digest if !wants_bytes => ToDestination::Digest(block, digest),
+            _ => ToDestination::Bytes(block, value),
+        });
     }
 
     fn complete_pending(&mut self) {
@@ -257,37 +288,35 @@ impl World {
         }
     }
 
-    /// The program, or the restore, accesses its memory.
+    /// The program, the restore or the background load requests memory.
     fn destination_program(&mut self) {
-        let block = self.random.below(BLOCKS);
-        let exists = self.destination.tree != TreeState::None;
-        if exists && self.destination.blocks.presence(block) != BlockPresence::Resident {
-            self.link.send_to_source(ToSource::Demand { block, is_stale: false });
+        let first = self.random.below(BLOCKS);
+        let mut all = (first..first + BLOCKS).map(|block| block % BLOCKS);
+        let missing = all.find(|block| !self.destination.is_resident(*block));
+        if self.destination.requests
+            && let Some(block) = missing
+        {
+            self.link.send_to_source(ToSource::Request { block, wants_bytes: false });
         }
     }
 
-    /// Sends memory in the background.
+    /// Sends candidates.
     fn source_traffic(&mut self) {
-        if self.source.agent.is_none() || !self.link.is_connected() {
+        if self.source.agent.is_none() || !self.link.is_connected() || self.source.pre_copies == 0 {
             return;
         }
-        if self.source.serves && self.source.tree == TreeState::Held {
-            let Some((block, answer)) = self.source.blocks.take_next() else { return };
-            let value = self.source.memory[block];
-            self.link.send_to_destination(match answer {
-                BlockAnswer::Digest => ToDestination::Digest(block, digest(value)),
-                BlockAnswer::Bytes => ToDestination::Bytes(block, value),
-            });
-        } else if self.source.pre_copies > 0 {
-            let block = self.random.below(BLOCKS);
-            let value = self.source.memory[block];
-            if self.source.blocks.pre_copy(block, digest(value)) {
-                self.link.send_to_destination(ToDestination::Candidate(block, value));
-            }
-            self.source.pre_copies -= 1;
-            if self.source.pre_copies == 0 {
-                self.step_source(SourceInput::PreCopied);
-            }
+        let block = self.random.below(BLOCKS);
+        let value = self.source.memory[block];
+        if self.source.blocks.pre_copy(place(block), digest(value)) {
+            self.link.send_to_destination(ToDestination::Candidate(block, value));
+        }
+        self.source.pre_copies -= 1;
+        if self.source.pre_copies.is_multiple_of(BLOCKS) {
+            let next = self.source.blocks.begin_round();
+            self.link.send_to_destination(ToDestination::RoundEnd(next - 1));
+        }
+        if self.source.pre_copies == 0 {
+            self.step_source(SourceInput::PreCopied);
         }
     }
 
@@ -309,6 +338,7 @@ impl World {
         let exist = self.source.agent.is_some() && self.destination.agent.is_some();
         if exist && !self.link.is_connected() && !self.link.source_believes {
             self.link.connect();
+            self.source.blocks.lost_after(self.source.stored_round);
             self.step_destination(DestinationInput::Connected);
             self.step_source(SourceInput::Connected);
         }
@@ -323,7 +353,7 @@ impl World {
             self.note(format!("source restarts with {record:?}"));
             self.source.agent = Some(source);
             self.source.serves = record == SourceRecord::Granted;
-            self.source.blocks = SourceBlocks::new(BLOCKS);
+            (self.source.blocks, self.source.stored_round) = (SourceBlocks::default(), 0);
             self.act_for_source(outputs);
         }
         if self.destination.agent.is_none() {
@@ -445,8 +475,8 @@ impl World {
             self.note("destination host crashes".to_owned());
             self.crash_destination_agent();
             self.destination.tree = TreeState::None;
-            self.destination.record = None;
-            self.destination.blocks = DestinationBlocks::new(BLOCKS);
+            (self.destination.record, self.destination.requests) = (None, false);
+            self.destination.blocks = DestinationBlocks::default();
         }
     }
 
@@ -468,11 +498,15 @@ impl World {
         for output in outputs {
             match output {
                 SourceOutput::Send(message) => self.link.send_to_destination(ToDestination::Message(message)),
-                SourceOutput::PreCopy => self.source.pre_copies = 1 + self.random.below(3 * BLOCKS),
+                SourceOutput::PreCopy => {
+                    self.source.blocks.begin_round();
+                    self.source.pre_copies = 1 + self.random.below(3 * BLOCKS);
+                }
                 SourceOutput::Freeze => self.pending.push(Pending::Freeze),
                 SourceOutput::SendMetadata => {
                     self.source.serves = true;
-                    self.link.send_to_destination(ToDestination::Message(FromSource::Metadata));
+                    let metadata = FromSource::Metadata { all_first: self.mix.all_first };
+                    self.link.send_to_destination(ToDestination::Message(metadata));
                 }
                 SourceOutput::WriteGrant => self.pending.push(Pending::WriteGrant),
                 SourceOutput::Thaw => {
@@ -507,7 +541,12 @@ impl World {
                     self.destination.record = Some(DestinationRecord::Started);
                     self.pending.push(Pending::Compare);
                 }
-                DestinationOutput::Restore => self.pending.push(Pending::Restore),
+                DestinationOutput::Restore => {
+                    self.destination.requests = true;
+                    self.pending.push(Pending::Restore);
+                }
+                // Missing blocks are requested in any case.
+                DestinationOutput::FetchAll => {}
                 DestinationOutput::WriteRelease => self.pending.push(Pending::WriteRelease),
                 DestinationOutput::Release => self.pending.push(Pending::Release),
                 DestinationOutput::Kill => {

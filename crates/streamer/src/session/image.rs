@@ -6,6 +6,7 @@
 //! ([`Image::open`]). A successor gets both ([`Image::seal`]). No path is looked up a second time (I7).
 
 pub(crate) mod draft;
+mod file_place;
 mod opened_by;
 pub(crate) mod remote_memory;
 pub(crate) mod sealed;

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The rules that hold after each step, and at the end of a run.
 
-use rewake_migration::blocks::BlockPresence;
 use rewake_migration::destination::{DestinationInput, DestinationOutcome};
 use rewake_migration::record::{DestinationRecord, SourceRecord};
 use rewake_migration::source::{SourceInput, SourceOutcome};
 
-use super::{BLOCKS, Pending, TreeState, World};
+use super::{Pending, TreeState, World};
 
 /// Steps in which a run without faults must end.
 const MAX_STEPS: usize = 40_000;
@@ -37,11 +36,16 @@ impl World {
             "I9: the destination runs without RELEASE\n{}",
             self.story()
         );
+        let is_granted = source.record == Some(SourceRecord::Granted) && !self.mix.lies && !self.may_be_lost;
+        assert!(
+            !self.mix.all_first || !is_granted || destination.missing() == 0,
+            "GRANT while memory is missing at the destination\n{}",
+            self.story()
+        );
         let Some(frozen) = self.frozen else { return };
         for (block, expected) in frozen.iter().enumerate() {
-            let is_resident = destination.blocks.presence(block) == BlockPresence::Resident;
             assert!(
-                !is_resident || destination.memory[block] == *expected,
+                !destination.is_resident(block) || destination.memory[block] == *expected,
                 "I1: block {block} is wrong at the destination\n{}",
                 self.story()
             );
@@ -103,7 +107,7 @@ impl World {
             return EndPlace::Source;
         }
         if destination.tree == TreeState::Running {
-            assert_eq!(destination.blocks.missing(), 0, "I1: memory is missing for ever\n{}", story());
+            assert_eq!(destination.missing(), 0, "I1: memory is missing for ever\n{}", story());
             let is_said = matches!(destination.outcome, Some(DestinationOutcome::Restored { .. }));
             assert!(is_said, "the destination says {:?}\n{}", destination.outcome, story());
             let agrees = matches!(source.outcome, Some(SourceOutcome::Migrated | SourceOutcome::Unknown(_)));
@@ -127,7 +131,7 @@ impl World {
     pub(crate) fn is_migrated(&self) -> bool {
         self.source.outcome == Some(SourceOutcome::Migrated)
             && matches!(self.destination.outcome, Some(DestinationOutcome::Restored { .. }))
-            && (0..BLOCKS).all(|block| self.destination.blocks.presence(block) == BlockPresence::Resident)
+            && self.destination.missing() == 0
     }
 
     /// All that happened, and the state.

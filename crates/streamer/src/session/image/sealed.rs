@@ -38,14 +38,13 @@ use memmap2::Mmap;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
-use rewake_image_io::{
-    BLOCK, BlockChecksums, ChecksumTable, FetchedFile, FileKey, FileState, ImageFile, keep_in_page_cache,
-};
+use rewake_image_io::{BlockChecksums, ChecksumTable, FileKey, FileState, ImageFile, keep_in_page_cache};
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
 use super::draft::{Draft, DraftRemote, DraftTask, RemotePlace};
-use super::remote_memory::{LocalCopy, RemoteMemory};
+use super::file_place::FilePlace;
+use super::remote_memory::RemoteMemory;
 use super::{Image, TaskPlan};
 
 const MAGIC: [u8; 8] = *b"rewakepl";
@@ -248,51 +247,6 @@ impl<W: Write> Output<W> {
     }
 }
 
-/// Where the pages files are in the presence map, if another host has some of their blocks.
-struct FilePlace<'a> {
-    remote: Option<&'a mut RemoteMemory>,
-    /// The first page of the next file.
-    next: u64,
-}
-
-impl FilePlace<'_> {
-    /// Returns the place of the next file, of so many bytes; none if all of its blocks are here.
-    fn fetched(&mut self, len: u64) -> anyhow::Result<Option<FetchedFile>> {
-        let Some(RemoteMemory { source, copy: LocalCopy::Files { .. }, len: all, .. }) =
-            self.remote.as_deref()
-        else {
-            return Ok(None);
-        };
-        let first = self.next;
-        let blocks = len.checked_next_multiple_of(BLOCK as u64).context("the length of a file")?;
-        self.next = first.saturating_add(blocks / PAGE_SIZE);
-        ensure!(self.next <= all / PAGE_SIZE, "files of more than {all} bytes");
-        Ok(Some(FetchedFile { source: Arc::clone(source), first }))
-    }
-
-    /// Takes the number that a file has in the manifest.
-    fn numbered(&mut self, number: u32, file: &ImageFile) -> anyhow::Result<()> {
-        if let Some(RemoteMemory { copy: LocalCopy::Files { numbers, .. }, .. }) = self.remote.as_deref_mut()
-        {
-            let name = file.name().display();
-            ensure!(number > 0 && file.is_sealed(), "{name}: its blocks cannot be fetched and checked");
-            numbers.push(number);
-        }
-        Ok(())
-    }
-
-    /// Checks that the files have all places.
-    fn end(&self) -> anyhow::Result<()> {
-        match self.remote.as_deref() {
-            Some(RemoteMemory { copy: LocalCopy::Files { .. }, len, .. }) => {
-                ensure!(self.next == len / PAGE_SIZE, "files of other lengths than {len} bytes together");
-                Ok(())
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
 /// Reads the memory file at its own offset, because other processes may use the offset of the descriptor.
 struct At<'a> {
     memory: &'a File,
@@ -340,7 +294,7 @@ impl Input<'_> {
         let leases = descriptors.split_off(count as usize);
         let mut image = Image { digest, dump, directory, leases, ..Image::default() };
         let mut inodes = HashSet::new();
-        let mut place = FilePlace { remote: remote.as_mut(), next: 0 };
+        let mut place = FilePlace::new(remote.as_mut());
         for descriptor in descriptors {
             let file = self.file(descriptor, &mut place)?;
             self.verify(&file, table, first)?;

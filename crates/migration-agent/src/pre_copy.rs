@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Pre-copy: memory is sent while the program runs, in rounds, each with the blocks that have changed.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rewake_migration::blocks::{BLOCK, BlockPlace, SourceBlocks};
+
+use crate::cgroup::TreeCgroup;
+use crate::frame::{Frame, FrameWriter};
+use crate::room::TreeSize;
+use crate::tree_memory::{TaskMemory, digest, private_memory};
+
+/// Rounds at most.
+const MAX_ROUNDS: u32 = 8;
+/// A round that sends so few bytes is the last.
+const FEW_BYTES: u64 = 1 << 20;
+/// The share of changed blocks falls if it is below this part of the round before's.
+const FALLS: f64 = 0.9;
+/// Downtime of a program without memory: CRIU's dump and restore.
+const FIXED_DOWNTIME: Duration = Duration::from_millis(250);
+/// A round must have sent so many bytes to measure the link.
+const MEASURED_BYTES: u64 = 8 << 20;
+
+/// What a user wants of pre-copy.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PreCopyGoal {
+    /// All memory is at the destination before GRANT.
+    pub all_first: bool,
+    /// The downtime that is accepted.
+    pub max_downtime: Option<Duration>,
+}
+
+/// What a round has sent.
+#[derive(Debug, Clone, Copy, Default)]
+struct RoundResult {
+    /// Bytes of all blocks.
+    total: u64,
+    /// Bytes of the blocks that were sent.
+    sent: u64,
+    elapsed: Duration,
+}
+
+/// What pre-copy shares with the agent and with the connection.
+#[derive(Debug, Default)]
+pub(crate) struct PreCopy {
+    state: Mutex<PreCopyState>,
+    changed: Condvar,
+    blocks: Mutex<SourceBlocks>,
+}
+
+#[derive(Debug, Default)]
+struct PreCopyState {
+    link: Option<Arc<FrameWriter>>,
+    /// The last round that the destination has stored.
+    stored: u32,
+    is_over: bool,
+    rounds: u32,
+}
+
+/// Why a round ended early.
+enum RoundEnd {
+    /// The connection was lost, or is a new one.
+    Disconnected,
+    /// The migration has ended.
+    Over,
+}
+
+impl PreCopy {
+    /// Uses a new connection, or none.
+    pub(crate) fn connect(&self, link: Option<Arc<FrameWriter>>) {
+        self.state().link = link;
+        self.changed.notify_all();
+    }
+
+    /// The destination has stored a round.
+    pub(crate) fn stored(&self, round: u32) {
+        self.state().stored = round;
+        self.changed.notify_all();
+    }
+
+    /// Ends pre-copy: the migration has ended.
+    pub(crate) fn end(&self) {
+        self.state().is_over = true;
+        self.changed.notify_all();
+    }
+
+    /// The number of rounds so far.
+    pub(crate) fn rounds(&self) -> u32 {
+        self.state().rounds
+    }
+
+    pub(crate) fn blocks(&self) -> MutexGuard<'_, SourceBlocks> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state(&self) -> MutexGuard<'_, PreCopyState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends rounds until the share of changed blocks no longer falls. Returns false if the migration has ended.
+    ///
+    /// # Errors
+    /// The downtime would be longer than the user accepts.
+    pub(crate) fn run(&self, cgroup: &TreeCgroup, goal: PreCopyGoal) -> Result<bool, String> {
+        let mut before: Option<RoundResult> = None;
+        let mut rate = None;
+        for number in 1..=MAX_ROUNDS {
+            let Some(round) = self.round(cgroup) else { return Ok(false) };
+            self.state().rounds = number;
+            tracing::info!(
+                "pre-copy, round {number}: {} of {} bytes in {:?}",
+                round.sent,
+                round.total,
+                round.elapsed
+            );
+            if round.sent >= MEASURED_BYTES {
+                rate = Some(round.sent as f64 / round.elapsed.as_secs_f64());
+            }
+            let predicted = predict(cgroup, &round, rate, goal.all_first);
+            let is_too_long = goal.max_downtime.is_some_and(|accepted| predicted > accepted);
+            if is_last(&round, before.as_ref()) && !is_too_long {
+                return Ok(true);
+            }
+            if is_too_long && number == MAX_ROUNDS {
+                let (predicted, accepted) =
+                    (predicted.as_millis(), goal.max_downtime.unwrap_or_default().as_millis());
+                return Err(format!(
+                    "the downtime would be {predicted} ms after {number} rounds of pre-copy, the last with {} MiB: \
+                     --max-downtime accepts {accepted} ms",
+                    round.sent >> 20
+                ));
+            }
+            before = Some(round);
+        }
+        Ok(true)
+    }
+
+    /// Sends one round, on as many connections as that needs; none if the migration has ended.
+    fn round(&self, cgroup: &TreeCgroup) -> Option<RoundResult> {
+        loop {
+            let link = self.wait_for_link()?;
+            let number = self.blocks().begin_round();
+            let begin = Instant::now();
+            match self.send_round(cgroup, &link, number) {
+                Ok(round) => return Some(RoundResult { elapsed: begin.elapsed(), ..round }),
+                Err(RoundEnd::Over) => return None,
+                Err(RoundEnd::Disconnected) => {
+                    let stored = self.state().stored;
+                    self.blocks().lost_after(stored);
+                }
+            }
+        }
+    }
+
+    fn wait_for_link(&self) -> Option<Arc<FrameWriter>> {
+        let waits = |state: &mut PreCopyState| state.link.is_none() && !state.is_over;
+        let state = self.changed.wait_while(self.state(), waits).unwrap_or_else(PoisonError::into_inner);
+        state.link.clone().filter(|_| !state.is_over)
+    }
+
+    /// Whether this connection is still the one to use.
+    fn check(&self, link: &Arc<FrameWriter>) -> Result<(), RoundEnd> {
+        let state = self.state();
+        match &state.link {
+            _ if state.is_over => Err(RoundEnd::Over),
+            Some(newest) if Arc::ptr_eq(newest, link) => Ok(()),
+            _ => Err(RoundEnd::Disconnected),
+        }
+    }
+
+    fn send_round(
+        &self,
+        cgroup: &TreeCgroup,
+        link: &Arc<FrameWriter>,
+        number: u32,
+    ) -> Result<RoundResult, RoundEnd> {
+        let mut round = RoundResult::default();
+        for pid in cgroup.processes().unwrap_or_default() {
+            // A process may end while it is read.
+            let (Ok(task), Ok(ranges)) = (TaskMemory::open(pid), private_memory(pid)) else { continue };
+            for vaddr in ranges.into_iter().flat_map(|range| range.step_by(BLOCK as usize)) {
+                self.send_block(&task, vaddr, link, &mut round)?;
+            }
+        }
+        link.send(&Frame::RoundEnd(number)).map_err(|_| RoundEnd::Disconnected)?;
+        self.wait_until_stored(link, number)?;
+        Ok(round)
+    }
+
+    fn send_block(
+        &self,
+        task: &TaskMemory,
+        vaddr: u64,
+        link: &Arc<FrameWriter>,
+        round: &mut RoundResult,
+    ) -> Result<(), RoundEnd> {
+        let Some(bytes) = task.block(vaddr) else { return Ok(()) };
+        round.total += BLOCK;
+        let place = BlockPlace { task: task.number, vaddr };
+        if !self.blocks().pre_copy(place, digest(&bytes[..])) {
+            return Ok(());
+        }
+        self.check(link)?;
+        round.sent += BLOCK;
+        let is_zero = bytes.iter().all(|byte| *byte == 0);
+        let bytes = if is_zero { Vec::new() } else { bytes.to_vec() };
+        link.send(&Frame::Candidate { pid: task.number, vaddr, bytes }).map_err(|_| RoundEnd::Disconnected)
+    }
+
+    fn wait_until_stored(&self, link: &Arc<FrameWriter>, number: u32) -> Result<(), RoundEnd> {
+        let is_newest =
+            |state: &PreCopyState| state.link.as_ref().is_some_and(|newest| Arc::ptr_eq(newest, link));
+        let waits = |state: &mut PreCopyState| state.stored < number && !state.is_over && is_newest(state);
+        let state = self.changed.wait_while(self.state(), waits).unwrap_or_else(PoisonError::into_inner);
+        match state.stored < number {
+            _ if state.is_over => Err(RoundEnd::Over),
+            true => Err(RoundEnd::Disconnected),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Whether another round would not make the rest smaller.
+fn is_last(round: &RoundResult, before: Option<&RoundResult>) -> bool {
+    let share = |round: &RoundResult| round.sent as f64 / round.total.max(1) as f64;
+    round.sent <= FEW_BYTES || before.is_some_and(|before| share(round) > share(before) * FALLS)
+}
+
+/// The downtime if the program were frozen now: CRIU's work, memory that travels then, and, if all memory is first, the
+/// blocks that have changed and a comparison of all others.
+fn predict(cgroup: &TreeCgroup, round: &RoundResult, rate: Option<f64>, all_first: bool) -> Duration {
+    let mut size = TreeSize::default();
+    for pid in cgroup.processes().unwrap_or_default() {
+        // One that has ended has no memory.
+        let _ = size.add(pid);
+    }
+    let (changed, compared) = if all_first { (round.sent, round.total) } else { (0, 0) };
+    let sending = rate.map_or(0.0, |rate| (size.shared + changed) as f64 / rate);
+    let scanned = (round.elapsed.as_secs_f64() - rate.map_or(0.0, |rate| round.sent as f64 / rate)).max(0.0);
+    let comparing = if compared == 0 { 0.0 } else { scanned };
+    FIXED_DOWNTIME + Duration::from_secs_f64(sending + comparing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn round(sent: u64) -> RoundResult {
+        RoundResult { total: 100 << 20, sent: sent << 20, elapsed: Duration::from_secs(1) }
+    }
+
+    #[test]
+    fn rounds_end_when_the_changed_share_no_longer_falls() {
+        assert!(!is_last(&round(100), None));
+        assert!(!is_last(&round(50), Some(&round(100))));
+        assert!(is_last(&round(95), Some(&round(100))));
+        assert!(is_last(&round(1), None));
+    }
+
+    #[test]
+    fn a_prediction_counts_changed_blocks_if_all_are_first() {
+        let Ok((group, _lock)) = TreeCgroup::for_restore() else { return };
+        let rate = Some(50.0 * f64::from(1 << 20));
+        let post_copy = predict(&group, &round(50), rate, false);
+        assert_eq!(post_copy, FIXED_DOWNTIME);
+        let first = predict(&group, &round(50), rate, true);
+        assert_eq!(first, FIXED_DOWNTIME + Duration::from_secs(1));
+        group.release();
+    }
+}

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whether a host has room for a tree: memory, the memory that its cgroup permits, and disk space.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::Context as _;
+use nix::sys::statvfs::statvfs;
+use serde::{Deserialize, Serialize};
+
+use crate::cgroup;
+use crate::folder::WORK;
+
+const MIB: u64 = 1 << 20;
+/// Bytes of disk space for each byte of lazy memory: the candidates, and the cache file of `rewake lazy-pages`.
+const COPIES: u64 = 2;
+
+/// The memory of a tree, in bytes.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TreeSize {
+    /// In memory or swap; shared memory is counted once.
+    pub(crate) resident: u64,
+    /// Private and anonymous: sent before the freeze, or loaded by page faults.
+    pub(crate) anonymous: u64,
+    /// Shared or locked: sent after the freeze, before the program runs again.
+    pub(crate) shared: u64,
+}
+
+impl TreeSize {
+    /// Adds a process.
+    pub(crate) fn add(&mut self, pid: i32) -> anyhow::Result<()> {
+        let path = format!("/proc/{pid}/smaps_rollup");
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        let kib = |name: &str| field(&text, name).unwrap_or(0);
+        self.resident += kib("Pss:") + kib("SwapPss:");
+        self.anonymous += kib("Anonymous:") + kib("SwapPss:");
+        self.shared += kib("Pss_Shmem:") + kib("Locked:") + kib("Shared_Hugetlb:") + kib("Private_Hugetlb:");
+        Ok(())
+    }
+}
+
+/// A field of a file whose lines are `NAME: NUMBER kB`, in bytes.
+fn field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+/// What this host lacks for a tree.
+pub(crate) fn refused(size: TreeSize) -> anyhow::Result<Vec<String>> {
+    let mut refusals = Vec::new();
+    let meminfo = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
+    let free = field(&meminfo, "MemAvailable:").unwrap_or(u64::MAX);
+    if size.resident > free {
+        let (needed, free) = (size.resident / MIB, free / MIB);
+        refusals.push(format!("the program has {needed} MiB resident, and {free} MiB are available here"));
+    }
+    // Without groups of version 2 the restore is refused elsewhere.
+    for (group, free) in cgroup::free_memory().unwrap_or_default() {
+        if size.resident > free {
+            let (needed, free) = (size.resident / MIB, free / MIB);
+            let group = group.display();
+            refusals.push(format!(
+                "the program has {needed} MiB resident, and cgroup {group} permits {free} MiB"
+            ));
+        }
+    }
+    let free = free_disk(Path::new(WORK))?;
+    let needed = size.anonymous.saturating_mul(COPIES);
+    if needed > free {
+        let (needed, free) = (needed / MIB, free / MIB);
+        refusals.push(format!("{needed} MiB of disk space are needed in {WORK}, and {free} MiB are free"));
+    }
+    Ok(refusals)
+}
+
+fn free_disk(path: &Path) -> anyhow::Result<u64> {
+    let found = statvfs(path).with_context(|| format!("looking at {}", path.display()))?;
+    Ok(found.blocks_available() * found.fragment_size())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tree_that_is_too_large_is_refused_with_numbers() {
+        let mut size = TreeSize::default();
+        size.add(std::process::id().cast_signed()).unwrap();
+        assert!(size.resident > 0 && size.anonymous > 0 && size.anonymous < size.resident * 2, "{size:?}");
+        assert_eq!(refused(size).unwrap(), [""; 0]);
+        let large = refused(TreeSize { anonymous: 1 << 50, ..TreeSize::default() }).unwrap();
+        assert!(
+            large[0].starts_with("2147483648 MiB of disk space are needed in /var/tmp, and "),
+            "{large:?}"
+        );
+    }
+}

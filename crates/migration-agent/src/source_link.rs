@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The connection of a source: it is made again when it is lost, and page requests are answered on it.
+
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use rewake_migration::message::FromDestination;
+use rewake_peer_stream::PeerStream;
+
+use crate::frame::{Frame, FrameWriter, MigrationId, greet};
+use crate::peer::DestinationPeer;
+use crate::pre_copy::PreCopy;
+use crate::script::{AgentCall, WaitingScript};
+use crate::tree_memory::TreeMemory;
+
+const CONNECT_PAUSE: Duration = Duration::from_millis(200);
+
+/// What an agent is waiting for.
+pub(crate) enum SourceEvent {
+    Connected(Arc<FrameWriter>),
+    Disconnected,
+    Unreachable(String),
+    Received(FromDestination),
+    /// Pre-copy has ended: false if the migration had, or why the program cannot move.
+    PreCopied(Result<bool, String>),
+    Called(AgentCall, WaitingScript),
+    Abort,
+}
+
+/// What threads of the connection share with the agent.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct SharedMemory {
+    /// The memory of the frozen tree.
+    frozen: Arc<Mutex<Option<TreeMemory>>>,
+    pub(crate) pre_copy: Arc<PreCopy>,
+}
+
+impl SharedMemory {
+    pub(crate) fn frozen(&self) -> MutexGuard<'_, Option<TreeMemory>> {
+        self.frozen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Connects if it is not connected, answers page requests, and connects again, until the agent has ended.
+pub(crate) fn keep_connected(
+    mut peer: DestinationPeer,
+    mut dialed: Option<PeerStream>,
+    id: &MigrationId,
+    sender: &Sender<SourceEvent>,
+    shared: &SharedMemory,
+) {
+    loop {
+        let connected = dialed.take().map_or_else(|| peer.dial(), Ok).and_then(|stream| connect(stream, id));
+        let event = match connected {
+            Ok((stream, writer)) => {
+                if sender.send(SourceEvent::Connected(Arc::clone(&writer))).is_err() {
+                    return;
+                }
+                if let Err(error) = serve(stream, &writer, sender, shared) {
+                    tracing::warn!("the destination: {error:#}");
+                }
+                SourceEvent::Disconnected
+            }
+            Err(error) => SourceEvent::Unreachable(format!("{error:#}")),
+        };
+        if sender.send(event).is_err() {
+            return;
+        }
+        sleep(CONNECT_PAUSE);
+    }
+}
+
+/// Greets the destination on a new connection.
+pub(crate) fn connect(
+    mut stream: PeerStream,
+    id: &MigrationId,
+) -> anyhow::Result<(PeerStream, Arc<FrameWriter>)> {
+    greet(&mut stream, id).context("sending the greeting")?;
+    let writer = FrameWriter::new(stream.clone());
+    Ok((stream, Arc::new(writer)))
+}
+
+/// Takes frames of one connection to its end.
+fn serve(
+    mut stream: PeerStream,
+    writer: &FrameWriter,
+    sender: &Sender<SourceEvent>,
+    shared: &SharedMemory,
+) -> anyhow::Result<()> {
+    while let Some(frame) = Frame::read(&mut stream)? {
+        match frame {
+            Frame::Destination(message) => {
+                if sender.send(SourceEvent::Received(message)).is_err() {
+                    return Ok(());
+                }
+            }
+            Frame::PageRequest { pid, run, wants_bytes } => {
+                // Not sent under the lock: an abort takes the memory away.
+                let answer = {
+                    let memory = shared.frozen();
+                    let memory = memory.as_ref();
+                    memory.context("the destination requests pages of a tree that is not frozen")?.answer(
+                        pid,
+                        run,
+                        wants_bytes,
+                        &shared.pre_copy.blocks(),
+                    )
+                };
+                writer.send(&answer)?;
+            }
+            Frame::RoundStored(round) => shared.pre_copy.stored(round),
+            _ => bail!("the destination sent a frame of a source"),
+        }
+    }
+    Ok(())
+}

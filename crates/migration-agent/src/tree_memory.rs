@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The memory of a tree: blocks while it runs, and pages while it is frozen.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+
+use anyhow::{Context as _, ensure};
+use rewake_migration::blocks::{BLOCK, BlockAnswer, BlockDigest, BlockPlace, SourceBlocks};
+use rewake_page_protocol::PageRun;
+use rewake_process::proc;
+
+use crate::frame::{Frame, PagePart};
+
+const PAGE: usize = 4096;
+/// Pages of one answer at most: what CRIU requests at most.
+const MAX_PAGES: u64 = 1024;
+/// Bits of an entry of `/proc/PID/pagemap`.
+const PRESENT: u64 = 1 << 63;
+const SWAPPED: u64 = 1 << 62;
+const FILE_OR_SHARED: u64 = 1 << 61;
+const ENTRY: usize = 8;
+
+/// The bytes of a block.
+pub(crate) type BlockBytes = Box<[u8; BLOCK as usize]>;
+
+/// Open files of the memory of each task, by the number that the image gives it.
+#[derive(Debug)]
+pub(crate) struct TreeMemory {
+    tasks: BTreeMap<u32, TaskMemory>,
+}
+
+/// Open files of the memory of one task.
+#[derive(Debug)]
+pub(crate) struct TaskMemory {
+    /// The number in the innermost pid namespace, which an image has.
+    pub(crate) number: u32,
+    memory: File,
+    pagemap: File,
+}
+
+impl TreeMemory {
+    /// Opens the memory of these processes, which are frozen.
+    pub(crate) fn open(processes: &[i32]) -> anyhow::Result<Self> {
+        let open = |pid: &i32| {
+            let task = TaskMemory::open(*pid).context("it was frozen")?;
+            Ok((task.number, task))
+        };
+        Ok(Self { tasks: processes.iter().map(open).collect::<anyhow::Result<_>>()? })
+    }
+
+    /// Answers the first pages of a request. The tasks must be frozen.
+    pub(crate) fn answer(&self, pid: u32, run: PageRun, wants_bytes: bool, blocks: &SourceBlocks) -> Frame {
+        let task = self.tasks.get(&pid).with_context(|| format!("the frozen tree has no task {pid}"));
+        match task.and_then(|task| Ok((task, task.read(run)?))) {
+            Ok((task, bytes)) => {
+                let candidates = (!wants_bytes).then_some(blocks);
+                Frame::Pages { pid, vaddr: run.vaddr(), parts: task.parts(run.vaddr(), &bytes, candidates) }
+            }
+            Err(error) => Frame::PagesLost(format!("{error:#}")),
+        }
+    }
+}
+
+impl TaskMemory {
+    pub(crate) fn open(pid: i32) -> anyhow::Result<Self> {
+        let number = proc::status(pid).and_then(|status| status.own_number);
+        let number = number.with_context(|| format!("process {pid} has ended"))?;
+        let open = |name| {
+            let path = format!("/proc/{pid}/{name}");
+            File::open(&path).with_context(|| format!("opening {path}"))
+        };
+        Ok(Self { number: number.cast_unsigned(), memory: open("mem")?, pagemap: open("pagemap")? })
+    }
+
+    /// Reads the first pages of a run, which are lazy: they exist.
+    fn read(&self, run: PageRun) -> anyhow::Result<Vec<u8>> {
+        let pages = usize::try_from(run.pages().min(MAX_PAGES))?;
+        let mut bytes = vec![0; pages * PAGE];
+        let place = || format!("reading {pages} pages at {:#x} of task {}", run.vaddr(), self.number);
+        let mut done = 0;
+        while done < bytes.len() {
+            // A hole after the first pages ends the answer: the destination requests the rest, and is refused.
+            match self.memory.read_at(&mut bytes[done..], run.vaddr() + done as u64) {
+                Ok(some @ 1..) => done += some,
+                Ok(0) | Err(_) if done >= PAGE => break,
+                Ok(_) => ensure!(done >= PAGE, "{}: no bytes", place()),
+                Err(error) => return Err(error).with_context(place),
+            }
+        }
+        bytes.truncate(done / PAGE * PAGE);
+        Ok(bytes)
+    }
+
+    /// Replaces bytes that the destination has by the digest of their block.
+    fn parts(&self, vaddr: u64, bytes: &[u8], candidates: Option<&SourceBlocks>) -> Vec<PagePart> {
+        let mut parts: Vec<PagePart> = Vec::new();
+        let mut done = 0;
+        while done < bytes.len() {
+            let first = vaddr + done as u64;
+            let place = BlockPlace { task: self.number, vaddr: first / BLOCK * BLOCK };
+            let room = (place.vaddr + BLOCK - first) as usize;
+            let piece = &bytes[done..bytes.len().min(done + room)];
+            done += piece.len();
+            let known = candidates.filter(|blocks| blocks.has_candidate(place));
+            let answer = known.map(|blocks| {
+                let digest = self.digest_around(place, first, piece);
+                (blocks.answer(place, digest), digest)
+            });
+            match (answer, parts.last_mut()) {
+                (Some((BlockAnswer::Digest, digest)), _) => {
+                    parts.push(PagePart::Unchanged { pages: (piece.len() / PAGE) as u64, digest });
+                }
+                (_, Some(PagePart::Bytes(before))) => before.extend(piece),
+                _ => parts.push(PagePart::Bytes(piece.to_vec())),
+            }
+        }
+        parts
+    }
+
+    /// The digest of a block of a frozen task, some of whose bytes were read.
+    fn digest_around(&self, place: BlockPlace, first: u64, piece: &[u8]) -> BlockDigest {
+        if piece.len() as u64 == BLOCK {
+            return digest(piece);
+        }
+        let mut bytes = self.block(place.vaddr).unwrap_or_else(zeros);
+        let offset = (first - place.vaddr) as usize;
+        bytes[offset..offset + piece.len()].copy_from_slice(piece);
+        digest(&bytes[..])
+    }
+
+    /// Reads a block: its private pages, and zeros for all others. None if it has none. A task that runs may change it
+    /// meanwhile, and parts that cannot be read are zeros: the bytes are compared before they are used.
+    pub(crate) fn block(&self, vaddr: u64) -> Option<BlockBytes> {
+        let mut entries = [0; BLOCK as usize / PAGE * ENTRY];
+        self.pagemap.read_exact_at(&mut entries, vaddr / PAGE as u64 * ENTRY as u64).ok()?;
+        let (entries, _) = entries.as_chunks::<ENTRY>();
+        let is_private = |entry: &[u8; ENTRY]| {
+            let entry = u64::from_ne_bytes(*entry);
+            entry & (PRESENT | SWAPPED) != 0 && entry & FILE_OR_SHARED == 0
+        };
+        let mut found = None;
+        let mut page = 0;
+        while page < entries.len() {
+            let count = entries[page..].iter().take_while(|entry| is_private(entry)).count();
+            if count > 0 {
+                let bytes: &mut BlockBytes = found.get_or_insert_with(zeros);
+                let target = &mut bytes[page * PAGE..(page + count) * PAGE];
+                if self.memory.read_exact_at(target, vaddr + (page * PAGE) as u64).is_err() {
+                    target.fill(0);
+                }
+            }
+            page += count + 1;
+        }
+        found
+    }
+}
+
+fn zeros() -> BlockBytes {
+    Box::new([0; BLOCK as usize])
+}
+
+/// The digest of a block.
+pub(crate) fn digest(bytes: &[u8]) -> BlockDigest {
+    *blake3::hash(bytes).as_bytes()
+}
+
+/// The private anonymous memory of a process, rounded to whole blocks, in ascending order.
+pub(crate) fn private_memory(pid: i32) -> anyhow::Result<Vec<Range<u64>>> {
+    let path = format!("/proc/{pid}/maps");
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let mut found: Vec<Range<u64>> = Vec::new();
+    for line in text.lines() {
+        let Some(range) = private_range(line) else { continue };
+        let range = range.start / BLOCK * BLOCK..range.end.next_multiple_of(BLOCK);
+        match found.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => found.push(range),
+        }
+    }
+    Ok(found)
+}
+
+/// The addresses of a line of `/proc/PID/maps`, if it is private and anonymous.
+fn private_range(line: &str) -> Option<Range<u64>> {
+    let mut fields = line.split_whitespace();
+    let (addresses, rights, inode) = (fields.next()?, fields.next()?, fields.nth(2)?);
+    let name = fields.next().unwrap_or_default();
+    let is_kernel_s = ["[vvar", "[vdso", "[vsyscall"].iter().any(|kind| name.starts_with(kind));
+    if !rights.ends_with('p') || inode != "0" || is_kernel_s {
+        return None;
+    }
+    let (start, end) = addresses.split_once('-')?;
+    Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK_LEN: usize = BLOCK as usize;
+
+    #[test]
+    fn blocks_of_a_process_are_read_and_answered_by_digest() {
+        let mut memory = vec![7_u8; 4 * BLOCK_LEN];
+        let address = memory.as_ptr().addr() as u64;
+        let first = address.next_multiple_of(BLOCK);
+        let pid = std::process::id().cast_signed();
+        let ranges = private_memory(pid).unwrap();
+        assert!(ranges.iter().any(|range| range.contains(&first)), "{ranges:x?}");
+        let task = TaskMemory::open(pid).unwrap();
+        let read = task.block(first).unwrap();
+        assert!(read.iter().all(|byte| *byte == 7));
+        assert!(task.block(0).is_none());
+
+        let mut blocks = SourceBlocks::default();
+        for number in 0..2 {
+            let place = BlockPlace { task: task.number, vaddr: first + number * BLOCK };
+            blocks.pre_copy(place, digest(&task.block(place.vaddr).unwrap()[..]));
+        }
+        let changed = (first - address) as usize + BLOCK_LEN;
+        memory[changed..changed + 2].fill(8);
+        let tree = TreeMemory { tasks: BTreeMap::from([(task.number, task)]) };
+        let number = *tree.tasks.keys().next().unwrap();
+        // The last page of the first block, and the second block.
+        let run = PageRun::new(first + BLOCK - PAGE as u64, 17).unwrap();
+        let answer = |wants_bytes| match tree.answer(number, run, wants_bytes, &blocks) {
+            Frame::Pages { parts, .. } => parts,
+            other => panic!("{other:?}"),
+        };
+        let [PagePart::Unchanged { pages: 1, digest: unchanged }, PagePart::Bytes(bytes)] =
+            &answer(false)[..]
+        else {
+            panic!("{:?}", answer(false));
+        };
+        assert_eq!((*unchanged, bytes.len(), bytes[0]), (digest(&read[..]), BLOCK_LEN, 8));
+        let [PagePart::Bytes(bytes)] = &answer(true)[..] else { panic!("{:?}", answer(true)) };
+        assert_eq!((bytes.len(), bytes[0], bytes[PAGE]), (17 * PAGE, 7, 8));
+        assert_eq!(memory[changed], 8);
+    }
+
+    #[test]
+    fn only_private_anonymous_memory_is_pre_copied() {
+        let range = |line| private_range(line).map(|range| (range.start, range.end));
+        assert_eq!(range("7f00-8f00 rw-p 00000000 00:00 0"), Some((0x7f00, 0x8f00)));
+        assert_eq!(range("7f00-8f00 rw-p 00000000 00:00 0    [heap]"), Some((0x7f00, 0x8f00)));
+        assert_eq!(range("7f00-8f00 rw-s 00000000 00:01 5    /dev/zero (deleted)"), None);
+        assert_eq!(range("7f00-8f00 r--p 00000000 08:01 77   /usr/bin/x"), None);
+        assert_eq!(range("7f00-8f00 r--p 00000000 00:00 0    [vvar]"), None);
+    }
+}

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Migrations over a slow link that is cut in each phase, and to hosts without room.
+
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+use std::thread::sleep;
+use std::time::Duration;
+
+use rewake_tests::limit::MemoryLimit;
+use rewake_tests::migration::{Migration, RECEIVER};
+use rewake_tests::process::{MINUTE, output, until};
+use rewake_tests::relay::SlowLink;
+use rewake_tests::{Criu, need};
+
+const MIB: usize = 32;
+/// 100 Mbit/s.
+const RATE: u64 = 12_500_000;
+const CUT: Duration = Duration::from_secs(5);
+
+fn said(output: &Output) -> String {
+    let text = [&output.stdout[..], &output.stderr].concat();
+    String::from_utf8_lossy(&text).into_owned()
+}
+
+fn path(criu: &Criu) -> &Path {
+    Path::new(criu.as_ref())
+}
+
+fn cut(link: &SlowLink) {
+    link.part();
+    sleep(CUT);
+    link.join();
+}
+
+/// The bytes of candidates that the destination has stored. Both hosts share the disk.
+fn candidates() -> u64 {
+    let folders = fs::read_dir("/var/tmp").into_iter().flatten().flatten();
+    let files = folders.map(|folder| folder.path().join("candidates"));
+    files.filter_map(|file| fs::metadata(file).ok()).map(|file| file.len()).sum()
+}
+
+#[test]
+fn a_slow_link_that_is_cut_in_each_phase_pauses_only() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "active", MIB).unwrap();
+    let mut receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
+    migration.go().unwrap();
+    let to = format!("127.0.0.1:{}", link.port());
+    let before = candidates();
+    let mut migrate = migration.migrate_with(&to, &["--give-up-after", "20"]).unwrap();
+    until(MINUTE, || (candidates() > before + (4 << 20)).then_some(())).expect("candidates");
+    cut(&link);
+    migration.restoring().unwrap();
+    cut(&link);
+    migration.proceed().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    cut(&link);
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn a_link_that_stays_cut_before_grant_leaves_the_program() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "active", MIB).unwrap();
+    let _receive = migration.receive(path(&criu)).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
+    migration.go().unwrap();
+    let before = candidates();
+    let to = format!("127.0.0.1:{}", link.port());
+    let mut migrate = migration.migrate_with(&to, &["--give-up-after", "2"]).unwrap();
+    until(MINUTE, || (candidates() > before + (4 << 20)).then_some(())).expect("candidates");
+    link.part();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(1));
+    assert!(said(&migrated).contains("runs here: no connection to 127.0.0.1:"), "{}", said(&migrated));
+    assert!(said(&migrated).contains("for 2 s"), "{}", said(&migrated));
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn a_destination_without_room_leaves_the_program() {
+    let criu = need!(Criu::main());
+    // What is full, and why the program runs on: before it is touched, and after it was frozen.
+    for (mount, reason) in [
+        (
+            &["-t", "tmpfs", "-o", "size=8m", "tmpfs", "/var/tmp"][..],
+            "MiB of disk space are needed in /var/tmp",
+        ),
+        (&["-o", "remount,size=64k", "/run/rewake"], "No space left on device"),
+    ] {
+        let migration = Migration::started(&criu, "random", MIB).unwrap();
+        let mut receive = migration.receive(path(&criu)).unwrap();
+        output(migration.hosts.destination.command("mount").args(mount)).unwrap();
+        let migrated = migration.migrate().unwrap().ended().unwrap();
+        assert_eq!(migrated.status.code(), Some(1), "{}", said(&migrated));
+        let text = said(&migrated);
+        assert!(text.contains("runs here: ") && text.contains(reason), "{text}");
+        assert_eq!(receive.ended().unwrap().status.code(), Some(1));
+        assert_eq!((migration.processes(), migration.source_record()), ((1, 0), None));
+        migration.expect_right_bytes().unwrap();
+    }
+}
+
+/// The kernel kills a process of the destination: the restore, the program, or what loads its memory.
+#[test]
+fn a_destination_whose_memory_is_full_ends_in_one_place_at_most() {
+    let criu = need!(Criu::main());
+    let limit = need!(MemoryLimit::that_kills(48));
+    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    limit.hold(receive.pid().unwrap()).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    receive.ended().unwrap();
+    // If it was the agent, after GRANT, its source waits for one that says what became of the program.
+    let _later = migration.receive(path(&criu)).unwrap();
+    let migrated = migrate.ended().unwrap();
+    let text = said(&migrated);
+    match migrated.status.code() {
+        Some(1) => {
+            assert_eq!(migration.processes(), (1, 0), "{text}");
+            migration.expect_right_bytes().unwrap();
+        }
+        Some(3) => assert_eq!(migration.processes(), (0, 0), "{text}"),
+        other => panic!("{other:?}: {text}\n{}", migration.received()),
+    }
+    assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
+}
