@@ -179,13 +179,14 @@ impl World {
         match self.link.next_for_destination() {
             None => {}
             Some(ToDestination::Message(message)) => {
-                self.step_destination(DestinationInput::Received(message))
+                self.step_destination(DestinationInput::Received(message));
             }
-            Some(ToDestination::Candidate(block, value)) => {
-                if self.destination.blocks.candidate(place(block), digest(value)).is_some() {
-                    self.destination.memory[block] = value;
-                }
+            Some(ToDestination::Candidate(block, value))
+                if self.destination.blocks.candidate(place(block), digest(value)).is_some() =>
+            {
+                self.destination.memory[block] = value;
             }
+            Some(ToDestination::Candidate(..)) => {}
             Some(ToDestination::RoundEnd(round)) => self.link.send_to_source(ToSource::RoundStored(round)),
             Some(ToDestination::Digest(block, digest)) => {
                 if self.destination.blocks.confirm(place(block), digest, 0..BLOCK_PAGES).is_none() {
