@@ -5,11 +5,12 @@ mod remote;
 mod tls;
 
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage};
+pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage, SourceArgs};
 pub use tls::{PeerTlsArgs, TlsArgs};
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
@@ -190,6 +191,17 @@ pub struct StreamerArgs {
     /// Record the GPU working set in the image directory: as of `rewake restore`
     #[arg(long)]
     pub record: bool,
+    /// Address of the image server that has what the image lacks
+    #[arg(long, value_name = "ADDR:PORT", requires_all = ["from_image", "images_dir"])]
+    pub from_address: Vec<SocketAddr>,
+    /// The name of the image there
+    #[arg(long, value_name = "IMAGE", requires = "from_address")]
+    pub from_image: Option<String>,
+    /// The host that the server's certificate must be for
+    #[arg(long, value_name = "HOST", requires = "tls")]
+    pub from_host: Option<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
@@ -213,6 +225,9 @@ pub struct PlannerArgs {
     /// A page server has the lazy pages
     #[arg(long)]
     pub remote: bool,
+    /// An image server has some blocks of the image
+    #[arg(long, conflicts_with = "remote")]
+    pub partial: bool,
 }
 
 /// Options of `rewake park`. The fd store is standard input.
@@ -348,6 +363,8 @@ pub struct RestoreArgs {
     /// Directory of the images
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: PathBuf,
+    #[command(flatten)]
+    pub(crate) source: SourceArgs,
     /// Directory for the restore's socket, log and other files, kept afterwards [default: one for this restore
     /// alone, removed afterwards]
     #[arg(short = 'W', long, value_name = "DIR")]

@@ -3,6 +3,7 @@
 //! frozen and keeps its pid. So its restore runs in a pid namespace of its own.
 
 use std::fs::{self, File};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -107,6 +108,25 @@ impl LazyDump {
         drop(command);
         let dump = Self { child, port, images };
         ensure!(ready(reader)?, "criu dump does not listen\n{}", dump.text());
+        Ok(dump)
+    }
+
+    /// Dumps a scene's target, whose memory the other end of this socket gets (`--ps-socket`). Returns when the target
+    /// is frozen and its images are written.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn through(scene: &Scene, socket: OwnedFd) -> anyhow::Result<Self> {
+        let images = scene.images();
+        let mut command = scene.criu().command("dump");
+        command.arg("-t").arg(scene.pid().to_string()).arg("-D").arg(&images).args(["-v4", "-o", "dump.log"]);
+        // CRIU writes its log into the file.
+        command.args(["--lazy-pages", "--ps-socket", "1"]).stdin(Stdio::null()).stdout(socket);
+        let child = command.stderr(Stdio::null()).spawn().context("start criu dump")?;
+        drop(command);
+        let dump = Self { child, port: 0, images };
+        let is_written = until(MINUTE, || dump.images.join("inventory.img").exists().then_some(()));
+        is_written.with_context(|| format!("criu dump wrote no image\n{}", dump.text()))?;
         Ok(dump)
     }
 

@@ -7,6 +7,7 @@
 //! * [`daemon`]: restores by `rewake serve`.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
+//! * [`export`]: `rewake export`, and its clients.
 //! * [`fuse`]: a file system that hangs.
 //! * [`held`]: restores that wait for the test at a known step.
 //! * [`migration`]: a target that moves between two [`hosts`](rewake_testkit::hosts).
@@ -25,6 +26,7 @@
 pub mod container;
 pub mod criu;
 pub mod daemon;
+pub mod export;
 pub mod fuse;
 pub mod held;
 pub mod images;

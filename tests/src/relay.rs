@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A slow link to a page server, which can be cut.
+//! A slow link to a server, which can be cut, and can damage what it carries.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -23,6 +23,7 @@ pub struct SlowLink {
     port: u16,
     streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     passed: Arc<AtomicU64>,
+    lies: Arc<AtomicBool>,
     is_cut: Arc<AtomicBool>,
 }
 
@@ -65,8 +66,10 @@ impl SlowLink {
         enter: impl FnOnce() -> anyhow::Result<()> + Send + 'static,
     ) -> anyhow::Result<Self> {
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
+        let lies = Arc::new(AtomicBool::new(false));
         let is_cut = Arc::new(AtomicBool::new(false));
-        let (kept, count, refuses) = (Arc::clone(&streams), Arc::clone(&passed), Arc::clone(&is_cut));
+        let (kept, count, lie) = (Arc::clone(&streams), Arc::clone(&passed), Arc::clone(&lies));
+        let refuses = Arc::clone(&is_cut);
         let (tell, listens) = channel();
         spawn(move || {
             let listener = enter().and_then(|()| Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?));
@@ -85,12 +88,13 @@ impl SlowLink {
                 let both = [&client, &server].map(Arc::downgrade);
                 kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
                 let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
-                spawn(move || carry(&answers, &back, down, &count));
-                spawn(move || carry(&client, &server, up, &AtomicU64::new(0)));
+                let lie = Arc::clone(&lie);
+                spawn(move || carry(&answers, &back, down, &count, &lie));
+                spawn(move || carry(&client, &server, up, &AtomicU64::new(0), &AtomicBool::new(false)));
             }
         });
         let port = listens.recv().context("a link")?.context("a port for a link")?;
-        Ok(Self { port, streams, passed, is_cut })
+        Ok(Self { port, streams, passed, lies, is_cut })
     }
 
     /// Its port.
@@ -103,6 +107,11 @@ impl SlowLink {
     #[must_use]
     pub fn passed(&self) -> u64 {
         self.passed.load(Ordering::Relaxed)
+    }
+
+    /// Has the link change one byte of what passes next to a client.
+    pub fn lie(&self) {
+        self.lies.store(true, Ordering::Relaxed);
     }
 
     /// Cuts all connections, and each new one until [`SlowLink::join`].
@@ -125,13 +134,17 @@ impl SlowLink {
     }
 }
 
-fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64) {
+fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64, lies: &AtomicBool) {
     let mut buffer = vec![0; PIECE];
     loop {
         match from.read(&mut buffer) {
             Ok(0) => break,
             Err(_) => return reset(to),
             Ok(len) => {
+                // The middle of a whole piece is in the middle of data.
+                if len == PIECE && lies.swap(false, Ordering::Relaxed) {
+                    buffer[PIECE / 2] ^= 1;
+                }
                 if to.write_all(&buffer[..len]).is_err() {
                     break;
                 }

@@ -89,7 +89,7 @@ fn a_program_moves_to_no_other_host_than_the_named_one() {
 
 /// The source's agent is killed after GRANT. Only a host with its certificate can continue.
 #[test]
-fn a_program_moves_encrypted_and_all_connections_have_one_certificate() {
+fn all_connections_of_a_migration_have_one_certificate() {
     let criu = need!(Criu::main());
     let authority = Authority::new();
     let mut migration = Migration::started(&criu, "random", LARGE).unwrap();

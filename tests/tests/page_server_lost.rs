@@ -5,17 +5,20 @@
 //! `REWAKE_KILLS` is the number of kills (default 12), `REWAKE_SEED` repeats the moments of another run.
 
 use std::fs;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_tests::lazy_source::{LazyDump, NamespacedRestore, PipeLimit};
 use rewake_tests::page_server::{PageServer, client_options};
-use rewake_tests::process::until;
+use rewake_tests::process::{children, until, wait_child};
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::server::Server;
+use rewake_tests::server::{Server, rewake};
 use rewake_tests::sessions::{own_sessions, parked, recover};
 use rewake_tests::{Criu, Random, Scene, Verdict, images, need};
 
@@ -255,5 +258,56 @@ fn a_restore_that_fails_early_leaves_the_dump_waiting() {
         assert_eq!(dump.ended().unwrap().code(), Some(0), "{}", dump.text());
         restore.ended().unwrap();
         assert!(scene.written().contains("OK"), "{}", scene.written());
+    }
+}
+
+/// A client that uses a connected unix socket.
+struct SocketClient(Child);
+
+impl SocketClient {
+    fn listening(scene: &Scene, socket: UnixStream) -> Self {
+        let mut command = Command::new(rewake().unwrap());
+        command.args(["lazy-pages", "--page-server", "--ps-socket", "0", "-o", "lazy.log", "-D"]);
+        command.arg(scene.images()).arg("-W").arg(scene.work()).stdin(OwnedFd::from(socket));
+        let client = Self(command.spawn().unwrap());
+        drop(command);
+        let socket = scene.work().join("lazy-pages.socket");
+        until(ACT, || socket.exists().then_some(())).expect("a client that listens");
+        client
+    }
+
+    fn fetcher(&self) -> Option<Pid> {
+        let is_fetcher = |pid: &Pid| {
+            fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"\0fetcher\0"))
+        };
+        children(Pid::from_raw(self.0.id().cast_signed())).into_iter().flat_map(children).find(is_fetcher)
+    }
+}
+
+impl Drop for SocketClient {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A unix socket has no setting for that: CRIU would take its end for success, and kill the program.
+#[test]
+fn a_failed_restore_over_a_unix_socket_resumes_the_source() {
+    for criu in Criu::both() {
+        let criu = need!(criu);
+        let scene = Scene::started(&criu, "random", 64).unwrap();
+        let (near, far) = UnixStream::pair().unwrap();
+        let mut dump = LazyDump::through(&scene, near.into()).unwrap();
+        let mut client = SocketClient::listening(&scene, far);
+        let mut restore = NamespacedRestore::start(scene.criu(), &scene.images(), &scene.work()).unwrap();
+        let fetcher = until(ACT, || client.fetcher()).expect("a fetcher");
+        kill(fetcher, Signal::SIGKILL).unwrap();
+        assert_eq!(wait_child(&mut client.0, END).unwrap().code(), Some(1));
+        restore.ended().unwrap();
+        assert_eq!(dump.ended().unwrap().code(), Some(1), "{}", dump.text());
+        scene.go().unwrap();
+        scene.stop().unwrap();
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
     }
 }

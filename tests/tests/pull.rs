@@ -3,82 +3,35 @@
 //! reads what its certificate permits.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStderr, Command, Stdio};
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::Instant;
 
 use rewake_criu_images::{Inventory, write};
 use rewake_testkit::authority::{Authority, Issued};
 use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{restore, timeline};
+use rewake_tests::export::{ImageExport, pull, seal, verify};
 use rewake_tests::page_server::tls_options;
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 const HOST: &str = "127.0.0.1";
 
-/// `rewake export`; ended when dropped.
-struct Server {
-    child: Child,
-    port: String,
-    said: BufReader<ChildStderr>,
-}
-
-impl Server {
-    fn start(root: &Path, options: &[String]) -> Self {
-        let mut command = Command::new(rewake().unwrap());
-        command.arg("export").arg(root).args(["--port", "0"]).args(options).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut line = String::new();
-        let mut said = BufReader::new(child.stderr.take().unwrap());
-        said.read_line(&mut line).unwrap();
-        let port = line.trim().strip_prefix("rewake: listening on 127.0.0.1:");
-        let port = port.unwrap_or_else(|| panic!("{line}")).to_owned();
-        Self { child, port, said }
-    }
-
-    /// Runs `rewake pull`. Returns whether it succeeded, and what it wrote.
-    fn pull(&self, image: &str, to: &Path, options: &[String]) -> (bool, String) {
-        let mut command = Command::new(rewake().unwrap());
-        command.args(["pull", "--port", &self.port, &format!("{HOST}:{image}")]).arg(to).args(options);
-        let output = command.output().unwrap();
-        let text = [output.stdout, output.stderr].concat();
-        (output.status.success(), String::from_utf8(text).unwrap())
-    }
-
-    /// The next line that it logs.
-    fn said(&mut self) -> String {
-        let mut line = String::new();
-        self.said.read_line(&mut line).unwrap();
-        line
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 #[test]
 fn a_copied_image_is_restored() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 32).unwrap();
-    let server = Server::start(scene.images().parent().unwrap(), &[]);
-    let name = scene.images().file_name().unwrap().to_str().unwrap().to_owned();
+    let server = ImageExport::start(scene.images().parent().unwrap(), &[]).unwrap();
     let copies = tempfile::tempdir().unwrap();
     let copy = copies.path().join("copy");
 
-    let (copied, message) = server.pull(&name, &copy, &[]);
+    let (copied, message) = pull(server.port(), "images", &copy, &[]).unwrap();
     assert!(!copied && message.contains("run `rewake seal"), "{message}");
-    let sealed = Command::new(rewake().unwrap()).arg("seal").arg(scene.images()).output().unwrap();
-    assert!(sealed.status.success(), "{sealed:?}");
-    let (copied, message) = server.pull(&name, &copy, &[]);
+    let name = seal(&scene).unwrap();
+    let (copied, message) = pull(server.port(), &name, &copy, &[]).unwrap();
     assert!(copied && message.contains(" were sent, 0 B were here; image "), "{message}");
-    let verified = Command::new(rewake().unwrap()).arg("verify").arg(&copy).output().unwrap();
-    assert!(verified.status.success(), "{verified:?}");
+    verify(&copy).unwrap();
 
     fs::remove_dir_all(scene.images()).unwrap();
     scene.go().unwrap();
@@ -134,16 +87,16 @@ impl Images {
     }
 
     /// A server with a certificate of this name, with these options.
-    fn server(&self, name: &str, options: &[&str]) -> Server {
+    fn server(&self, name: &str, options: &[&str]) -> ImageExport {
         let mut all = self.options(&self.named(name));
         all.extend(options.iter().map(|option| (*option).to_owned()));
-        Server::start(&self.root(), &all)
+        ImageExport::start(&self.root(), &all).unwrap()
     }
 
     /// A client with these options is refused: it says this in its one line, and has no byte.
-    fn refused(&self, server: &Server, image: &str, options: &[String], reason: &str) {
+    fn refused(&self, server: &ImageExport, image: &str, options: &[String], reason: &str) {
         let start = Instant::now();
-        let (copied, message) = server.pull(image, &self.copy(), options);
+        let (copied, message) = pull(server.port(), image, &self.copy(), options).unwrap();
         assert!(!copied && message.lines().count() == 1 && message.contains(reason), "{message}");
         assert!(!self.copy().exists() && start.elapsed().as_secs() < 20);
     }
@@ -160,16 +113,16 @@ fn a_client_reads_the_images_that_its_certificate_permits() {
             "image {image}: this server's --allow permits this client's certificate to read web only"
         );
         images.refused(&server, image, &host_b, &reason);
-        assert!(server.said().contains(&reason));
+        assert!(server.said().unwrap().contains(&reason));
     }
     images.refused(&server, "web/1", &host_d, "its --allow names none of this certificate: ");
-    let said = server.said();
+    let said = server.said().unwrap();
     assert!(
         said.contains("not admitted: --allow names none of its certificate: ") && said.contains("host-d"),
         "{said}"
     );
     for (image, options) in [("web/1", &host_b), ("db/1", &host_c)] {
-        let (copied, message) = server.pull(image, &images.copy(), options);
+        let (copied, message) = pull(server.port(), image, &images.copy(), options).unwrap();
         assert!(copied, "{message}");
         let pages = fs::read(images.copy().join("pages-1.img")).unwrap();
         assert!(pages == image.repeat(4096).as_bytes());
@@ -189,11 +142,11 @@ fn a_client_that_the_ca_does_not_know_is_refused() {
         &stranger,
         "the peer does not accept this side's certificate (UnknownCA)",
     );
-    let said = server.said();
+    let said = server.said().unwrap();
     assert!(said.contains("the peer's certificate is of no CA in --tls-cacert"), "{said}");
     // Without a certificate, and without TLS at all.
     images.refused(&server, "web/1", &[], "or one with --tls?");
-    let said = server.said();
+    let said = server.said().unwrap();
     assert!(said.contains("the peer does not use TLS: start it with --tls, too"), "{said}");
 }
 
@@ -208,9 +161,9 @@ fn a_server_that_is_not_the_named_host_is_refused() {
         &client,
         "host-a\"): expected 127.0.0.1, the address that this side was given",
     );
-    let said = server.said();
+    let said = server.said().unwrap();
     assert!(said.contains("the peer does not accept this side's certificate"), "{said}");
-    let in_clear = Server::start(&images.root(), &[]);
+    let in_clear = ImageExport::start(&images.root(), &[]).unwrap();
     images.refused(&in_clear, "web/1", &client, "the peer closed the connection during the TLS handshake");
 }
 

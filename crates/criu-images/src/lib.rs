@@ -11,6 +11,7 @@
 pub mod amdgpu;
 mod digest;
 mod dir;
+mod eager;
 mod error;
 mod files;
 mod frame;

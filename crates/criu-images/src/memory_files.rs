@@ -200,7 +200,7 @@ impl ImageDir {
 }
 
 /// Returns the owner in the name of a pagemap: a pid, or the id of shared memory after a word.
-fn pagemap_owner(name: &str) -> Option<&str> {
+pub(crate) fn pagemap_owner(name: &str) -> Option<&str> {
     name.strip_prefix("pagemap-")?.strip_suffix(".img")
 }
 

@@ -13,8 +13,11 @@ use rewake_image_io::FetchRequest;
 
 /// Readers that a fetcher wakes at most: one bit of a word for each.
 pub const MAX_READERS: usize = 64;
-/// Descriptors of a message at most: [`FetchOrder::Start`] has four more than readers.
-const MAX_DESCRIPTORS: usize = MAX_READERS + 4;
+/// Files of a message at most.
+const MAX_FILES: usize = 64;
+/// Descriptors of a message at most.
+const MAX_DESCRIPTORS: usize = 64;
+const _: () = assert!(MAX_READERS <= MAX_DESCRIPTORS && MAX_FILES <= MAX_DESCRIPTORS);
 /// Bytes of a message at most.
 const MAX_MESSAGE: usize = 4096;
 
@@ -29,16 +32,16 @@ pub enum FetchOrder {
         again: bool,
         /// The plan.
         plan: OwnedFd,
-        /// The cache file.
-        cache: OwnedFd,
         /// The presence map.
         presence: OwnedFd,
         /// The connection of `--ps-socket`.
         connected: Option<OwnedFd>,
     },
+    /// Write into these files. The next messages bring more of them, until the plan has all.
+    Files(Vec<OwnedFd>),
     /// Wake these readers from now on: eventfds.
     Readers(Vec<OwnedFd>),
-    /// All memory is resident: send the last message, and end.
+    /// All memory is resident: send the last message to a page server, or fetch the rest of an image. Then end.
     Finish,
 }
 
@@ -54,7 +57,7 @@ pub enum FetchReport {
         /// What happened.
         reason: String,
     },
-    /// The peer has received the last message.
+    /// The peer has received the last message, or all has arrived.
     Closed,
 }
 
@@ -64,6 +67,7 @@ const FINISH: u8 = 4;
 const CONNECTED: u8 = 5;
 const FAILED: u8 = 6;
 const CLOSED: u8 = 7;
+const FILES: u8 = 8;
 
 /// Sends [`FetchOrder::Start`].
 ///
@@ -72,11 +76,19 @@ const CLOSED: u8 = 7;
 pub fn send_start(
     socket: BorrowedFd<'_>,
     again: bool,
-    [plan, cache, presence]: [BorrowedFd<'_>; 3],
+    [plan, presence]: [BorrowedFd<'_>; 2],
     connected: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
-    let descriptors: Vec<BorrowedFd<'_>> = [plan, cache, presence].into_iter().chain(connected).collect();
+    let descriptors: Vec<BorrowedFd<'_>> = [plan, presence].into_iter().chain(connected).collect();
     send(socket, &[START, again.into()], &descriptors)
+}
+
+/// Sends [`FetchOrder::Files`]: all files of the plan, in its order.
+///
+/// # Errors
+/// The fetcher has ended.
+pub fn send_files(socket: BorrowedFd<'_>, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    files.chunks(MAX_FILES).try_for_each(|some| send(socket, &[FILES], some))
 }
 
 /// Sends [`FetchOrder::Readers`].
@@ -124,10 +136,10 @@ pub(crate) fn receive_order(socket: BorrowedFd<'_>) -> io::Result<Option<FetchOr
         [START, again] => FetchOrder::Start {
             again: *again != 0,
             plan: next()?,
-            cache: next()?,
             presence: next()?,
             connected: descriptors.next(),
         },
+        [FILES] => FetchOrder::Files(descriptors.collect()),
         [READERS] => FetchOrder::Readers(descriptors.collect()),
         [FINISH] => FetchOrder::Finish,
         _ => return Err(foreign()),

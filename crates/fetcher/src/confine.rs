@@ -4,7 +4,7 @@
 //! * It has no capabilities, and gets no new privileges.
 //! * Landlock, where the kernel has it: it may access no path, and connect to the peer's ports only.
 //! * seccomp: it may use sockets, memory, and the files that the streamer sent.
-//! * Limits: the length of the cache file; no core file.
+//! * Limits: the length of the files; no core file.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -39,7 +39,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_ppoll,
     libc::SYS_fcntl,
     libc::SYS_close,
-    // The cache file.
+    // The files.
     libc::SYS_pwrite64,
     // Memory.
     libc::SYS_brk,
@@ -72,7 +72,7 @@ const ALLOWED: &[libc::c_long] = &[
 /// # Errors
 /// The kernel refuses a limit or has no seccomp filters: then no connection is made.
 pub(crate) fn confine(plan: &FetchPlan) -> io::Result<()> {
-    setrlimit(Resource::RLIMIT_FSIZE, plan.cache, plan.cache)?;
+    setrlimit(Resource::RLIMIT_FSIZE, plan.len, plan.len)?;
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
     drop_capabilities()?;
     restrict(&plan.peer).map_err(|error| io::Error::other(format!("Landlock: {error}")))?;
@@ -137,6 +137,7 @@ mod tests {
     use nix::unistd::{ForkResult, fork};
 
     use super::*;
+    use crate::plan::FetchedMemory;
 
     /// Makes a system call in a confined child. Returns the signal that ended it; none if it exited.
     fn signal_of(call: impl Fn() -> i64) -> Option<Signal> {
@@ -144,8 +145,8 @@ mod tests {
         match unsafe { fork() }.unwrap() {
             ForkResult::Child => {
                 let layout = rewake_page_protocol::HeaderLayout::Wide;
-                let plan =
-                    FetchPlan { peer: PagePeer::Connected, tls: None, layout, cache: 0, extents: Vec::new() };
+                let memory = FetchedMemory::Pages { layout, extents: Vec::new() };
+                let plan = FetchPlan { peer: PagePeer::Connected, tls: None, len: 0, memory };
                 let code = if confine(&plan).is_ok() { 0 } else { 1 };
                 call();
                 // SAFETY: it ends this process.

@@ -1,23 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The fetcher: the process that brings missing pages of an image from a page server.
+//! The fetcher: the process that brings missing pages of an image from a page server, or from an image server.
 //!
 //! A streamer starts it (`rewake fetcher`), so that no network code runs in a process that holds userfaultfds. It
-//! writes pages into a cache file and sets their bits in a [presence map](rewake_image_io::PresenceMap).
+//! writes pages into a cache file, or into the files of the image, and sets their bits in a [presence
+//! map](rewake_image_io::PresenceMap).
 //!
-//! * [`plan`]: which bytes of the cache file are which pages of which task, and where the peer is.
+//! * [`plan`]: what each page of the presence map is at the peer, and where the peer is.
 //! * [`channel`]: the messages between streamer and fetcher.
-//! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire`: the protocol on it.
-//!   `queue`: which pages are requested next.
+//! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire` and `image_wire`: the
+//!   protocols on it. `queue`: which pages are requested next.
 //! * [`process`]: the fetcher itself. Start here. `confine`: what it may do.
+//! * [`unread`]: how a streamer ends a connection as a failure.
 //!
-//! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, or `rewake page-server --lazy-pages`. Its
-//! answers are hostile input: their lengths and addresses must be those of a request.
+//! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, `rewake page-server --lazy-pages`, or `rewake
+//! export`. Its answers are hostile input: their lengths and addresses must be those of a request.
 
 pub mod channel;
 mod confine;
+mod image_wire;
 mod peer;
 pub mod plan;
 pub mod process;
 mod queue;
 mod stream;
+pub mod unread;
 mod wire;

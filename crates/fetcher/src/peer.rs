@@ -58,10 +58,10 @@ impl PeerSocket {
                     sleep(RECONNECT_PAUSE);
                 }
                 Err(error) if again => bail!(
-                    "connecting again: {error}: pages can be fetched on only if the page server serves several \
-                     connections (`rewake page-server --lazy-pages --keep-listening`)"
+                    "connecting again: {error}: pages can be fetched on only if the server serves several connections \
+                     (`rewake export`, `rewake page-server --lazy-pages --keep-listening`)"
                 ),
-                Err(error) => return Err(error).context("connecting: does the page server listen there?"),
+                Err(error) => return Err(error).context("connecting: does the server listen there?"),
             }
         }
     }

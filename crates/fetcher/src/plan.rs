@@ -1,24 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a fetcher fetches: the peer, and the pages that the bytes of the cache file are.
+//! What a fetcher fetches: the peer, and the memory there that each page of the presence map is.
 //!
 //! The streamer writes it into a memory file. A fetcher that is started again gets the same one. All numbers have the
 //! byte order of the machine:
 //!
 //! ```text
-//! MAGIC [8], header length u32, cache length u64, peer: length u32, text, TLS: length u32, text
-//! extents u64, each: first page of the cache u64, address u64, pages u64, pid u32
+//! MAGIC [8], bytes of the presence map's files u64, peer: length u32, text, TLS: length u32, text
+//! length of a header u32 (0: an image server)
+//! page server: extents u64, each: first page of the map u64, address u64, pages u64, pid u32
+//! image server: image: length u32, text, id [32], files u64, each: first page of the map u64, length u64, number u32
 //! ```
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_images::PAGE;
+use rewake_criu_images::{Digest, PAGE};
 use rewake_criu_tls::{TlsClient, TlsOptions};
 use rewake_page_protocol::HeaderLayout;
+
+use crate::queue::BLOCK_PAGES;
 
 const MAGIC: [u8; 8] = *b"rewakefq";
 /// Bytes of the longest text of a peer.
@@ -27,8 +32,10 @@ const MAX_PEER: usize = 4096;
 const MAX_TLS: usize = 5 * 4096;
 /// Bytes of an extent.
 const EXTENT: usize = 28;
+/// Bytes of a file of an image.
+const FILE: usize = 20;
 
-/// The page server that has the pages.
+/// The server that has the pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PagePeer {
     /// A TCP port: the addresses of one host.
@@ -54,7 +61,7 @@ pub struct PeerTls {
 /// Pages that are contiguous in the cache file and in a task's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FetchExtent {
-    /// The first page of the cache file.
+    /// The first page of the presence map, and of the cache file.
     pub first: u64,
     /// The address at the dump.
     pub vaddr: u64,
@@ -64,6 +71,38 @@ pub struct FetchExtent {
     pub pid: u32,
 }
 
+/// A file of an image whose missing blocks an image server has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SparseFile {
+    /// Its first page in the presence map: the first of a block.
+    pub first: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// Its number in the manifest, from 1.
+    pub number: u32,
+}
+
+/// What the peer is asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FetchedMemory {
+    /// Pages of tasks, of a page server. They are written into one cache file.
+    Pages {
+        /// The layout of its headers: that of the CRIU that made the image.
+        layout: HeaderLayout,
+        /// The pages, in the order of the cache file.
+        extents: Vec<FetchExtent>,
+    },
+    /// Blocks of files, of an image server. They are written into the same files of this host.
+    Files {
+        /// The name of the image there.
+        image: String,
+        /// Its id.
+        id: Digest,
+        /// The files, in the order of the presence map.
+        files: Vec<SparseFile>,
+    },
+}
+
 /// What a fetcher fetches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FetchPlan {
@@ -71,12 +110,18 @@ pub struct FetchPlan {
     pub peer: PagePeer,
     /// How the connection is encrypted; none: it is not.
     pub tls: Option<PeerTls>,
-    /// The layout of its headers: that of the CRIU that made the image.
-    pub layout: HeaderLayout,
-    /// Bytes of the cache file.
-    pub cache: u64,
-    /// The pages, in the order of the cache file.
-    pub extents: Vec<FetchExtent>,
+    /// Bytes that the presence map is for: of the cache file, or of all files, each up to the border of a block.
+    pub len: u64,
+    /// What is fetched.
+    pub memory: FetchedMemory,
+}
+
+impl SparseFile {
+    /// Returns the number of pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.len.div_ceil(PAGE)
+    }
 }
 
 impl std::fmt::Display for PagePeer {
@@ -154,27 +199,87 @@ impl PeerTls {
 }
 
 impl FetchPlan {
+    /// Returns the peer's name for messages.
+    #[must_use]
+    pub fn peer_name(&self) -> String {
+        match &self.memory {
+            FetchedMemory::Pages { .. } => format!("page server {}", self.peer),
+            FetchedMemory::Files { image, .. } => format!("image server {}, image {image}", self.peer),
+        }
+    }
+
+    /// Returns the number of files that are written.
+    #[must_use]
+    pub fn files(&self) -> usize {
+        match &self.memory {
+            FetchedMemory::Pages { .. } => 1,
+            FetchedMemory::Files { files, .. } => files.len(),
+        }
+    }
+
+    /// Returns the runs of pages of the presence map that can be requested.
+    pub(crate) fn runs(&self) -> Vec<Range<u64>> {
+        match &self.memory {
+            FetchedMemory::Pages { extents, .. } => {
+                extents.iter().map(|extent| extent.first..extent.first + extent.pages).collect()
+            }
+            FetchedMemory::Files { files, .. } => {
+                files.iter().map(|file| file.first..file.first + file.pages()).collect()
+            }
+        }
+    }
+
+    /// Returns the index of the file that a page of the presence map is in, and its offset there.
+    pub(crate) fn place(&self, page: u64) -> (usize, u64) {
+        match &self.memory {
+            FetchedMemory::Pages { .. } => (0, page * PAGE),
+            FetchedMemory::Files { files, .. } => {
+                let at = files.partition_point(|file| file.first <= page).saturating_sub(1);
+                (at, files.get(at).map_or(0, |file| (page - file.first) * PAGE))
+            }
+        }
+    }
+
     /// Writes the plan into a memory file.
     ///
     /// # Errors
-    /// ENOMEM; or a path is too long.
+    /// ENOMEM; or a path or a name is too long.
     pub fn write(&self, memory: &File) -> anyhow::Result<()> {
-        let peer = self.peer.to_text()?;
         let mut out = BufWriter::new(memory);
         out.write_all(&MAGIC)?;
-        out.write_all(&u32::try_from(self.layout.len())?.to_ne_bytes())?;
-        out.write_all(&self.cache.to_ne_bytes())?;
+        out.write_all(&self.len.to_ne_bytes())?;
         let tls = self.tls.as_ref().map(PeerTls::to_text).transpose()?.unwrap_or_default();
-        for text in [peer, tls] {
-            out.write_all(&u32::try_from(text.len())?.to_ne_bytes())?;
-            out.write_all(text.as_bytes())?;
+        for of in [self.peer.to_text()?, tls] {
+            write_text(&mut out, &of)?;
         }
-        out.write_all(&(self.extents.len() as u64).to_ne_bytes())?;
-        for extent in &self.extents {
-            for value in [extent.first, extent.vaddr, extent.pages] {
-                out.write_all(&value.to_ne_bytes())?;
+        match &self.memory {
+            FetchedMemory::Pages { layout, extents } => {
+                out.write_all(&u32::try_from(layout.len())?.to_ne_bytes())?;
+                out.write_all(&(extents.len() as u64).to_ne_bytes())?;
+                for extent in extents {
+                    for value in [extent.first, extent.vaddr, extent.pages] {
+                        out.write_all(&value.to_ne_bytes())?;
+                    }
+                    out.write_all(&extent.pid.to_ne_bytes())?;
+                }
             }
-            out.write_all(&extent.pid.to_ne_bytes())?;
+            FetchedMemory::Files { image, id, files } => {
+                out.write_all(&0u32.to_ne_bytes())?;
+                ensure!(
+                    image.len() <= MAX_PEER,
+                    "an image's name of {} bytes, more than {MAX_PEER}",
+                    image.len()
+                );
+                write_text(&mut out, image)?;
+                out.write_all(&id.0)?;
+                out.write_all(&(files.len() as u64).to_ne_bytes())?;
+                for file in files {
+                    for value in [file.first, file.len] {
+                        out.write_all(&value.to_ne_bytes())?;
+                    }
+                    out.write_all(&file.number.to_ne_bytes())?;
+                }
+            }
         }
         Ok(out.flush()?)
     }
@@ -182,44 +287,84 @@ impl FetchPlan {
     /// Reads a plan.
     ///
     /// # Errors
-    /// It is no plan, or its extents are not in order inside the cache file.
+    /// It is no plan, or what it has is not in order inside the presence map.
     pub fn read(memory: &File) -> anyhow::Result<Self> {
         let len = usize::try_from(memory.metadata()?.len())?;
         let mut bytes = vec![0; len];
         memory.read_exact_at(&mut bytes, 0)?;
         let mut input = bytes.as_slice();
         ensure!(array::<8>(&mut input)? == MAGIC, "expected the magic number of a fetch plan");
-        let layout = match u32::from_ne_bytes(array(&mut input)?) as usize {
-            len if len == HeaderLayout::Narrow.len() => HeaderLayout::Narrow,
-            len if len == HeaderLayout::Wide.len() => HeaderLayout::Wide,
-            len => bail!("headers of {len} bytes"),
-        };
-        let cache = u64::from_ne_bytes(array(&mut input)?);
+        let len = u64::from_ne_bytes(array(&mut input)?);
         let peer = PagePeer::parse(text(&mut input).context("the peer's address")?)?;
         let tls = Some(text(&mut input).context("the options of TLS")?).filter(|text| !text.is_empty());
         let tls = tls.map(PeerTls::parse).transpose()?;
-        let count = usize::try_from(u64::from_ne_bytes(array(&mut input)?))?;
-        ensure!(count.checked_mul(EXTENT) == Some(input.len()), "{count} extents in {} bytes", input.len());
-        let mut extents = Vec::with_capacity(count);
-        for _ in 0..count {
-            let [first, vaddr, pages] = [(); 3].map(|()| array(&mut input).map(u64::from_ne_bytes));
-            let (first, vaddr, pages) = (first?, vaddr?, pages?);
-            extents.push(FetchExtent { first, vaddr, pages, pid: u32::from_ne_bytes(array(&mut input)?) });
+        let layouts = [HeaderLayout::Narrow, HeaderLayout::Wide];
+        let header = u32::from_ne_bytes(array(&mut input)?) as usize;
+        let memory = match layouts.into_iter().find(|layout| layout.len() == header) {
+            Some(layout) => FetchedMemory::Pages { layout, extents: extents(&mut input)? },
+            None if header == 0 => {
+                let image = text(&mut input).context("the image's name")?.to_owned();
+                FetchedMemory::Files { image, id: Digest(array(&mut input)?), files: files(&mut input)? }
+            }
+            None => bail!("headers of {header} bytes"),
+        };
+        let plan = Self { peer, tls, len, memory };
+        plan.check()?;
+        Ok(plan)
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        let (pages, unit) = match &self.memory {
+            FetchedMemory::Pages { .. } => (self.len / PAGE, 1),
+            FetchedMemory::Files { .. } => (self.len / PAGE, BLOCK_PAGES),
+        };
+        let mut end = 0;
+        for run in self.runs() {
+            let inside = !run.is_empty() && run.start >= end && run.end <= pages;
+            ensure!(
+                inside && run.start.is_multiple_of(unit),
+                "pages {run:x?} after page {end:#x} of a presence map of {pages} pages"
+            );
+            end = run.end;
         }
-        check(&extents, cache)?;
-        Ok(Self { peer, tls, layout, cache, extents })
+        Ok(())
     }
 }
 
-fn check(extents: &[FetchExtent], cache: u64) -> anyhow::Result<()> {
-    let mut end = 0;
-    for extent in extents {
-        let stop = extent.first.checked_add(extent.pages).context("an extent that ends nowhere")?;
-        let inside = extent.pages > 0 && extent.first >= end && stop <= cache / PAGE;
-        ensure!(inside, "{extent:x?} after page {end:#x} of a cache file of {cache} bytes");
-        end = stop;
+fn extents(input: &mut &[u8]) -> anyhow::Result<Vec<FetchExtent>> {
+    let count = count(input, EXTENT)?;
+    let mut extents = Vec::with_capacity(count);
+    for _ in 0..count {
+        let [first, vaddr, pages] = [(); 3].map(|()| array(input).map(u64::from_ne_bytes));
+        let (first, vaddr, pages) = (first?, vaddr?, pages?);
+        first.checked_add(pages).context("an extent that ends nowhere")?;
+        extents.push(FetchExtent { first, vaddr, pages, pid: u32::from_ne_bytes(array(input)?) });
     }
-    Ok(())
+    Ok(extents)
+}
+
+fn files(input: &mut &[u8]) -> anyhow::Result<Vec<SparseFile>> {
+    let count = count(input, FILE)?;
+    let mut files = Vec::with_capacity(count);
+    for _ in 0..count {
+        let [first, len] = [(); 2].map(|()| array(input).map(u64::from_ne_bytes));
+        let (first, len) = (first?, len?);
+        first.checked_add(len).context("a file that ends nowhere")?;
+        files.push(SparseFile { first, len, number: u32::from_ne_bytes(array(input)?) });
+    }
+    Ok(files)
+}
+
+/// Reads a number of records of this length, which must be the rest of the plan.
+fn count(input: &mut &[u8], record: usize) -> anyhow::Result<usize> {
+    let count = usize::try_from(u64::from_ne_bytes(array(input)?))?;
+    ensure!(count.checked_mul(record) == Some(input.len()), "{count} records in {} bytes", input.len());
+    Ok(count)
+}
+
+fn write_text(out: &mut impl Write, text: &str) -> anyhow::Result<()> {
+    out.write_all(&u32::try_from(text.len())?.to_ne_bytes())?;
+    Ok(out.write_all(text.as_bytes())?)
 }
 
 fn array<const N: usize>(input: &mut &[u8]) -> io::Result<[u8; N]> {
@@ -242,7 +387,18 @@ mod tests {
     fn plan(peer: PagePeer) -> FetchPlan {
         let extent = |first, vaddr, pages| FetchExtent { first, vaddr, pages, pid: 7 };
         let extents = vec![extent(0, 0x1000, 3), extent(16, 0x9000_0000, 1)];
-        FetchPlan { peer, tls: None, layout: HeaderLayout::Narrow, cache: 17 * PAGE, extents }
+        let memory = FetchedMemory::Pages { layout: HeaderLayout::Narrow, extents };
+        FetchPlan { peer, tls: None, len: 17 * PAGE, memory }
+    }
+
+    fn of_files(files: Vec<SparseFile>) -> FetchPlan {
+        let memory = FetchedMemory::Files { image: "web/1".into(), id: Digest([7; 32]), files };
+        FetchPlan { peer: PagePeer::Connected, tls: None, len: 32 * PAGE, memory }
+    }
+
+    fn two_files() -> Vec<SparseFile> {
+        let file = |first, len, number| SparseFile { first, len, number };
+        vec![file(0, 3 * PAGE, 4), file(16, 15 * PAGE + 1, 9)]
     }
 
     fn reread(plan: &FetchPlan) -> anyhow::Result<FetchPlan> {
@@ -278,12 +434,33 @@ mod tests {
     }
 
     #[test]
-    fn extents_that_overlap_or_are_outside_are_refused() {
-        let mut overlapping = plan(PagePeer::Connected);
-        overlapping.extents[1].first = 2;
-        let mut outside = plan(PagePeer::Connected);
-        outside.extents[1].pages = 2;
-        for bad in [overlapping, outside] {
+    fn files_that_are_written_are_read_and_found_by_pages() {
+        let plan = of_files(two_files());
+        assert_eq!(reread(&plan).unwrap(), plan);
+        assert_eq!(plan.runs(), [0..3, 16..32]);
+        assert_eq!([plan.place(2), plan.place(16), plan.place(31)], [(0, 2 * PAGE), (1, 0), (1, 15 * PAGE)]);
+    }
+
+    #[test]
+    fn extents_and_files_that_overlap_or_are_outside_are_refused() {
+        let spoiled = |spoil: &dyn Fn(&mut Vec<FetchExtent>)| {
+            let mut plan = plan(PagePeer::Connected);
+            let FetchedMemory::Pages { extents, .. } = &mut plan.memory else { panic!("{plan:?}") };
+            spoil(extents);
+            plan
+        };
+        let file = |first, len| of_files(vec![SparseFile { first, len, number: 1 }]);
+        let bad = [
+            spoiled(&|extents| extents[1].first = 2),
+            spoiled(&|extents| extents[1].pages = 2),
+            spoiled(&|extents| extents[1].pages = u64::MAX),
+            file(16, 17 * PAGE),
+            file(3, PAGE),
+            file(0, 0),
+            file(16, u64::MAX - 16),
+            of_files(two_files().into_iter().rev().collect()),
+        ];
+        for bad in bad {
             assert!(reread(&bad).is_err(), "{bad:?}");
         }
     }

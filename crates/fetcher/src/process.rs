@@ -2,29 +2,30 @@
 //! The fetcher: one thread that waits for the streamer's requests and for the peer's answers.
 //!
 //! Standard input is the socket to the streamer. It connects to the peer when the first page is requested: a CRIU that
-//! dumped its program serves one connection, and takes its end for success. It ends when the streamer has closed the
-//! socket, or after the last message.
+//! dumped its program serves one connection, and takes its end for success. To an image server it has a connection for
+//! page faults, and one for the background. It ends when the streamer has closed the socket, or after the last message.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
-use rewake_criu_images::PAGE;
 use rewake_criu_tls::{HandshakeError, TlsClient};
 use rewake_image_io::PresenceWriter;
 use rewake_process::descriptors;
 
 use crate::channel::{self, FetchOrder, MAX_READERS};
 use crate::confine::confine;
+use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
-use crate::plan::{FetchPlan, PagePeer, PeerTls};
-use crate::queue::FetchQueue;
+use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
+use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
 use crate::stream::PageStream;
 use crate::wire::{PageWire, PeerEnded};
 
@@ -81,54 +82,98 @@ impl From<anyhow::Error> for FetchEnd {
     }
 }
 
+/// A connection with the protocol of its peer.
+#[derive(Debug)]
+enum PeerWire {
+    Pages(PageWire),
+    Image(ImageWire),
+}
+
+/// What the peer has, shared by the connections.
+#[derive(Debug)]
+enum PeerMemory {
+    Pages(Rc<[FetchExtent]>),
+    Files(Rc<[SparseFile]>),
+}
+
+/// A connection to the peer.
+#[derive(Debug)]
+struct Connection {
+    wire: PeerWire,
+    /// When the last byte arrived, or the first request after it was sent.
+    alive: Instant,
+}
+
 /// A fetcher that has its first order.
 struct Fetcher {
     plan: FetchPlan,
+    memory: PeerMemory,
     tls: Option<TlsClient>,
     /// Whether an earlier fetcher had a connection.
     again: bool,
-    cache: File,
+    /// The files that are written.
+    files: Vec<File>,
     presence: PresenceWriter,
     connected: Option<OwnedFd>,
     queue: FetchQueue,
     readers: Vec<File>,
-    wire: Option<PageWire>,
+    connections: [Option<Connection>; LANES],
     finishing: bool,
-    /// When the last byte arrived, or the first request after it was sent.
-    alive: Instant,
     fetched: u64,
 }
 
 fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
     wait(&[socket], Some(START_TIME))?;
     let order = channel::receive_order(socket).context("the first order")?;
-    let Some(FetchOrder::Start { again, plan, cache, presence, connected }) = order else {
+    let Some(FetchOrder::Start { again, plan, presence, connected }) = order else {
         bail!("expected the first order, found {order:?}")
     };
     let make = || -> anyhow::Result<Fetcher> {
-        let mut plan = FetchPlan::read(&File::from(plan)).context("the fetch plan")?;
-        let presence = PresenceWriter::open(presence.as_fd(), plan.cache).context("the presence map")?;
-        let queue = FetchQueue::new(std::mem::take(&mut plan.extents));
+        let plan = FetchPlan::read(&File::from(plan)).context("the fetch plan")?;
+        let presence = PresenceWriter::open(presence.as_fd(), plan.len).context("the presence map")?;
+        let (memory, limits) = match &plan.memory {
+            FetchedMemory::Pages { extents, .. } => {
+                (PeerMemory::Pages(extents.as_slice().into()), OF_PAGE_SERVER)
+            }
+            FetchedMemory::Files { files, .. } => {
+                (PeerMemory::Files(files.as_slice().into()), OF_IMAGE_SERVER)
+            }
+        };
+        let queue = FetchQueue::new(plan.runs(), limits);
+        let files = files(socket, plan.files()).context("the files to write")?;
         let tls = plan.tls.as_ref().map(PeerTls::client).transpose()?;
         confine(&plan).context("confining the fetcher")?;
-        let (readers, alive, fetched) = (Vec::new(), Instant::now(), 0);
-        let (cache, wire, finishing) = (File::from(cache), None, false);
+        let (readers, connections, finishing, fetched) = (Vec::new(), [None, None], false, 0);
         Ok(Fetcher {
             plan,
+            memory,
             tls,
             again,
-            cache,
+            files,
             presence,
             connected,
             queue,
             readers,
-            wire,
+            connections,
             finishing,
-            alive,
             fetched,
         })
     };
     Ok(make().map_err(FetchEnd::from))
+}
+
+/// Receives so many files.
+fn files(socket: BorrowedFd<'_>, count: usize) -> anyhow::Result<Vec<File>> {
+    let deadline = Instant::now() + START_TIME;
+    let mut files: Vec<File> = Vec::new();
+    while files.len() < count {
+        match channel::receive_order(socket)? {
+            Some(FetchOrder::Files(some)) => files.extend(some.into_iter().map(File::from)),
+            None if Instant::now() < deadline => drop(wait(&[socket], Some(START_TIME))?),
+            other => bail!("expected {count} files, found {} and {other:?}", files.len()),
+        }
+    }
+    Ok(files)
 }
 
 impl Fetcher {
@@ -136,25 +181,33 @@ impl Fetcher {
     fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
         loop {
             self.take_orders(socket)?;
-            let mut requests = Vec::new();
+            let mut requests: [Vec<FlightPages>; LANES] = Default::default();
             let now = Instant::now();
             while let Some(flight) = self.queue.next(self.presence.map(), now)? {
-                requests.push(flight);
+                requests[self.queue.lane(flight.class)].push(flight);
             }
             self.wake();
-            if !requests.is_empty() || self.finishing {
-                self.connect(socket)?;
-            }
-            let failed = |fetcher: &Self, error: anyhow::Error| fetcher.failed(error);
-            if let Some(wire) = self.wire.as_mut().filter(|_| !requests.is_empty()) {
-                let sent = wire.request(&requests);
-                sent.map_err(|error| failed(self, error))?;
+            for (lane, requests) in requests.iter().enumerate().filter(|(_, of)| !of.is_empty()) {
+                self.request(socket, lane, requests)?;
             }
             if self.finishing && self.queue.is_idle() {
                 return self.close(socket);
             }
             self.wait(socket)?;
         }
+    }
+
+    fn request(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        lane: usize,
+        requests: &[FlightPages],
+    ) -> Result<(), FetchEnd> {
+        let sent = match &mut self.connect(socket, lane)?.wire {
+            PeerWire::Pages(wire) => wire.request(requests),
+            PeerWire::Image(wire) => wire.request(requests),
+        };
+        sent.map_err(|error| self.failed(error))
     }
 
     /// Takes the streamer's orders.
@@ -166,8 +219,13 @@ impl Fetcher {
                 Ok(Some(FetchOrder::Readers(readers))) => {
                     self.readers = readers.into_iter().take(MAX_READERS).map(File::from).collect();
                 }
-                Ok(Some(FetchOrder::Finish)) => self.finishing = true,
-                Ok(Some(FetchOrder::Start { .. })) => {
+                Ok(Some(FetchOrder::Finish)) => {
+                    self.finishing = true;
+                    if let PeerMemory::Files(_) = self.memory {
+                        self.queue.add_all();
+                    }
+                }
+                Ok(Some(FetchOrder::Start { .. } | FetchOrder::Files(_))) => {
                     return Err(anyhow::anyhow!("a second first order of the streamer").into());
                 }
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
@@ -179,99 +237,129 @@ impl Fetcher {
         Ok(())
     }
 
-    fn connect(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
-        if self.wire.is_some() {
-            return Ok(());
+    /// Returns a connection, which is made if there is none.
+    fn connect(&mut self, socket: BorrowedFd<'_>, lane: usize) -> Result<&mut Connection, FetchEnd> {
+        if self.connections[lane].is_none() {
+            let connection = self.new_connection(socket)?;
+            self.connections[lane] = Some(connection);
         }
+        self.connections[lane].as_mut().context("a connection").map_err(FetchEnd::from)
+    }
+
+    fn new_connection(&mut self, socket: BorrowedFd<'_>) -> Result<Connection, FetchEnd> {
         let mut connect = || -> anyhow::Result<PeerSocket> {
             let peer = PeerSocket::connect(&self.plan.peer, self.connected.take(), self.again)?;
             channel::report_connected(socket, peer.as_fd()).context("reporting the connection")?;
             Ok(peer)
         };
-        let peer = connect().with_context(|| format!("page server {}", self.plan.peer))?;
+        let peer = connect().with_context(|| self.plan.peer_name())?;
         // The streamer has a duplicate by now: a peer that is refused sees an end only when the targets have ended.
         let stream = PageStream::begin(peer, self.tls.as_ref()).map_err(|error| self.failed(error.into()))?;
-        self.wire = Some(PageWire::new(stream, self.plan.layout));
-        self.alive = Instant::now();
-        Ok(())
+        let wire = match (&self.plan.memory, &self.memory) {
+            (FetchedMemory::Files { image, id, .. }, PeerMemory::Files(files)) => {
+                let opened = ImageWire::open(stream, image, *id, Rc::clone(files));
+                PeerWire::Image(opened.map_err(|error| self.failed(error))?)
+            }
+            (FetchedMemory::Pages { layout, .. }, PeerMemory::Pages(extents)) => {
+                PeerWire::Pages(PageWire::new(stream, *layout, Rc::clone(extents)))
+            }
+            _ => unreachable!("both are made of the plan"),
+        };
+        Ok(Connection { wire, alive: Instant::now() })
     }
 
     /// Waits for the streamer or the peer, and takes what the peer has sent.
     fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
-        let due = !self.queue.is_idle();
-        let limit = due.then(|| ANSWER_TIME.saturating_sub(self.alive.elapsed()));
-        let ready = match &self.wire {
-            Some(wire) => wait(&[socket, wire.stream.as_fd()], limit)?,
-            None => wait(&[socket], limit)?,
-        };
-        if ready.get(1).copied().unwrap_or(false) {
-            return self.receive().map_err(|error| self.failed(error));
+        let mut limit = None;
+        let (mut descriptors, mut lanes) = (vec![socket], Vec::new());
+        for (lane, connection) in self.connections.iter().enumerate() {
+            let Some(connection) = connection else { continue };
+            if self.queue.expected(lane).is_some() {
+                let left = ANSWER_TIME.saturating_sub(connection.alive.elapsed());
+                limit = Some(limit.map_or(left, |limit: Duration| limit.min(left)));
+            }
+            descriptors.push(connection.wire.as_fd());
+            lanes.push(lane);
         }
-        if due && self.alive.elapsed() >= ANSWER_TIME {
-            let error = anyhow::anyhow!("no byte of an answer for {} s", ANSWER_TIME.as_secs());
-            return Err(self.failed(error));
+        let ready = wait(&descriptors, limit)?;
+        for (lane, _) in lanes.into_iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
+            self.receive(lane).map_err(|error| self.failed(error))?;
         }
-        if !due {
-            self.alive = Instant::now();
-        }
-        Ok(())
-    }
-
-    /// Takes what the peer has sent.
-    fn receive(&mut self) -> anyhow::Result<()> {
-        while let Some(wire) = &mut self.wire {
-            wire.receive()?;
-            self.alive = Instant::now();
-            self.take_answers()?;
-            if !self.wire.as_mut().is_some_and(|wire| wire.stream.is_ready()) {
-                break;
+        for (lane, connection) in self.connections.iter_mut().enumerate() {
+            let Some(connection) = connection else { continue };
+            if self.queue.expected(lane).is_none() {
+                connection.alive = Instant::now();
+            } else if connection.alive.elapsed() >= ANSWER_TIME {
+                let error = anyhow::anyhow!("no byte of an answer for {} s", ANSWER_TIME.as_secs());
+                return Err(self.failed(error));
             }
         }
         Ok(())
     }
 
-    /// Writes the whole answers that have arrived into the cache file.
-    fn take_answers(&mut self) -> anyhow::Result<()> {
-        let Some(wire) = &mut self.wire else { return Ok(()) };
-        while let Some(expected) = self.queue.expected().copied() {
+    /// Takes what the peer has sent on a connection.
+    fn receive(&mut self, lane: usize) -> anyhow::Result<()> {
+        loop {
+            let Some(connection) = &mut self.connections[lane] else { return Ok(()) };
+            connection.wire.receive()?;
+            connection.alive = Instant::now();
+            self.take_answers(lane)?;
+            if !self.connections[lane].as_mut().is_some_and(|connection| connection.wire.stream().is_ready())
+            {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Writes the answers that have arrived into the files.
+    fn take_answers(&mut self, lane: usize) -> anyhow::Result<()> {
+        let Some(Connection { wire, .. }) = &mut self.connections[lane] else { return Ok(()) };
+        while let Some(expected) = self.queue.expected(lane).copied() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
-            self.cache
-                .write_all_at(bytes, expected.first * PAGE)
-                .context("writing the cache file")
-                .context(LocalFailure)?;
-            self.presence.set(expected.first, pages);
-            wire.used(pages);
-            self.queue.answered(pages);
+            let (file, offset) = self.plan.place(expected.first);
+            let file = self.files.get(file).context("pages of no file").context(LocalFailure)?;
+            // The other connection may have brought them.
+            if !(expected.first..expected.first + pages).all(|page| self.presence.map().has_page(page)) {
+                file.write_all_at(bytes, offset).context("writing what has arrived").context(LocalFailure)?;
+                self.presence.set(expected.first, pages);
+            }
+            match wire {
+                PeerWire::Pages(wire) => {
+                    wire.used(pages);
+                    self.queue.answered(lane, pages);
+                }
+                PeerWire::Image(wire) => {
+                    wire.used(pages);
+                    self.queue.arrived(lane, pages);
+                }
+            }
             self.fetched += pages;
             wake(&self.readers, std::mem::take(&mut self.queue.to_wake));
         }
-        if self.queue.is_idle() && wire.has_more() {
+        if self.queue.expected(lane).is_none() && wire.has_more() {
             return Err(anyhow::anyhow!("bytes that answer no request").context(WrongAnswer));
         }
         Ok(())
     }
 
-    /// Sends the last message, and waits for its answer.
+    /// Sends the last message to a page server, and waits for its answer. All that was requested has arrived.
     fn close(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
-        let Some(mut wire) = self.wire.take() else { return Ok(()) };
-        let mut close = || -> anyhow::Result<()> {
-            wire.close(self.plan.peer == PagePeer::Connected)?;
-            let deadline = Instant::now() + ANSWER_TIME;
-            while !wire.is_closed()? {
-                let left = deadline.saturating_duration_since(Instant::now());
-                ensure!(!left.is_zero(), "no answer to the last message for {} s", ANSWER_TIME.as_secs());
-                if wait(&[wire.stream.as_fd()], Some(left))? == [true] {
-                    wire.receive()?;
-                }
+        if let PeerMemory::Pages(_) = self.memory {
+            self.connect(socket, 0)?;
+        }
+        for lane in 0..LANES {
+            let Some(connection) = self.connections[lane].take() else { continue };
+            let mut wire = connection.wire;
+            if let PeerWire::Pages(wire) = &mut wire {
+                let closed = end_session(wire, self.plan.peer == PagePeer::Connected);
+                closed.map_err(|error| self.failed(error))?;
             }
-            Ok(())
-        };
-        let closed = close();
-        closed.map_err(|error| self.failed(error))?;
+            self.presence.close();
+            // The peer has received the last message: how the connection ends does not matter any more.
+            let _ = wire.into_stream().end();
+        }
         self.presence.close();
-        // The peer has received the last message: how the connection ends does not matter any more.
-        let _ = wire.stream.end();
         // The streamer also sees it in the presence map.
         let _ = channel::report_closed(socket);
         Ok(())
@@ -293,7 +381,7 @@ impl Fetcher {
         } else {
             error
         };
-        let text = format!("page server {}, after {} pages", self.plan.peer, self.fetched);
+        let text = format!("{}, after {} pages", self.plan.peer_name(), self.fetched);
         FetchEnd::Failed { again, error: error.context(text) }
     }
 
@@ -307,6 +395,67 @@ impl Fetcher {
             None => !(is_first && error.is::<PeerEnded>()),
         }
     }
+}
+
+impl PeerWire {
+    fn receive(&mut self) -> anyhow::Result<()> {
+        match self {
+            Self::Pages(wire) => wire.receive(),
+            Self::Image(wire) => wire.receive(),
+        }
+    }
+
+    /// Returns the next pages of the answer to a request, and their bytes.
+    fn answer(&mut self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
+        match self {
+            Self::Pages(wire) => wire.answer(expected),
+            Self::Image(wire) => wire.answer(expected),
+        }
+    }
+
+    fn has_more(&self) -> bool {
+        match self {
+            Self::Pages(wire) => wire.has_more(),
+            Self::Image(wire) => wire.has_more(),
+        }
+    }
+
+    fn stream(&mut self) -> &mut PageStream {
+        match self {
+            Self::Pages(wire) => &mut wire.stream,
+            Self::Image(wire) => &mut wire.stream,
+        }
+    }
+
+    fn into_stream(self) -> PageStream {
+        match self {
+            Self::Pages(wire) => wire.stream,
+            Self::Image(wire) => wire.stream,
+        }
+    }
+}
+
+impl AsFd for PeerWire {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Pages(wire) => wire.stream.as_fd(),
+            Self::Image(wire) => wire.stream.as_fd(),
+        }
+    }
+}
+
+/// Sends the last message to a page server, and waits for its answer.
+fn end_session(wire: &mut PageWire, forced: bool) -> anyhow::Result<()> {
+    wire.close(forced)?;
+    let deadline = Instant::now() + ANSWER_TIME;
+    while !wire.is_closed()? {
+        let left = deadline.saturating_duration_since(Instant::now());
+        ensure!(!left.is_zero(), "no answer to the last message for {} s", ANSWER_TIME.as_secs());
+        if wait(&[wire.stream.as_fd()], Some(left))? == [true] {
+            wire.receive()?;
+        }
+    }
+    Ok(())
 }
 
 /// Marks an error: the peer violates the protocol.

@@ -2,8 +2,9 @@
 //! Decides which pages are requested next. It does no I/O.
 //!
 //! CRIU's protocol has one connection, and answers have the order of the requests. So a demand request waits for the
-//! answers to all requests that were sent before it. That bounds what may be in flight for the background load
-//! ([`QUIET_PAGES`], [`BUSY_PAGES`]).
+//! answers to all requests that were sent before it. That bounds what may be in flight for the background load. An image
+//! server has a connection for each class. A demand waits for no answer of the other connection: its block is requested
+//! again. But both share the link.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -11,18 +12,40 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_image_io::{Class, FetchRequest, PresenceMap};
-use rewake_page_protocol::PageRun;
 
-use crate::plan::FetchExtent;
-
-/// Pages of one request at most: 256 KiB, a background read of a streamer. CRIU's server needs some 100 µs for a
-/// request, whatever its length, and limits it to 1024 pages.
+/// Pages of a block: a part of one cannot be checked.
+pub(crate) const BLOCK_PAGES: u64 = rewake_image_io::BLOCK as u64 / rewake_criu_images::PAGE;
+/// Pages of one request to a page server at most: 256 KiB, a background read of a streamer. CRIU's server needs some
+/// 100 µs for a request, whatever its length, and limits it to 1024 pages.
 pub(crate) const MAX_PAGES: u64 = 64;
-/// Pages of background requests in flight while no thread waits: 512 KiB keep 4 Gbit/s busy over 1 ms.
-pub(crate) const QUIET_PAGES: u64 = 128;
-/// Pages of background requests in flight while threads wait, and [`QUIET_AFTER`] longer: 64 KiB take 0.5 ms of a
-/// link of 1 Gbit/s.
-pub(crate) const BUSY_PAGES: u64 = 16;
+
+/// What may be in flight.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FlightLimits {
+    /// Requests are whole multiples of so many pages, from a border of such units on.
+    unit: u64,
+    /// Pages of one background request at most.
+    request: u64,
+    /// Pages of background requests while no thread waits.
+    quiet: u64,
+    /// Pages of background requests while threads wait, and [`QUIET_AFTER`] longer. Small requests cost as much as
+    /// large ones: less than this is not requested while others are in flight.
+    busy: u64,
+    /// Whether the background has a connection of its own.
+    separate: bool,
+}
+
+/// For a page server: 512 KiB keep 4 Gbit/s busy over 1 ms; 64 KiB take 0.5 ms of a link of 1 Gbit/s.
+pub(crate) const OF_PAGE_SERVER: FlightLimits =
+    FlightLimits { unit: 1, request: MAX_PAGES, quiet: 128, busy: 16, separate: false };
+
+/// For an image server: 8 MiB keep 10 Gbit/s busy over 6 ms, in chunks; 128 KiB take 1 ms of a link of 1 Gbit/s.
+pub(crate) const OF_IMAGE_SERVER: FlightLimits =
+    FlightLimits { unit: BLOCK_PAGES, request: 512, quiet: 2048, busy: 32, separate: true };
+
+/// Connections of a fetcher at most.
+pub(crate) const LANES: usize = 2;
+
 /// After this time without a demand request, no further one is expected.
 const QUIET_AFTER: Duration = Duration::from_millis(5);
 /// Demand requests in flight at most: a thread waits for each.
@@ -38,15 +61,13 @@ struct WantedPages {
     readers: u64,
 }
 
-/// A request in flight.
+/// A request in flight: of pages of the presence map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FlightPages {
-    /// The first page of the cache file.
+    /// The first page.
     pub(crate) first: u64,
-    /// The task.
-    pub(crate) pid: u32,
-    /// The pages in its memory.
-    pub(crate) run: PageRun,
+    /// Their number.
+    pub(crate) pages: u64,
     pub(crate) class: Class,
     /// One bit for each reader to wake.
     pub(crate) readers: u64,
@@ -54,26 +75,34 @@ pub(crate) struct FlightPages {
 
 impl FlightPages {
     fn end(&self) -> u64 {
-        self.first + self.run.pages()
+        self.first + self.pages
     }
 }
 
 /// The requests of a streamer, and those in flight.
 #[derive(Debug)]
 pub(crate) struct FetchQueue {
-    extents: Vec<FetchExtent>,
+    /// Runs of pages that can be requested.
+    runs: Vec<Range<u64>>,
+    limits: FlightLimits,
     demand: VecDeque<WantedPages>,
     background: VecDeque<WantedPages>,
-    in_flight: VecDeque<FlightPages>,
+    /// By connection.
+    in_flight: [VecDeque<FlightPages>; LANES],
     last_demand: Option<Instant>,
     /// Readers whose pages have arrived.
     pub(crate) to_wake: u64,
 }
 
 impl FetchQueue {
-    pub(crate) fn new(extents: Vec<FetchExtent>) -> Self {
-        let (demand, background, in_flight) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
-        Self { extents, demand, background, in_flight, last_demand: None, to_wake: 0 }
+    pub(crate) fn new(runs: Vec<Range<u64>>, limits: FlightLimits) -> Self {
+        let (demand, background, in_flight) = (VecDeque::new(), VecDeque::new(), Default::default());
+        Self { runs, limits, demand, background, in_flight, last_demand: None, to_wake: 0 }
+    }
+
+    /// Returns the connection of a class.
+    pub(crate) fn lane(&self, class: Class) -> usize {
+        usize::from(self.limits.separate && class == Class::Background)
     }
 
     /// Adds a streamer's request.
@@ -83,7 +112,12 @@ impl FetchQueue {
     pub(crate) fn add(&mut self, request: &FetchRequest, now: Instant) -> anyhow::Result<()> {
         let end =
             request.first.checked_add(request.pages.into()).context("a request beyond the last page")?;
-        let wanted = WantedPages { pages: request.first..end, readers: 1 << (request.reader % 64) };
+        let (mut pages, unit) = (request.first..end, self.limits.unit);
+        if unit > 1 {
+            let run = run_of(&self.runs, pages.start)?;
+            pages = pages.start / unit * unit..end.next_multiple_of(unit).min(run.end);
+        }
+        let wanted = WantedPages { pages, readers: 1 << (request.reader % 64) };
         let queue = match request.class {
             Class::Demand => {
                 self.last_demand = Some(now);
@@ -96,14 +130,20 @@ impl FetchQueue {
         Ok(())
     }
 
-    /// Returns whether requests are in flight.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.in_flight.is_empty()
+    /// Adds all pages, for the background.
+    pub(crate) fn add_all(&mut self) {
+        let all = self.runs.iter().map(|run| WantedPages { pages: run.clone(), readers: 0 });
+        self.background.extend(all);
     }
 
-    /// Returns the request whose answer is next.
-    pub(crate) fn expected(&self) -> Option<&FlightPages> {
-        self.in_flight.front()
+    /// Returns whether requests are in flight, on any connection.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight.iter().all(VecDeque::is_empty)
+    }
+
+    /// Returns the request whose answer is next on a connection.
+    pub(crate) fn expected(&self, lane: usize) -> Option<&FlightPages> {
+        self.in_flight[lane].front()
     }
 
     /// Returns the request to send next; none if nothing is to be sent before an answer arrives.
@@ -115,19 +155,19 @@ impl FetchQueue {
         presence: &PresenceMap,
         now: Instant,
     ) -> anyhow::Result<Option<FlightPages>> {
-        let of = |class| self.in_flight.iter().filter(move |flight| flight.class == class);
+        let all = || self.in_flight.iter().flatten();
+        let of = |class| all().filter(move |flight| flight.class == class);
         let demands = of(Class::Demand).count();
-        let background: u64 = of(Class::Background).map(|flight| flight.run.pages()).sum();
+        let background: u64 = of(Class::Background).map(|flight| flight.pages).sum();
         if demands < MAX_DEMANDS
             && let Some(flight) = self.take(Class::Demand, MAX_PAGES, presence)?
         {
             return Ok(Some(flight));
         }
         let is_busy = demands > 0 || self.last_demand.is_some_and(|last| now - last < QUIET_AFTER);
-        let window = if is_busy { BUSY_PAGES } else { QUIET_PAGES };
-        let room = window.saturating_sub(background).min(MAX_PAGES);
-        // Small requests cost as much as large ones: a part of the window is not used for them.
-        if background > 0 && room < BUSY_PAGES {
+        let FlightLimits { request, quiet, busy, .. } = self.limits;
+        let room = if is_busy { busy } else { quiet }.saturating_sub(background).min(request);
+        if background > 0 && room < busy {
             return Ok(None);
         }
         self.take(Class::Background, room, presence)
@@ -140,20 +180,25 @@ impl FetchQueue {
         most: u64,
         presence: &PresenceMap,
     ) -> anyhow::Result<Option<FlightPages>> {
-        let Self { extents, demand, background, in_flight, to_wake, .. } = self;
+        let lane = self.lane(class);
+        let Self { runs, demand, background, in_flight, to_wake, limits, .. } = self;
         let queue = if class == Class::Demand { demand } else { background };
+        // A thread does not wait for the background's connection.
+        let looked_at = if limits.separate && class == Class::Demand { 1 } else { LANES };
         while let Some(wanted) = queue.front_mut() {
-            skip(wanted, presence, in_flight);
+            skip(wanted, presence, &mut in_flight[..looked_at]);
             if wanted.pages.is_empty() {
                 *to_wake |= wanted.readers;
                 queue.pop_front();
                 continue;
             }
             let first = wanted.pages.start;
-            let extent = extent_of(extents, first)?;
-            let needed =
-                |page: &u64| !presence.has_page(*page) && !in_flight.iter().any(|of| covers(of, *page));
-            let limit = (first + most).min(extent.first + extent.pages);
+            let run = run_of(runs, first)?;
+            let flying = &in_flight[..looked_at];
+            let needed = |page: &u64| {
+                !presence.has_page(*page) && !flying.iter().flatten().any(|of| covers(of, *page))
+            };
+            let limit = (first + most).min(run.end);
             let mut readers = 0;
             let mut end = first;
             while let Some(wanted) = queue.front_mut().filter(|wanted| wanted.pages.start == end) {
@@ -165,32 +210,41 @@ impl FetchQueue {
                 }
                 queue.pop_front();
             }
-            let run =
-                PageRun::new(extent.vaddr + (first - extent.first) * rewake_criu_images::PAGE, end - first)?;
-            let flight = FlightPages { first, pid: extent.pid, run, class, readers };
-            in_flight.push_back(flight);
+            let flight = FlightPages { first, pages: end - first, class, readers };
+            in_flight[lane].push_back(flight);
             return Ok(Some(flight));
         }
         Ok(None)
     }
 
     /// Takes the answer to the first request in flight, of its first `pages` pages. The others are requested again.
-    pub(crate) fn answered(&mut self, pages: u64) {
-        let Some(flight) = self.in_flight.pop_front() else { return };
+    pub(crate) fn answered(&mut self, lane: usize, pages: u64) {
+        let Some(flight) = self.in_flight[lane].pop_front() else { return };
         self.to_wake |= flight.readers;
-        if pages < flight.run.pages() {
+        if pages < flight.pages {
             let rest = WantedPages { pages: flight.first + pages..flight.end(), readers: flight.readers };
             let queue = if flight.class == Class::Demand { &mut self.demand } else { &mut self.background };
             queue.push_front(rest);
         }
     }
+
+    /// Takes the next part of the answer to the first request in flight: its first `pages` pages. The others follow.
+    pub(crate) fn arrived(&mut self, lane: usize, pages: u64) {
+        let Some(flight) = self.in_flight[lane].front_mut() else { return };
+        self.to_wake |= flight.readers;
+        flight.first += pages;
+        flight.pages = flight.pages.saturating_sub(pages);
+        if flight.pages == 0 {
+            self.in_flight[lane].pop_front();
+        }
+    }
 }
 
 /// Skips the first pages of a request that have arrived or are in flight.
-fn skip(wanted: &mut WantedPages, presence: &PresenceMap, in_flight: &mut VecDeque<FlightPages>) {
+fn skip(wanted: &mut WantedPages, presence: &PresenceMap, in_flight: &mut [VecDeque<FlightPages>]) {
     while !wanted.pages.is_empty() {
         let page = wanted.pages.start;
-        if let Some(flight) = in_flight.iter_mut().find(|flight| covers(flight, page)) {
+        if let Some(flight) = in_flight.iter_mut().flatten().find(|flight| covers(flight, page)) {
             flight.readers |= wanted.readers;
             wanted.pages.start = flight.end().min(wanted.pages.end);
         } else if presence.has_page(page) {
@@ -205,12 +259,12 @@ fn covers(flight: &FlightPages, page: u64) -> bool {
     (flight.first..flight.end()).contains(&page)
 }
 
-fn extent_of(extents: &[FetchExtent], page: u64) -> anyhow::Result<FetchExtent> {
-    let at = extents.partition_point(|extent| extent.first + extent.pages <= page);
-    let found = extents.get(at).filter(|extent| extent.first <= page);
-    found
-        .copied()
-        .with_context(|| format!("the streamer requests page {page:#x} of the cache, which is no task's"))
+fn run_of(runs: &[Range<u64>], page: u64) -> anyhow::Result<Range<u64>> {
+    let at = runs.partition_point(|run| run.end <= page);
+    let found = runs.get(at).filter(|run| run.start <= page);
+    found.cloned().with_context(|| {
+        format!("the streamer requests page {page:#x} of the presence map, which the peer does not have")
+    })
 }
 
 #[cfg(test)]
@@ -231,15 +285,15 @@ mod tests {
         _file: OwnedFd,
     }
 
-    /// Extents: 0..100 of task 7 from 0x100000, 100..1000 of task 8 from 0x900000.
+    /// Runs of two tasks.
     fn scene() -> Scene {
+        scene_with(vec![0..100, 100..1000], OF_PAGE_SERVER)
+    }
+
+    fn scene_with(runs: Vec<Range<u64>>, limits: FlightLimits) -> Scene {
         let file = presence_file(CACHE * PAGE).unwrap();
         let presence = PresenceWriter::open(file.as_fd(), CACHE * PAGE).unwrap();
-        let extents = vec![
-            FetchExtent { first: 0, vaddr: 0x10_0000, pages: 100, pid: 7 },
-            FetchExtent { first: 100, vaddr: 0x90_0000, pages: 900, pid: 8 },
-        ];
-        Scene { queue: FetchQueue::new(extents), presence, now: Instant::now(), _file: file }
+        Scene { queue: FetchQueue::new(runs, limits), presence, now: Instant::now(), _file: file }
     }
 
     impl Scene {
@@ -249,16 +303,24 @@ mod tests {
             self.queue.add(&request, self.now).unwrap();
         }
 
-        fn next(&mut self) -> Option<(u32, u64, u64)> {
+        fn next(&mut self) -> Option<Range<u64>> {
             let flight = self.queue.next(self.presence.map(), self.now).unwrap()?;
-            Some((flight.pid, flight.run.vaddr(), flight.run.pages()))
+            Some(flight.first..flight.end())
+        }
+
+        /// Blocks arrive on a connection of an image server.
+        fn blocks(&mut self, lane: usize, blocks: u64) -> u64 {
+            let first = self.queue.expected(lane).unwrap().first;
+            self.presence.set(first, blocks * BLOCK_PAGES);
+            self.queue.arrived(lane, blocks * BLOCK_PAGES);
+            std::mem::take(&mut self.queue.to_wake)
         }
 
         /// The answer to the first request in flight arrives.
         fn arrives(&mut self, pages: u64) -> u64 {
-            let first = self.queue.expected().unwrap().first;
+            let first = self.queue.expected(0).unwrap().first;
             self.presence.set(first, pages);
-            self.queue.answered(pages);
+            self.queue.answered(0, pages);
             std::mem::take(&mut self.queue.to_wake)
         }
     }
@@ -267,38 +329,38 @@ mod tests {
     fn a_demand_request_overtakes_background_requests_that_wait() {
         let mut scene = scene();
         (0..40).for_each(|n| scene.add(Class::Background, 0, 100 + 16 * n..116 + 16 * n));
-        assert_eq!([scene.next(), scene.next()], [(8, 0x90_0000, 64), (8, 0x94_0000, 64)].map(Some));
-        assert_eq!(scene.next(), None, "QUIET_PAGES are in flight");
+        assert_eq!([scene.next(), scene.next()], [100..164, 164..228].map(Some));
+        assert_eq!(scene.next(), None, "as much as may be is in flight");
         scene.add(Class::Demand, 1, 5..6);
-        assert_eq!(scene.next(), Some((7, 0x10_5000, 1)));
+        assert_eq!(scene.next(), Some(5..6));
         assert_eq!(scene.arrives(64), 1);
         assert_eq!(scene.arrives(64), 1);
-        assert_eq!(scene.next(), Some((8, 0x98_0000, BUSY_PAGES)), "a thread waits");
+        assert_eq!(scene.next(), Some(228..244), "a thread waits");
         assert_eq!(scene.next(), None);
         assert_eq!(scene.arrives(1), 1 << 1);
         scene.now += QUIET_AFTER;
-        assert_eq!(scene.next(), Some((8, 0x99_0000, 64)), "no thread waits any more");
+        assert_eq!(scene.next(), Some(244..308), "no thread waits any more");
     }
 
     #[test]
     fn the_rest_of_a_short_answer_is_requested_again_at_once() {
         let mut scene = scene();
         scene.add(Class::Demand, 2, 90..110);
-        assert_eq!([scene.next(), scene.next()], [(7, 0x15_a000, 10), (8, 0x90_0000, 10)].map(Some));
+        assert_eq!([scene.next(), scene.next()], [90..100, 100..110].map(Some));
         scene.add(Class::Demand, 3, 50..51);
         assert_eq!(scene.arrives(4), 1 << 2);
-        assert_eq!([scene.next(), scene.next()], [(7, 0x15_e000, 6), (7, 0x13_2000, 1)].map(Some));
+        assert_eq!([scene.next(), scene.next()], [94..100, 50..51].map(Some));
     }
 
     #[test]
     fn pages_are_requested_once_and_all_their_readers_are_woken() {
         let mut scene = scene();
         scene.add(Class::Background, 0, 0..16);
-        assert_eq!(scene.next(), Some((7, 0x10_0000, 16)));
+        assert_eq!(scene.next(), Some(0..16));
         scene.add(Class::Demand, 1, 3..4);
         scene.add(Class::Background, 2, 8..20);
         scene.now += QUIET_AFTER;
-        assert_eq!([scene.next(), scene.next()], [Some((7, 0x11_0000, 4)), None]);
+        assert_eq!([scene.next(), scene.next()], [Some(16..20), None]);
         assert_eq!(std::mem::take(&mut scene.queue.to_wake), 1 << 1, "its page is in flight");
         assert_eq!(scene.arrives(16), 0b111);
         assert_eq!(scene.arrives(4), 0b100);
@@ -307,10 +369,57 @@ mod tests {
     }
 
     #[test]
+    fn of_an_image_whole_blocks_are_requested() {
+        let mut scene = scene_with(vec![0..30, 32..40, 48..1024], OF_IMAGE_SERVER);
+        scene.add(Class::Demand, 1, 19..20);
+        scene.add(Class::Demand, 1, 37..38);
+        scene.add(Class::Background, 0, 48..64);
+        assert_eq!([scene.next(), scene.next(), scene.next()], [16..30, 32..40, 48..64].map(Some));
+        assert_eq!(scene.next(), None);
+        let request = FetchRequest { class: Class::Demand, reader: 0, pages: 1, first: 40 };
+        assert!(scene.queue.add(&request, scene.now).is_err(), "it is in no file");
+    }
+
+    #[test]
+    fn a_demand_does_not_wait_for_the_background_of_an_image() {
+        let mut scene = scene_with(vec![0..1000, 1008..1024], OF_IMAGE_SERVER);
+        scene.add(Class::Background, 0, 0..512);
+        scene.add(Class::Background, 0, 512..560);
+        assert_eq!([scene.next(), scene.next()], [0..512, 512..560].map(Some));
+        assert_eq!(scene.blocks(1, 2), 1 << 0, "its readers are woken before all of it has arrived");
+        scene.add(Class::Demand, 3, 20..21);
+        assert_eq!((scene.next(), scene.queue.to_wake), (None, 1 << 3), "it has arrived");
+        scene.queue.to_wake = 0;
+        scene.add(Class::Demand, 3, 100..101);
+        scene.add(Class::Demand, 4, 99..100);
+        scene.add(Class::Background, 0, 96..112);
+        assert_eq!(
+            [scene.next(), scene.next()],
+            [Some(96..112), None],
+            "it is requested twice, not three times"
+        );
+        assert_eq!(scene.blocks(0, 1), 1 << 3 | 1 << 4);
+        (0..31).for_each(|_| {
+            scene.blocks(1, 1);
+        });
+        assert_eq!(scene.queue.expected(1).map(|flight| flight.first), Some(528));
+    }
+
+    #[test]
+    fn all_that_is_absent_can_be_requested() {
+        let mut scene = scene_with(vec![0..30, 32..1000], OF_IMAGE_SERVER);
+        scene.presence.set(0, 30);
+        scene.presence.set(48, 16);
+        scene.queue.add_all();
+        assert_eq!([scene.next(), scene.next(), scene.next()], [32..48, 64..576, 576..1000].map(Some));
+        assert_eq!((scene.next(), scene.queue.is_idle()), (None, false));
+    }
+
+    #[test]
     fn a_page_of_no_task_is_an_error() {
         let mut scene = scene();
         scene.add(Class::Demand, 0, 999..1001);
-        assert_eq!(scene.next(), Some((8, 0xc8_3000, 1)));
+        assert_eq!(scene.next(), Some(999..1000));
         let error = scene.queue.next(scene.presence.map(), scene.now).unwrap_err();
         assert!(error.to_string().contains("page 0x3e8"), "{error}");
     }

@@ -28,6 +28,11 @@ impl PageStream {
         })
     }
 
+    /// Whether the bytes are encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        matches!(self, Self::Encrypted(_))
+    }
+
     /// Sends messages together, each in a record of its own where they are encrypted.
     pub(crate) fn send(&mut self, messages: &[Vec<u8>]) -> io::Result<()> {
         match self {

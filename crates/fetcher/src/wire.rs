@@ -3,12 +3,14 @@
 //! an error: no byte of it is used.
 
 use std::io::ErrorKind;
+use std::rc::Rc;
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::PAGE;
 use rewake_criu_tls::HandshakeError;
 use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN, answer_header};
 
+use crate::plan::FetchExtent;
 use crate::queue::{FlightPages, MAX_PAGES};
 use crate::stream::PageStream;
 
@@ -21,6 +23,7 @@ const _: () = assert!(MAX_PAGES * PAGE == 256 << 10);
 pub(crate) struct PageWire {
     pub(crate) stream: PageStream,
     layout: HeaderLayout,
+    extents: Rc<[FetchExtent]>,
     buffer: Box<[u8]>,
     /// Bytes before `start` are used, those before `end` are received.
     start: usize,
@@ -38,15 +41,23 @@ impl std::fmt::Display for PeerEnded {
 }
 
 impl PageWire {
-    pub(crate) fn new(stream: PageStream, layout: HeaderLayout) -> Self {
-        Self { stream, layout, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 }
+    pub(crate) fn new(stream: PageStream, layout: HeaderLayout, extents: Rc<[FetchExtent]>) -> Self {
+        Self { stream, layout, extents, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 }
+    }
+
+    /// Returns the task of pages in flight, and where they are in its memory.
+    fn run(&self, flight: &FlightPages) -> anyhow::Result<(u32, PageRun)> {
+        let at = self.extents.partition_point(|extent| extent.first + extent.pages <= flight.first);
+        let extent = self.extents.get(at).context("pages of no extent")?;
+        let vaddr = extent.vaddr + (flight.first - extent.first) * PAGE;
+        Ok((extent.pid, PageRun::new(vaddr, flight.pages)?))
     }
 
     /// Sends requests together.
     pub(crate) fn request(&mut self, flights: &[FlightPages]) -> anyhow::Result<()> {
-        let encode = |flight: &FlightPages| {
-            let message = PageMessage::Get { pid: flight.pid, run: flight.run };
-            self.layout.encode(&message.header())
+        let encode = |flight: &FlightPages| -> anyhow::Result<Vec<u8>> {
+            let (pid, run) = self.run(flight)?;
+            Ok(self.layout.encode(&PageMessage::Get { pid, run }.header())?)
         };
         let messages = flights.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
         self.stream.send(&messages).map_err(explained).context("sending requests")
@@ -90,11 +101,12 @@ impl PageWire {
         let mut bytes = [0; WIDE_LEN];
         bytes[..header.len()].copy_from_slice(header);
         let header = self.layout.decode(&bytes);
-        let (vaddr, wanted) = (expected.run.vaddr(), expected.run.pages());
+        let (pid, run) = self.run(expected)?;
+        let (vaddr, wanted) = (run.vaddr(), run.pages());
         let pages = header.pages;
         let right = PageRun::new(vaddr, pages).is_ok_and(|run| {
             // CRIU may leave its padding as it is; the other fields must be those of the request.
-            pages <= wanted && header == answer_header(expected.pid, run)
+            pages <= wanted && header == answer_header(pid, run)
         });
         ensure!(
             right,
@@ -104,7 +116,7 @@ impl PageWire {
             header.vaddr,
             header.id,
             header.command,
-            expected.pid
+            pid
         );
         let len = usize::try_from(pages * PAGE)?;
         Ok(rest.get(..len).map(|bytes| (pages, bytes)))
@@ -136,7 +148,7 @@ impl PageWire {
 }
 
 /// Says what an error of the connection means.
-fn explained(error: std::io::Error) -> anyhow::Error {
+pub(crate) fn explained(error: std::io::Error) -> anyhow::Error {
     match (HandshakeError::of(&error), error.kind()) {
         (Some(explained), _) => explained.into(),
         (None, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {

@@ -15,7 +15,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
 use rewake_criu_tls::{TlsOptions, TlsServer};
 use rewake_fetcher::channel::{self, FetchReport};
-use rewake_fetcher::plan::{FetchExtent, FetchPlan, PagePeer, PeerTls};
+use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls};
 use rewake_fetcher::process;
 use rewake_image_io::{Class, FetchRequest, PresenceMap, presence_file};
 use rewake_page_protocol::{HeaderLayout, MessageHeader, PageMessage, PageRun, WIDE_LEN, answer_header};
@@ -52,7 +52,8 @@ fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
     cache.set_len(len).unwrap();
     let extents = vec![FetchExtent { first: 0, vaddr: BASE, pages: PAGES, pid: PID }];
     let peer = PagePeer::Tcp(vec![listener.local_addr().unwrap()]);
-    FetchPlan { peer, tls, layout, cache: len, extents }.write(&plan).unwrap();
+    let memory = FetchedMemory::Pages { layout, extents };
+    FetchPlan { peer, tls, len, memory }.write(&plan).unwrap();
     let presence = presence_file(len).unwrap();
     let (socket, its) =
         socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
@@ -66,8 +67,8 @@ fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
         }
         ForkResult::Parent { child } => child,
     };
-    let start = [plan.as_fd(), cache.as_fd(), presence.as_fd()];
-    channel::send_start(socket.as_fd(), false, start, None).unwrap();
+    channel::send_start(socket.as_fd(), false, [plan.as_fd(), presence.as_fd()], None).unwrap();
+    channel::send_files(socket.as_fd(), &[cache.as_fd()]).unwrap();
     let (reader, writer) = nix::unistd::pipe().unwrap();
     channel::send_readers(socket.as_fd(), &[writer.as_fd()]).unwrap();
     let presence = PresenceMap::open(presence.as_fd(), len).unwrap();

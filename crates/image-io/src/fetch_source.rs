@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the missing bytes of a cache file come from: a fetcher, which another process is.
+//! Where the missing bytes of files come from: a fetcher, which another process is.
 //!
 //! A reader that needs bytes that have not arrived requests them ([`FetchSource::request`]). The fetcher writes them
-//! into the cache file, sets their bits in the [`PresenceMap`], and wakes the reader.
+//! into the file, sets their bits in the [`PresenceMap`], and wakes the reader.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use nix::sys::socket::{MsgFlags, send};
 
 use crate::class::Class;
 use crate::presence::PresenceMap;
+use crate::units::PAGE;
 
 /// Bytes of a request on the socket.
 pub const FETCH_REQUEST_LEN: usize = 16;
 
-/// A request for pages of a cache file.
+/// A request for pages of a presence map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FetchRequest {
     /// Requests of demand reads have priority.
@@ -25,7 +26,7 @@ pub struct FetchRequest {
     pub reader: u8,
     /// Number of pages.
     pub pages: u32,
-    /// The first page of the cache file.
+    /// The first page of the presence map.
     pub first: u64,
 }
 
@@ -62,7 +63,39 @@ impl FetchRequest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SentRequest(Option<u32>);
 
-/// The missing bytes of a cache file.
+/// A file whose missing bytes a source brings. Several files share one presence map.
+#[derive(Debug, Clone)]
+pub struct FetchedFile {
+    /// Where its bytes come from.
+    pub source: Arc<FetchSource>,
+    /// The page of the presence map that its first page is.
+    pub first: u64,
+}
+
+impl FetchedFile {
+    /// Returns the place of an offset in the presence map, in bytes.
+    fn place(&self, offset: u64) -> u64 {
+        offset.saturating_add(self.first.saturating_mul(PAGE as u64))
+    }
+
+    /// Returns whether all of these bytes have arrived.
+    pub(crate) fn has(&self, offset: u64, len: usize) -> bool {
+        self.source.presence().has(self.place(offset), len)
+    }
+
+    /// Returns how many of these bytes have arrived, up to the first that has not.
+    pub(crate) fn prefix(&self, offset: u64, len: usize) -> usize {
+        self.source.presence().prefix(self.place(offset), len)
+    }
+
+    /// Returns the page of the presence map that an offset is in.
+    #[must_use]
+    pub fn page(&self, offset: u64) -> u64 {
+        self.place(offset) / PAGE as u64
+    }
+}
+
+/// The missing bytes of files.
 #[derive(Debug)]
 pub struct FetchSource {
     presence: PresenceMap,
@@ -73,7 +106,7 @@ pub struct FetchSource {
 }
 
 impl FetchSource {
-    /// Makes the source of a cache file, without a fetcher.
+    /// Makes a source without a fetcher.
     #[must_use]
     pub fn new(presence: PresenceMap) -> Self {
         Self { presence, fetcher: RwLock::default(), number: AtomicU32::new(0) }
@@ -123,8 +156,7 @@ mod tests {
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, recv, socketpair};
 
     use super::*;
-    use crate::presence::presence_file;
-    use crate::units::PAGE;
+    use crate::presence::{PresenceWriter, presence_file};
 
     fn pair() -> (OwnedFd, OwnedFd) {
         socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap()
@@ -162,6 +194,20 @@ mod tests {
         let request = FetchRequest { class: Class::Background, reader: 0, pages: 1, first: 0 };
         assert!(!source.request(&request, &mut sent));
         assert_eq!(sent, SentRequest::default());
+    }
+
+    #[test]
+    fn each_file_has_a_part_of_the_presence_map() {
+        const MAP: u64 = 48 * PAGE as u64;
+        let file = presence_file(MAP).unwrap();
+        let source = Arc::new(FetchSource::new(PresenceMap::open(file.as_fd(), MAP).unwrap()));
+        let [one, two] = [0, 16].map(|first| FetchedFile { source: Arc::clone(&source), first });
+        PresenceWriter::open(file.as_fd(), MAP).unwrap().set(17, 2);
+        assert!(!one.has(0, PAGE) && !two.has(0, PAGE) && two.has(PAGE as u64, 2 * PAGE));
+        assert_eq!((one.prefix(17 * PAGE as u64, 9 * PAGE), two.prefix(PAGE as u64 + 7, 9 * PAGE)), {
+            (2 * PAGE, 2 * PAGE - 7)
+        });
+        assert_eq!((one.page(PAGE as u64), two.page(PAGE as u64)), (1, 17));
     }
 
     #[test]

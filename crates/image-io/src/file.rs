@@ -20,7 +20,7 @@ use nix::unistd::{Whence, lseek};
 
 use crate::cache_regions::CacheRegions;
 use crate::error::{StoreError, TransferError};
-use crate::fetch_source::FetchSource;
+use crate::fetch_source::FetchedFile;
 use crate::free_memory;
 use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
@@ -67,8 +67,8 @@ pub struct ImageFile {
     regions: CacheRegions,
     /// None: its bytes cannot be checked.
     checksums: OnceLock<BlockChecksums>,
-    /// For a cache file: where missing bytes come from.
-    source: Option<Arc<FetchSource>>,
+    /// For a file that a fetcher writes: where missing bytes come from.
+    source: Option<FetchedFile>,
     /// The data range that was found last. The file system scans a whole range to find its end.
     data: Mutex<Range<u64>>,
 }
@@ -89,7 +89,7 @@ impl ImageFile {
         Ok(Self::with(file, name, state.clone(), state, None))
     }
 
-    /// Takes over a cache file that a fetcher writes. It is read through the page cache, where its bytes are when they
+    /// Takes over a file that a fetcher writes: a cache file, or one of an image some of whose blocks are missing. It is read through the page cache, where its bytes are when they
     /// have arrived.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl ImageFile {
     pub fn fetched(
         file: File,
         name: impl Into<PathBuf>,
-        source: Arc<FetchSource>,
+        source: FetchedFile,
     ) -> Result<Arc<Self>, StoreError> {
         let name = name.into();
         let state = FileState::of(&file).map_err(|error| StoreError::Open { file: name.clone(), error })?;
@@ -127,7 +127,7 @@ impl ImageFile {
         name: PathBuf,
         state: FileState,
         seen: FileState,
-        source: Option<Arc<FetchSource>>,
+        source: Option<FetchedFile>,
     ) -> Arc<Self> {
         let open = |flags| {
             // Opens by /proc: the same inode, even when the path now names another file or none.
@@ -167,14 +167,14 @@ impl ImageFile {
         self.joined.store(joined, Ordering::Relaxed);
     }
 
-    /// Returns where missing bytes of a cache file come from; none for a file that has all of them.
-    pub fn source(&self) -> Option<&Arc<FetchSource>> {
+    /// Returns where missing bytes come from; none for a file that has all of them.
+    pub fn source(&self) -> Option<&FetchedFile> {
         self.source.as_ref()
     }
 
-    /// Whether the file has these bytes. Those of a cache file that have not arrived must not be read.
+    /// Whether the file has these bytes. Those that have not arrived must not be read.
     pub fn has(&self, offset: u64, len: usize) -> bool {
-        self.source.as_ref().is_none_or(|source| source.presence().has(offset, len))
+        self.source.as_ref().is_none_or(|source| source.has(offset, len))
     }
 
     /// Whether its bytes come from another host, or may.
@@ -188,7 +188,8 @@ impl ImageFile {
     /// [`TransferError::Changed`], with what changed. Bytes read since the last check must not be used.
     pub fn check_unchanged(&self) -> Result<(), TransferError> {
         if self.source.is_some() {
-            // The presence map says what of it may be used. It has no name by which other programs could open it.
+            // The presence map says what of it may be used. A cache file has no name by which other programs could
+            // open it, and the blocks of an image's file are checked.
             return Ok(());
         }
         // The lock is not held over the system call, except after a change.
@@ -248,7 +249,8 @@ impl ImageFile {
             }),
         };
         if self.source.is_some() {
-            return Ok((offset < end).then_some((offset, end)));
+            // What has not arrived looks like a hole. In a sealed file the checksums say where zeros are.
+            return Ok((offset < end && !self.is_sealed()).then_some((offset, end)));
         }
         let known = lock(&self.data).clone();
         if known.contains(&offset) {
@@ -305,8 +307,7 @@ impl ImageFile {
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.
     pub fn read_cached(&self, offset: u64, into: &mut [u8], ahead: bool) -> Result<usize, TransferError> {
-        let arrived =
-            self.source.as_ref().map_or(into.len(), |source| source.presence().prefix(offset, into.len()));
+        let arrived = self.source.as_ref().map_or(into.len(), |source| source.prefix(offset, into.len()));
         if arrived == 0 {
             return Ok(0);
         }

@@ -2,6 +2,7 @@
 //! The chunks of an image in the order of its manifest, and where the bytes of each come from.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use rewake_criu_images::Digest;
 use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk, SealedFile};
@@ -22,6 +23,8 @@ pub(crate) enum Step {
     Fetch(ChunkPlace, SealedChunk),
     /// Copy a chunk that an earlier step has brought.
     Copy(ChunkPlace, SealedChunk, ChunkPlace),
+    /// Leave a chunk to the restore.
+    Leave(ChunkPlace, SealedChunk),
 }
 
 /// The steps of a manifest.
@@ -34,22 +37,40 @@ pub(crate) struct Chunks {
     offset: u64,
     /// Where each chunk is first: 48 bytes for each 2 MiB of the image.
     first: HashMap<Digest, ChunkPlace>,
+    /// The parts of the file that are needed now, in ascending order; none: all of it.
+    needed: Option<Vec<Range<u64>>>,
 }
 
 impl Chunks {
     /// `manifest` is at its first file.
     pub(crate) fn new(manifest: ManifestReader) -> Self {
-        Self { manifest, files: 0, left: Vec::new().into_iter(), offset: 0, first: HashMap::new() }
+        let (left, first) = (Vec::new().into_iter(), HashMap::new());
+        Self { manifest, files: 0, left, offset: 0, first, needed: None }
+    }
+
+    /// Says which parts of the file of the last step are needed now. Other chunks are left to the restore.
+    pub(crate) fn need_only(&mut self, ranges: Vec<Range<u64>>) {
+        self.needed = Some(ranges);
+    }
+
+    fn is_needed(&self, start: u64, end: u64) -> bool {
+        self.needed.as_ref().is_none_or(|ranges| {
+            let next = ranges.partition_point(|range| range.end <= start);
+            ranges.get(next).is_some_and(|range| range.start < end)
+        })
     }
 
     /// Returns the next step; `None` after the last.
     pub(crate) fn next(&mut self) -> anyhow::Result<Option<Step>> {
         loop {
-            for chunk in self.left.by_ref() {
+            while let Some(chunk) = self.left.next() {
                 let place = ChunkPlace { file: self.files, offset: self.offset };
                 self.offset += u64::from(chunk.length);
                 if chunk.is_zero() {
                     continue;
+                }
+                if !self.is_needed(place.offset, self.offset) {
+                    return Ok(Some(Step::Leave(place, chunk)));
                 }
                 if let Some(first) = self.first.get(&chunk.digest) {
                     return Ok(Some(Step::Copy(place, chunk, *first)));
@@ -61,6 +82,7 @@ impl Chunks {
                 None => return Ok(None),
                 Some(ManifestRecord::File(file)) => {
                     self.files += 1;
+                    self.needed = None;
                     return Ok(Some(Step::File(self.files, file)));
                 }
                 Some(ManifestRecord::Segment(segment)) => {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The copy: requests run ahead of the bytes that arrive, and steps are done in the order of the manifest.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_images::Digest;
+use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::MAX_READ;
-use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
+use rewake_manifest::{MANIFEST_NAME, ManifestReader, ManifestRecord, SealedChunk};
 
 use crate::chunks::{ChunkPlace, Chunks, Step};
 use crate::source::ImageSource;
@@ -34,6 +35,8 @@ pub struct PullReport {
     pub sent: u64,
     /// Bytes that an earlier copy had brought.
     pub kept: u64,
+    /// Bytes that are left to a restore: without them the directory is no image.
+    pub left: u64,
 }
 
 /// Copies an image into a directory. A directory that has the image already stays as it is; one in which an earlier copy
@@ -47,14 +50,67 @@ pub fn pull(
     directory: &Path,
     expected: Option<&str>,
 ) -> anyhow::Result<PullReport> {
-    let id = source.image_id();
-    if let Some(expected) = expected {
-        ensure!(
-            id.to_string().starts_with(expected) && expected.len() >= ID_DIGITS,
-            "the server has image {id}, expected {expected:?}, of which at least {ID_DIGITS} digits are compared"
-        );
+    copy(source, directory, expected, false)
+}
+
+/// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that have pages
+/// which are not lazy. Space for the others is reserved. If none is left, the directory has the image then.
+///
+/// # Errors
+/// As for [`pull`]. Or the image is incremental.
+pub fn pull_eager(
+    source: &mut ImageSource,
+    directory: &Path,
+    expected: Option<&str>,
+) -> anyhow::Result<PullReport> {
+    copy(source, directory, expected, true)
+}
+
+/// Returns whether a directory has a complete image. `expected` is the beginning of its id.
+///
+/// # Errors
+/// The directory has another image than `expected`, or its manifest is damaged.
+pub fn has_image(directory: &Path, expected: Option<&str>) -> anyhow::Result<bool> {
+    if !directory.join(MANIFEST_NAME).exists() {
+        return Ok(false);
     }
-    let report = PullReport { id, files: 0, bytes: 0, sent: 0, kept: 0 };
+    let id = ManifestReader::open(&ImageDir::open(directory)?)?.id();
+    check_id(id, expected, &directory.display())?;
+    Ok(true)
+}
+
+/// Puts the manifest of a copy in place whose last chunks a restore has brought. It checks each chunk first.
+///
+/// # Errors
+/// A chunk is missing or wrong, or the directory has no such copy, or cannot be written.
+pub fn complete(directory: &Path) -> anyhow::Result<Digest> {
+    let (mut target, manifest) = Target::resume(directory)?;
+    let (id, mut chunks, mut buffer) = (manifest.id(), Chunks::new(manifest), Vec::new());
+    while let Some(step) = chunks.next()? {
+        match step {
+            Step::File(_, file) => target.make(&file).with_context(|| format!("file {}", file.name))?,
+            Step::Fetch(place, chunk) | Step::Copy(place, chunk, _) | Step::Leave(place, chunk) => ensure!(
+                target.has(place, &chunk, &mut buffer),
+                "{}: the {} bytes from offset {} are not those that the manifest proves: `rewake pull` brings them",
+                target.name(place.file),
+                chunk.length,
+                place.offset
+            ),
+        }
+    }
+    target.finish()?;
+    Ok(id)
+}
+
+fn copy(
+    source: &mut ImageSource,
+    directory: &Path,
+    expected: Option<&str>,
+    eager: bool,
+) -> anyhow::Result<PullReport> {
+    let id = source.image_id();
+    check_id(id, expected, &"the server")?;
+    let report = PullReport { id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 };
     let Some(target) = Target::open(directory, id)? else { return Ok(report) };
     let (file, path) = target.manifest()?;
     let length = source.manifest_length();
@@ -62,7 +118,8 @@ pub fn pull(
         length <= MAX_MANIFEST,
         "the server has a manifest of {length} bytes, {MAX_MANIFEST} expected at most"
     );
-    let mut copy = ImageCopy { source, target, report, steps: VecDeque::new(), buffer: Vec::new() };
+    let (steps, buffer) = (VecDeque::new(), Vec::new());
+    let mut copy = ImageCopy { source, target, report, eager, ranges: None, steps, buffer };
     copy.manifest(&file, length)?;
     let manifest = || -> anyhow::Result<_> {
         let reader = ManifestReader::of(std::fs::File::open(&path)?, length, &path)?;
@@ -75,19 +132,39 @@ pub fn pull(
     };
     let mut first = manifest()?;
     match first.next_record()? {
+        Some(ManifestRecord::Parent(_)) if eager => bail!(
+            "the image is incremental: copy its parent, and then the image itself, with `rewake pull`, and restore it \
+             without --from"
+        ),
         Some(ManifestRecord::Parent(parent)) => copy.target.link_parent(&parent)?,
         // Read again from its start.
         _ => first = manifest()?,
     }
     copy.all(Chunks::new(first))?;
-    copy.target.finish(&file)?;
+    if copy.report.left == 0 {
+        copy.target.finish()?;
+    }
     Ok(copy.report)
+}
+
+fn check_id(id: Digest, expected: Option<&str>, place: &dyn std::fmt::Display) -> anyhow::Result<()> {
+    let is_it = expected.is_none_or(|digits| id.to_string().starts_with(digits) && digits.len() >= ID_DIGITS);
+    let digits = expected.unwrap_or_default();
+    ensure!(
+        is_it,
+        "{place} has image {id}, expected {digits:?}, of which at least {ID_DIGITS} digits are compared"
+    );
+    Ok(())
 }
 
 struct ImageCopy<'a> {
     source: &'a mut ImageSource,
     target: Target,
     report: PullReport,
+    /// Whether lazy pages are left to a restore.
+    eager: bool,
+    /// What CRIU reads itself, when the pagemaps have arrived.
+    ranges: Option<BTreeMap<String, Vec<Range<u64>>>>,
     /// Steps whose bytes were requested, and those behind them.
     steps: VecDeque<PendingChunk>,
     buffer: Vec<u8>,
@@ -122,7 +199,14 @@ impl ImageCopy<'_> {
                     self.target.make(&file).with_context(|| format!("file {}", file.name))?;
                     self.report.files += 1;
                     self.report.bytes += file.length;
+                    if self.eager
+                        && is_pages_file(&file.name)
+                        && let Some(ranges) = self.eager_ranges()?.remove(&file.name)
+                    {
+                        chunks.need_only(ranges);
+                    }
                 }
+                Step::Leave(place, chunk) => self.leave(place, &chunk)?,
                 Step::Copy(place, chunk, first) => {
                     self.steps.push_back(PendingChunk::Copied(place, chunk, first));
                     while self.steps.len() >= MAX_PENDING || self.is_copy_next() {
@@ -132,10 +216,34 @@ impl ImageCopy<'_> {
                 Step::Fetch(place, chunk) => self.fetch(place, chunk)?,
             }
         }
+        self.finish_steps()
+    }
+
+    fn finish_steps(&mut self) -> anyhow::Result<()> {
         while !self.steps.is_empty() {
             self.finish_step()?;
         }
         Ok(())
+    }
+
+    /// Returns what CRIU reads itself, by pages file.
+    fn eager_ranges(&mut self) -> anyhow::Result<&mut BTreeMap<String, Vec<Range<u64>>>> {
+        if self.ranges.is_none() {
+            // The names of all pagemaps are before that of the first pages file: their bytes were requested.
+            self.finish_steps()?;
+            self.ranges = Some(self.target.eager_ranges()?);
+        }
+        Ok(self.ranges.get_or_insert_default())
+    }
+
+    /// Leaves a chunk to the restore, unless an earlier copy has brought it.
+    fn leave(&mut self, place: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
+        if self.target.has(place, chunk, &mut self.buffer) {
+            self.report.kept += u64::from(chunk.length);
+            return Ok(());
+        }
+        self.report.left += u64::from(chunk.length);
+        self.target.reserve(place, chunk)
     }
 
     /// Whether the oldest chunk that is not written yet needs no byte of the server.
@@ -182,4 +290,9 @@ impl ImageCopy<'_> {
         );
         self.target.write(place, &self.buffer)
     }
+}
+
+/// Whether a file has pages of tasks or of shared memory. Files of GPU memory are not among them.
+fn is_pages_file(name: &str) -> bool {
+    name.starts_with("pages-")
 }

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The directory that an image is copied into. Without its manifest it is no image.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
+use std::ops::Range;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use crate::chunks::ChunkPlace;
 use anyhow::{Context as _, bail, ensure};
-use nix::fcntl::OFlag;
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::open_files::OpenFiles;
-use rewake_manifest::{MANIFEST_NAME, ManifestReader, SealedChunk, SealedFile, SealedParent};
+use rewake_manifest::{MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent};
 use rewake_process::file_lock::DirectoryLock;
-
-/// The manifest until it is put in place.
-const PARTIAL: &str = "rewake-manifest.partial";
 
 /// The directory.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Target {
             );
             return Ok(None);
         }
-        let earlier = images.file(PARTIAL)?;
+        let earlier = images.file(PARTIAL_NAME)?;
         let is_partial = earlier.is_some();
         let is_cut = earlier.is_some_and(|(partial, file, length)| {
             ManifestReader::of(file, length, &partial).is_ok_and(|manifest| manifest.id() == id)
@@ -70,9 +70,41 @@ impl Target {
         }))
     }
 
+    /// Opens a directory with the cut copy of an image. Returns its manifest, too.
+    ///
+    /// # Errors
+    /// It has none.
+    pub(crate) fn resume(path: &Path) -> anyhow::Result<(Self, ManifestReader)> {
+        let partial = path.join(PARTIAL_NAME);
+        let reader = || -> anyhow::Result<_> {
+            let file = File::open(&partial).with_context(|| partial.display().to_string())?;
+            let length = file.metadata()?.len();
+            Ok(ManifestReader::of(file, length, &partial)?)
+        };
+        let target = Self::open(path, reader()?.id())?;
+        let target = target.with_context(|| format!("{}: it has its manifest already", path.display()))?;
+        Ok((target, reader()?))
+    }
+
+    /// Reads which parts of pages files CRIU reads itself: the pagemaps have arrived.
+    pub(crate) fn eager_ranges(&self) -> anyhow::Result<BTreeMap<String, Vec<Range<u64>>>> {
+        let names = self.names.iter().map(String::as_str);
+        Ok(ImageDir::open(&self.path)?.eager_ranges(names)?)
+    }
+
+    /// Reserves the space of a chunk that arrives later.
+    pub(crate) fn reserve(&mut self, at: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
+        let (offset, length) = (i64::try_from(at.offset)?, i64::from(chunk.length));
+        match fallocate(self.file(at.file)?, FallocateFlags::empty(), offset, length) {
+            // This file system cannot: a write may fail later.
+            Ok(()) | Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => Ok(()),
+            Err(errno) => Err(errno).with_context(|| format!("{}: reserving its space", self.name(at.file))),
+        }
+    }
+
     /// Makes the file of the manifest, empty. Returns its path, too.
     pub(crate) fn manifest(&self) -> anyhow::Result<(File, PathBuf)> {
-        let path = self.path.join(PARTIAL);
+        let path = self.path.join(PARTIAL_NAME);
         let file = options().truncate(true).open(&path).with_context(|| path.display().to_string())?;
         Ok((file, path))
     }
@@ -143,16 +175,16 @@ impl Target {
     }
 
     /// Writes all files to the disk, and puts the manifest in place.
-    pub(crate) fn finish(&self, manifest: &File) -> anyhow::Result<()> {
+    pub(crate) fn finish(&self) -> anyhow::Result<()> {
         let context = || self.path.display().to_string();
         for name in &self.names {
             let synced = File::open(self.path.join(name)).and_then(|file| file.sync_all());
             synced.with_context(|| self.path.join(name).display().to_string())?;
         }
-        manifest.sync_all().with_context(context)?;
+        File::open(self.path.join(PARTIAL_NAME)).and_then(|file| file.sync_all()).with_context(context)?;
         let directory = File::open(&self.path).with_context(context)?;
         directory.sync_all().with_context(context)?;
-        fs::rename(self.path.join(PARTIAL), self.path.join(MANIFEST_NAME)).with_context(context)?;
+        fs::rename(self.path.join(PARTIAL_NAME), self.path.join(MANIFEST_NAME)).with_context(context)?;
         directory.sync_all().with_context(context)
     }
 }

@@ -118,3 +118,48 @@ impl ExportedImage {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use rewake_criu_images::{Inventory, write};
+    use rewake_manifest::seal;
+
+    use super::*;
+
+    fn sealed(image: &Path) {
+        fs::create_dir_all(image).unwrap();
+        write::inventory(image, &Inventory { version: 2, plugins: Vec::new(), run_id: None }).unwrap();
+        seal(image).unwrap();
+    }
+
+    #[test]
+    fn an_open_image_is_leased_and_survives_one_in_its_place() {
+        let root = tempfile::tempdir().unwrap();
+        let (image, old) = (root.path().join("web"), root.path().join("old"));
+        sealed(&image);
+        let exports = Exports::new(root.path()).unwrap();
+        let mut open = exports.open("web", 0).unwrap();
+        // What a dump does: it exchanges the directories, and removes the old one if it has no reader.
+        fs::rename(&image, &old).unwrap();
+        let is_removable = || ImageLease::shared(&old).unwrap().unwrap().make_exclusive().unwrap();
+        assert!(!is_removable());
+        assert!(open.file(1).unwrap().metadata().unwrap().len() > 0);
+        drop(open);
+        assert!(is_removable());
+    }
+
+    #[test]
+    fn a_client_opens_what_its_rights_permit_and_learns_of_nothing_else() {
+        let root = tempfile::tempdir().unwrap();
+        sealed(&root.path().join("web/1"));
+        sealed(&root.path().join("db/1"));
+        let exports = Exports::new(root.path()).unwrap().permitted(PeerRights::Folders(vec!["web".into()]));
+        exports.open("web/1", 0).unwrap();
+        let refused = |name| exports.open(name, 0).unwrap_err().to_string().replace(name, "NAME");
+        assert_eq!(refused("db/1"), refused("db/none"));
+        assert!(refused("db/1").contains("to read web only"), "{}", refused("db/1"));
+        assert!(refused("web/../db/1").contains("a path without `..`"));
+    }
+}

@@ -15,6 +15,7 @@ use crate::difference::ImageDifference;
 use crate::directory::{covered_files, open, parent_link};
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
+use crate::names::PARTIAL_NAME;
 use crate::segment::SealedSegment;
 
 /// The longest file without memory that is compared: longer ones have contents of file systems, which CRIU reads.
@@ -39,6 +40,8 @@ pub struct MemoryFile {
     pub identity: (u64, u64),
     /// Its length in bytes.
     pub length: u64,
+    /// Its number among the files of the manifest, from 1.
+    pub number: u32,
     /// The checksum of each block.
     pub checksums: Vec<u64>,
 }
@@ -64,10 +67,18 @@ pub fn read_checksums(images: &ImageDir) -> Result<Option<ImageChecksums>> {
         Err(ManifestError::NotSealed { .. }) => return Ok(None),
         Err(error) => return Err(error),
     };
-    let mut reading =
-        Reading { images, read: ImageChecksums::default(), sealed: BTreeSet::new(), compared: None };
-    reading.all(manifest)?;
-    Ok(Some(reading.read))
+    Reading::of(images, manifest).map(Some)
+}
+
+/// Reads the checksums of an image of which some memory has not arrived: the manifest has its name of a partial copy.
+///
+/// # Errors
+/// As for [`read_checksums`]. Or the directory has no such manifest.
+pub fn read_partial_checksums(images: &ImageDir) -> Result<ImageChecksums> {
+    let Some((file, length)) = open(images, PARTIAL_NAME)? else {
+        return Err(ManifestError::NotSealed { directory: images.path().to_owned() });
+    };
+    Reading::of(images, ManifestReader::of(file, length, &images.path().join(PARTIAL_NAME))?)
 }
 
 /// Reads the checksums of an image and of its parents: of each directory in `chain`, whose parent is the next one.
@@ -101,7 +112,14 @@ struct Reading<'a> {
     compared: Option<File>,
 }
 
-impl Reading<'_> {
+impl<'a> Reading<'a> {
+    fn of(images: &'a ImageDir, manifest: ManifestReader) -> Result<ImageChecksums> {
+        let mut reading =
+            Self { images, read: ImageChecksums::default(), sealed: BTreeSet::new(), compared: None };
+        reading.all(manifest)?;
+        Ok(reading.read)
+    }
+
     fn all(&mut self, mut manifest: ManifestReader) -> Result<()> {
         self.read.id = manifest.id();
         let mut file = SealedFile::default();
@@ -133,7 +151,10 @@ impl Reading<'_> {
         self.compared = None;
         if sealed.memory {
             let of = file.metadata().map_err(io("stat", &self.images.path().join(&name)))?;
-            let memory = MemoryFile { identity: (of.dev(), of.ino()), length: found, checksums: Vec::new() };
+            // A file takes more than a byte of a manifest, which has 2^32 at most.
+            let number = u32::try_from(self.sealed.len() + 1).unwrap_or(u32::MAX);
+            let identity = (of.dev(), of.ino());
+            let memory = MemoryFile { identity, length: found, number, checksums: Vec::new() };
             self.read.memory.insert(name.clone(), memory);
         } else if found <= MAX_COMPARED || name.starts_with("pagemap-") {
             self.compared = Some(file);

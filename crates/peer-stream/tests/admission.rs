@@ -4,15 +4,16 @@
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::thread::{scope, spawn};
+use std::thread::{scope, sleep, spawn};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::{setsockopt, sockopt};
 use rewake_criu_tls::{HandshakeError, TlsClient, TlsOptions, TlsServer};
 use rewake_peer_stream::{Admission, PeerRights, PeerStream, connect};
 use rewake_testkit::authority::{Authority, Issued};
 
 const HOST: &str = "127.0.0.1";
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(20);
 
 fn options(authority: &Authority, own: &Issued) -> TlsOptions {
     TlsOptions {
@@ -151,16 +152,21 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
 /// More than sockets take: with reads that wait for writes, both sides would wait for ever.
 #[test]
 fn both_sides_send_at_once_and_every_byte_arrives() {
-    const LEN: usize = 16 << 20;
+    const LEN: usize = 8 << 20;
     let (near, far) = connected();
     let start = Instant::now();
     scope(|scope| {
         for (stream, own, other) in [(&near, 1, 2), (&far, 2, 1)] {
-            stream.socket().set_read_timeout(Some(LIMIT)).unwrap();
-            stream.socket().set_write_timeout(Some(LIMIT)).unwrap();
+            let socket = stream.socket();
+            socket.set_read_timeout(Some(LIMIT)).unwrap();
+            socket.set_write_timeout(Some(LIMIT)).unwrap();
+            setsockopt(socket, sockopt::SndBuf, &(64 << 10)).unwrap();
+            setsockopt(socket, sockopt::RcvBuf, &(64 << 10)).unwrap();
             let (mut writer, mut reader) = (stream.clone(), stream.clone());
             scope.spawn(move || writer.write_all(&pattern(LEN, own)).unwrap());
             scope.spawn(move || {
+                // Both writers wait for the other side by then.
+                sleep(Duration::from_millis(200));
                 let mut bytes = vec![0; LEN];
                 reader.read_exact(&mut bytes).unwrap();
                 assert!(bytes == pattern(LEN, other));

@@ -17,10 +17,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::libc::linger;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
+use nix::sys::socket::{
+    AddressFamily, Shutdown, SockFlag, SockType, setsockopt, shutdown, socketpair, sockopt,
+};
 use rewake_fetcher::channel::{self, FetchReport};
-use rewake_fetcher::plan::{FetchPlan, PagePeer, PeerTls};
+use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer, PeerTls};
 use rewake_fetcher::process::COMMAND;
+use rewake_fetcher::unread::leave_unread;
 use rewake_image_io::FetchSource;
 use tokio::io::unix::AsyncFd;
 use tokio::time::{sleep, timeout};
@@ -30,7 +33,6 @@ use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry, peek_all};
 use crate::ledger::wants_room;
 use crate::session::Session;
 use crate::session::image::Image;
-use crate::session::image::cache_file::CacheFile;
 use crate::session::image::sealed;
 use crate::supervise::launch;
 use crate::sys;
@@ -43,38 +45,47 @@ const WINDOW: Duration = Duration::from_secs(10);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Time for the last message: that of a new connection, and of an answer.
 const FINISH_TIME: Duration = Duration::from_secs(60);
+/// Time for a fetcher to end.
+const END_TIME: Duration = Duration::from_secs(1);
 /// Time to find room in the fd store, and the pause between two tries.
 const STORE_TIME: Duration = Duration::from_secs(1);
 const STORE_PAUSE: Duration = Duration::from_millis(1);
 
-/// The page server of a restore.
+/// The host that has memory of a restore.
 #[derive(Debug)]
-pub struct PageServerPeer {
-    /// Where it is.
+pub struct FetchPeer {
+    /// Where its server is.
     pub peer: PagePeer,
     /// How the connection is encrypted; none: it is not.
     pub tls: Option<PeerTls>,
     /// The connection, if the caller has made it.
     pub connected: Option<OwnedFd>,
+    /// The name of the image there, for an image server; none: it is a page server.
+    pub image: Option<String>,
 }
 
 /// The descriptors of a fetcher that outlive it.
 #[derive(Debug)]
-struct FetchFiles {
+struct FetchDescriptors {
     plan: OwnedFd,
-    cache: OwnedFd,
     presence: OwnedFd,
+    /// The files that it writes.
+    files: Vec<OwnedFd>,
 }
 
 /// The fetcher of a session.
 #[derive(Debug)]
 pub(crate) struct Fetch {
     session: Arc<Session>,
-    files: FetchFiles,
+    files: FetchDescriptors,
     source: Arc<FetchSource>,
     /// The eventfds of the reactors.
     readers: Vec<OwnedFd>,
     peer: PagePeer,
+    /// The peer's name for messages.
+    name: String,
+    /// Whether it is an image server.
+    is_image: bool,
     socket: RefCell<Arc<AsyncFd<OwnedFd>>>,
     /// This worker's child, if it started the fetcher.
     child: RefCell<Option<Child>>,
@@ -101,15 +112,20 @@ impl Fetch {
     pub(crate) async fn start(
         session: &Arc<Session>,
         image: &Image,
-        server: Option<&PageServerPeer>,
+        server: Option<&FetchPeer>,
         readers: Vec<OwnedFd>,
     ) -> anyhow::Result<Option<Self>> {
-        let (Some(cache), Some(server)) = (image.cache_file(), server) else { return Ok(None) };
-        let plan = sealed::memory_file().context("making a memory file for the fetcher")?;
-        image.fetch_plan(cache, server)?.write(&plan).context("writing the fetch plan")?;
-        let [file, presence] = cache.descriptors().map(|descriptor| descriptor.try_clone_to_owned());
-        let files = FetchFiles { plan: plan.into(), cache: file?, presence: presence? };
-        let numbers = [&files.plan, &files.cache, &files.presence].map(AsRawFd::as_raw_fd);
+        let (Some(remote), Some(server)) = (image.remote(), server) else { return Ok(None) };
+        let memory = sealed::memory_file().context("making a memory file for the fetcher")?;
+        let plan = image.fetch_plan(remote, server)?;
+        plan.write(&memory).context("writing the fetch plan")?;
+        let files = FetchDescriptors {
+            plan: memory.into(),
+            presence: remote.presence.try_clone().context("the presence map")?,
+            files: image.files_to_write().context("opening the files for what arrives")?,
+        };
+        let mut numbers = vec![files.plan.as_raw_fd()];
+        numbers.extend(remote.descriptors().iter().map(AsRawFd::as_raw_fd));
         let store = session.store().context("a session without an fd store")?;
         put(store, EntryKind::Remote, 0, &numbers).await?;
         let connected = server.connected.as_ref();
@@ -117,7 +133,7 @@ impl Fetch {
             put(store, EntryKind::Peer, 0, &[connection.as_raw_fd()]).await?;
         }
         let started = launch(false, &files, connected.map(|socket| socket.as_fd()), &readers)?;
-        let fetch = Self::of(session, cache, files, readers, server.peer.clone(), started.1, 0)?;
+        let fetch = Self::of(session, &remote.source, files, readers, plan, started.1, 0)?;
         *fetch.child.borrow_mut() = Some(started.0);
         fetch.use_it().await?;
         Ok(Some(fetch))
@@ -132,12 +148,12 @@ impl Fetch {
         image: &Image,
         readers: Vec<OwnedFd>,
     ) -> anyhow::Result<Option<Self>> {
-        let Some(cache) = image.cache_file() else { return Ok(None) };
+        let Some(remote) = image.remote() else { return Ok(None) };
         let store = session.store().context("a session without an fd store")?;
-        let (mut files, mut fetcher, mut connected) = (None, None, false);
+        let (mut plan, mut fetcher, mut connected) = (None, None, false);
         for (entry, descriptors) in peek_all(store.descriptor())? {
             match entry.kind {
-                EntryKind::Remote => files = <[OwnedFd; 3]>::try_from(descriptors).ok(),
+                EntryKind::Remote => plan = descriptors.into_iter().next(),
                 EntryKind::Fetcher => {
                     fetcher = descriptors.into_iter().next().map(|socket| (entry.index, socket));
                 }
@@ -145,25 +161,28 @@ impl Fetch {
                 _ => {}
             }
         }
-        let [plan, file, presence] = files.context("the session's fd store lacks the cache file")?;
+        let memory = File::from(plan.context("the session's fd store lacks the fetch plan")?);
         let (number, socket) = fetcher.context("the session's fd store lacks the fetcher")?;
-        let plan = File::from(plan);
-        let peer = FetchPlan::read(&plan).context("the fetch plan")?.peer;
-        let files = FetchFiles { plan: plan.into(), cache: file, presence };
+        let plan = FetchPlan::read(&memory).context("the fetch plan")?;
+        let files = FetchDescriptors {
+            plan: memory.into(),
+            presence: remote.presence.try_clone().context("the presence map")?,
+            files: image.files_to_write().context("opening the files for what arrives")?,
+        };
         // If it has ended, that is found by its socket.
         let _ = channel::send_readers(socket.as_fd(), &borrowed(&readers));
-        cache.source.use_fetcher(socket.try_clone()?);
-        let fetch = Self::of(session, cache, files, readers, peer, socket, number)?;
+        remote.source.use_fetcher(socket.try_clone()?);
+        let fetch = Self::of(session, &remote.source, files, readers, plan, socket, number)?;
         fetch.connected.set(connected);
         Ok(Some(fetch))
     }
 
     fn of(
         session: &Arc<Session>,
-        cache: &CacheFile,
-        files: FetchFiles,
+        source: &Arc<FetchSource>,
+        files: FetchDescriptors,
         readers: Vec<OwnedFd>,
-        peer: PagePeer,
+        plan: FetchPlan,
         socket: OwnedFd,
         number: u32,
     ) -> anyhow::Result<Self> {
@@ -171,9 +190,12 @@ impl Fetch {
         Ok(Self {
             session: Arc::clone(session),
             files,
-            source: Arc::clone(&cache.source),
+            source: Arc::clone(source),
             readers,
-            peer,
+            name: plan.peer_name(),
+            // The fetcher needs its extents, and this process does not.
+            is_image: matches!(plan.memory, FetchedMemory::Files { .. }),
+            peer: plan.peer,
             socket: RefCell::new(socket),
             child: RefCell::default(),
             number: Cell::new(number),
@@ -204,26 +226,37 @@ impl Fetch {
         Ok(())
     }
 
+    /// Whether the peer is an image server.
+    pub(crate) fn is_image(&self) -> bool {
+        self.is_image
+    }
+
     /// Serves the fetcher until pages cannot be fetched any more. Returns why.
     pub(crate) async fn watch(&self) -> anyhow::Error {
         match self.run(false).await {
-            Ok(()) => anyhow::anyhow!("page server {}: the fetcher ended before the restore did", self.peer),
+            Ok(()) => anyhow::anyhow!("{}: the fetcher ended before the restore did", self.name),
             Err(error) => error,
         }
     }
 
-    /// Sends the last message: all memory is resident.
+    /// Has the fetcher end, as all memory is resident. It sends a page server the last message, or fetches what the image
+    /// still lacks.
     ///
     /// # Errors
-    /// The peer has not confirmed it.
+    /// The page server has not confirmed it, or not all of the image has arrived.
     pub(crate) async fn finish(&self) -> anyhow::Result<()> {
         if self.source.presence().is_closed() {
             return Ok(());
         }
+        if self.is_image {
+            // If it has ended, that is found by its socket. The time is limited by that of each answer.
+            let _ = channel::send_finish(self.socket.borrow().as_fd());
+            return self.run(true).await;
+        }
         // If it has ended, that is found by its socket.
         let _ = channel::send_finish(self.socket.borrow().as_fd());
         let done = timeout(FINISH_TIME, self.run(true)).await;
-        let done = done.unwrap_or_else(|_| bail!("page server {}: no end for {FINISH_TIME:?}", self.peer));
+        let done = done.unwrap_or_else(|_| bail!("{}: no end for {FINISH_TIME:?}", self.name));
         if done.is_err() {
             self.end_plainly();
         }
@@ -236,14 +269,44 @@ impl Fetch {
     /// Makes the connection end plainly when the fd store is emptied: CRIU takes that for success, and kills the
     /// program that it dumped. A reset would resume it beside the targets.
     fn end_plainly(&self) {
-        let stored = self.session.store().map(|store| peek_all(store.descriptor()));
-        let entries = stored.and_then(Result::ok).unwrap_or_default();
-        for (_, connections) in entries.into_iter().filter(|(entry, _)| entry.kind == EntryKind::Peer) {
-            for connection in connections {
-                // A unix socket has no such setting, and always ends plainly.
-                let _ = setsockopt(&connection, sockopt::Linger, &linger { l_onoff: 0, l_linger: 0 });
+        for connection in self.connections() {
+            // A unix socket has no such setting, and ends plainly.
+            let _ = setsockopt(&connection, sockopt::Linger, &linger { l_onoff: 0, l_linger: 0 });
+        }
+    }
+
+    /// Makes the connection end as a failure when the fd store is emptied: the targets have been killed, and a CRIU that
+    /// dumped their program resumes it.
+    pub(crate) async fn end_as_failure(&self) {
+        let socket = Arc::clone(&self.socket.borrow());
+        // The fetcher ends, and reads no more from the connection.
+        let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
+        let ended = timeout(END_TIME, async {
+            while let Ok(report) = channel::receive_report(socket.as_fd()) {
+                if report.is_none() {
+                    socket.readable().await?.clear_ready();
+                }
+            }
+            io::Result::Ok(())
+        });
+        let Ok(Ok(())) = ended.await else {
+            return warn!("page server {}: the fetcher does not end within {END_TIME:?}", self.peer);
+        };
+        let Ok(plan) = self.files.plan.try_clone().map(File::from) else { return };
+        for connection in self.connections() {
+            // The peer may have ended: then it knows.
+            if let Err(error) = leave_unread(connection.as_fd(), &plan) {
+                info!("page server {}: {error:#}", self.peer);
             }
         }
+    }
+
+    /// Returns the connections in the fd store.
+    fn connections(&self) -> Vec<OwnedFd> {
+        let stored = self.session.store().map(|store| peek_all(store.descriptor()));
+        let entries = stored.and_then(Result::ok).unwrap_or_default();
+        let peers = entries.into_iter().filter(|(entry, _)| entry.kind == EntryKind::Peer);
+        peers.flat_map(|(_, connections)| connections).collect()
     }
 
     /// Serves fetchers until one has sent the last message.
@@ -278,7 +341,7 @@ impl Fetch {
             match channel::receive_report(socket.as_fd()) {
                 Ok(None) => socket.readable().await?.clear_ready(),
                 Ok(Some(FetchReport::Connected(connection))) => {
-                    info!("connected to page server {}", self.peer);
+                    info!("connected to {}", self.name);
                     self.connected.set(true);
                     let store = self.session.store().context("a session without an fd store")?;
                     put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
@@ -291,10 +354,10 @@ impl Fetch {
                     return Ok(FetcherEnd::Failed { again, reason });
                 }
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                    bail!("the fetcher of page server {}: {error}", self.peer);
+                    bail!("the fetcher of {}: {error}", self.name);
                 }
                 Err(_) => {
-                    let reason = format!("the fetcher of page server {} has ended", self.peer);
+                    let reason = format!("the fetcher of {} has ended", self.name);
                     return Ok(FetcherEnd::Failed { again: true, reason });
                 }
             }
@@ -333,7 +396,7 @@ impl Fetch {
 /// Starts a fetcher. Returns it, and the socket to it.
 fn launch(
     again: bool,
-    files: &FetchFiles,
+    files: &FetchDescriptors,
     connected: Option<BorrowedFd<'_>>,
     readers: &[OwnedFd],
 ) -> anyhow::Result<(Child, OwnedFd)> {
@@ -344,9 +407,10 @@ fn launch(
     command.stdin(Stdio::from(its)).stdout(Stdio::null());
     sys::give_short_time_slices(&mut command);
     let child = command.spawn().context("starting the fetcher")?;
-    let [plan, cache, presence] = [&files.plan, &files.cache, &files.presence].map(|file| file.as_fd());
-    let sent = channel::send_start(ours.as_fd(), again, [plan, cache, presence], connected)
-        .and_then(|()| channel::send_readers(ours.as_fd(), &borrowed(readers)));
+    let sent =
+        channel::send_start(ours.as_fd(), again, [files.plan.as_fd(), files.presence.as_fd()], connected)
+            .and_then(|()| channel::send_files(ours.as_fd(), &borrowed(&files.files)))
+            .and_then(|()| channel::send_readers(ours.as_fd(), &borrowed(readers)));
     sent.context("starting the fetcher")?;
     Ok((child, ours))
 }

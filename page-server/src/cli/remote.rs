@@ -55,6 +55,23 @@ pub struct PullArgs {
     pub(crate) tls: TlsArgs,
 }
 
+/// Where `rewake restore` gets an image from.
+#[derive(Debug, Args)]
+pub struct SourceArgs {
+    /// Restore this image of another host's `rewake export` while its memory arrives. The images directory gets a copy of
+    /// it: it must be empty, or have a copy of that image
+    #[arg(long, value_name = "HOST:IMAGE", conflicts_with = "socket")]
+    pub from: Option<RemoteImage>,
+    /// Port of the server of --from
+    #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT, requires = "from")]
+    pub port: u16,
+    /// With --from: refuse any other image than the one whose id begins with these digits, 16 at least
+    #[arg(long, value_name = "ID", requires = "from")]
+    pub id: Option<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+}
+
 /// An image of another host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteImage {

@@ -13,7 +13,7 @@ use super::{detach, given, host, to_notify};
 use crate::cli::{LazyPagesArgs, Remote};
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
-use rewake_streamer::fetch::PageServerPeer;
+use rewake_streamer::fetch::FetchPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
 
@@ -55,7 +55,7 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
 ///
 /// # Errors
 /// It has no address, or a file of TLS is missing or damaged.
-fn page_server(options: &Remote, work: &Path) -> anyhow::Result<Option<PageServerPeer>> {
+fn page_server(options: &Remote, work: &Path) -> anyhow::Result<Option<FetchPeer>> {
     if !options.page_server {
         ensure!(!options.tls.tls, "--tls: it encrypts the connection of --page-server, which is not given");
         return Ok(None);
@@ -76,7 +76,7 @@ fn page_server(options: &Remote, work: &Path) -> anyhow::Result<Option<PageServe
             (PagePeer::Tcp(found), None)
         }
     };
-    Ok(Some(PageServerPeer { peer, tls, connected }))
+    Ok(Some(FetchPeer { peer, tls, connected, image: None }))
 }
 
 /// What the options of TLS say, with absolute paths: a fetcher runs in another directory.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake planner`: the process that parses an image for a streamer.
 
-use rewake_streamer::planner::child;
+use rewake_streamer::planner::child::{self, PlannedMemory};
 
 use crate::cli::PlannerArgs;
 
@@ -10,5 +10,10 @@ use crate::cli::PlannerArgs;
 /// # Errors
 /// No streamer listens.
 pub fn run(options: &PlannerArgs) -> anyhow::Result<u8> {
-    child::run(&options.images_dir, options.remote)
+    let memory = match (options.remote, options.partial) {
+        (true, _) => PlannedMemory::Remote,
+        (false, true) => PlannedMemory::Partial,
+        (false, false) => PlannedMemory::Whole,
+    };
+    child::run(&options.images_dir, memory)
 }

@@ -31,7 +31,7 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
     let report =
         pull(&mut source, &options.directory, options.id.as_deref()).with_context(|| what.clone())?;
-    let PullReport { id, files, bytes, sent, kept } = report;
+    let PullReport { id, files, bytes, sent, kept, left: _ } = report;
     let (directory, time) = (options.directory.display(), units::seconds(start.elapsed()));
     let mut out = io::stdout();
     if sent == 0 {
@@ -45,7 +45,7 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-fn connect(host: &str, port: u16, tls: Option<&TlsClient>) -> io::Result<PeerStream> {
+pub(super) fn connect(host: &str, port: u16, tls: Option<&TlsClient>) -> io::Result<PeerStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, format!("{host}: no address of that name"));
     for address in (host, port).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, SERVER_LIMIT) {

@@ -9,6 +9,8 @@ use std::time::Duration;
 use super::{directory, to_notify};
 use crate::cli::StreamerArgs;
 use crate::logging;
+use rewake_fetcher::plan::{PagePeer, PeerTls};
+use rewake_streamer::fetch::FetchPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor;
 
@@ -24,7 +26,12 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         work: directory(&options.work_dir, "-W")?,
         records_working_set: options.record,
         keeps_record: true,
-        server: None,
+        server: options.from_image.clone().map(|image| FetchPeer {
+            peer: PagePeer::Tcp(options.from_address.clone()),
+            tls: options.tls.options().map(|tls| PeerTls { options: tls, host: options.from_host.clone() }),
+            connected: None,
+            image: Some(image),
+        }),
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;
     supervisor::supervise(to_notify(options.status_fd), |start| restore.serve(start).unwrap_or(1))

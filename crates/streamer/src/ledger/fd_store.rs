@@ -56,7 +56,7 @@ pub enum EntryKind {
     /// The end of one rotation of the queue, without descriptors. `index` counts rotations, `life` is the
     /// pid.
     Mark = 6,
-    /// What a fetcher works with: its plan, the cache file, the presence map.
+    /// What a fetcher works with: its plan, the presence map, and the cache file if there is one.
     Remote = 7,
     /// The socket to a fetcher. `index` counts them.
     Fetcher = 8,

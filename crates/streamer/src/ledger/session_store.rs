@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, IntoRawFd as _};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -17,7 +17,7 @@ use rewake_plugin_protocol::{FileId, Phase, SessionNote, Store};
 use crate::ledger::fd_store::{EntryKind, FdStore, MAX_DESCRIPTORS, StoreEntry, peek_all};
 use crate::ledger::{SessionSlot, Starter};
 use crate::session::image::Image;
-use crate::session::image::cache_file::CacheFile;
+use crate::session::image::remote_memory::RemoteMemory;
 
 /// Makes an empty fd store, and puts its descriptors into the session's slot.
 ///
@@ -61,14 +61,15 @@ pub fn image(store: &FdStore) -> anyhow::Result<Image> {
         match entry.kind {
             EntryKind::Plan => plan = descriptors.into_iter().next(),
             EntryKind::Files => drop(files.insert(entry.index, descriptors)),
-            EntryKind::Remote => remote = <[OwnedFd; 3]>::try_from(descriptors).ok(),
+            EntryKind::Remote => remote = Some(descriptors),
             _ => {}
         }
     }
     let plan = plan.context("the session's fd store has no plan")?;
     Image::unseal_with(plan.as_fd(), files.into_values().flatten().collect(), |draft| {
-        let [_, cache, presence] = remote.context("the session's fd store lacks the cache file")?;
-        CacheFile::inherit(cache, presence, draft.len, draft.layout)
+        let mut remote = remote.unwrap_or_default().into_iter().skip(1);
+        let presence = remote.next().context("the session's fd store lacks the presence map")?;
+        RemoteMemory::inherit(presence, remote.next(), draft)
     })
 }
 

@@ -19,24 +19,34 @@ use crate::session::image::draft::Draft;
 /// Bytes of a reason that are sent: a message has 16 KiB at most.
 const MAX_REASON: usize = 8 << 10;
 
-/// Plans the restore of an image, and reports to the streamer. Returns the exit code. With `remote` a page server has
-/// its lazy pages.
+/// What the planner reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlannedMemory {
+    /// An image that has all of its memory.
+    Whole,
+    /// One whose lazy pages a page server has.
+    Remote,
+    /// One that is copied from an image server, without some of its blocks.
+    Partial,
+}
+
+/// Plans the restore of an image, and reports to the streamer. Returns the exit code.
 ///
 /// # Errors
 /// The streamer cannot be reached.
-pub fn run(images: &Path, remote: bool) -> anyhow::Result<u8> {
+pub fn run(images: &Path, memory: PlannedMemory) -> anyhow::Result<u8> {
     // SAFETY: this program has just started, and has opened nothing.
     unsafe { descriptors::close_inherited()? };
     let channel = Channel::with_timeout(std::io::stdin().as_fd().try_clone_to_owned()?, TIME)?;
     let stdout = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
-    let Err(error) = plan(images, remote, &stdout, &channel) else { return Ok(0) };
+    let Err(error) = plan(images, memory, &stdout, &channel) else { return Ok(0) };
     let mut reason = format!("{error:#}");
     reason.truncate(reason.floor_char_boundary(MAX_REASON));
     channel.send(&PlannerReport { step: step::REFUSED, reason }, &[])?;
     Ok(1)
 }
 
-fn plan(images: &Path, remote: bool, out: &File, channel: &Channel) -> anyhow::Result<()> {
+fn plan(images: &Path, memory: PlannedMemory, out: &File, channel: &Channel) -> anyhow::Result<()> {
     let report = |step: u32, descriptors: &[BorrowedFd<'_>]| {
         channel.send(&PlannerReport { step, reason: String::new() }, descriptors).context("reporting a plan")
     };
@@ -45,7 +55,11 @@ fn plan(images: &Path, remote: bool, out: &File, channel: &Channel) -> anyhow::R
     let directories: Vec<_> = [&images].into_iter().chain(&parents).map(|of| of.as_fd()).collect();
     report(step::DIRECTORIES, &directories)?;
     confine(&directories).context("confining the planner")?;
-    let draft = if remote { Draft::read_remote(&images)? } else { Draft::read(&images)? };
+    let draft = match memory {
+        PlannedMemory::Whole => Draft::read(&images),
+        PlannedMemory::Remote => Draft::read_remote(&images),
+        PlannedMemory::Partial => Draft::read_partial(&images),
+    }?;
     draft.write(out).context("writing the plan")?;
     let leases = draft.leases.iter().map(|lease| lease.as_fd());
     let files: Vec<_> = draft.files.iter().map(|file| file.file.as_fd()).chain(leases).collect();

@@ -39,9 +39,9 @@ use nix::unistd::Pid;
 use rewake_plugin_protocol::Channel;
 use rewake_process::proc;
 
-use crate::session::image::cache_file::CacheFile;
-use crate::session::image::draft::DraftCache;
-use crate::session::image::{Image, sealed};
+use crate::session::image::draft::DraftRemote;
+use crate::session::image::remote_memory::RemoteMemory;
+use crate::session::image::{Image, LazyMemory, sealed};
 use crate::supervise::launch;
 use crate::sys;
 
@@ -50,6 +50,8 @@ pub const COMMAND: &str = "planner";
 
 /// Its option for an image whose lazy pages a page server has.
 const REMOTE: &str = "--remote";
+/// Its option for an image some of whose blocks an image server has.
+const PARTIAL: &str = "--partial";
 
 /// CPU time of a planner, and wall time in which it may use none: its file system does not answer then. A plan of
 /// 2^24 extents takes 4 s without optimisation, and longer on a busy machine.
@@ -97,21 +99,25 @@ struct PlannerReport {
     reason: String,
 }
 
-/// Plans the restore of an image.
+/// Plans the restore of an image. If a page server has its lazy pages, it makes the cache file for them.
 ///
 /// # Errors
-/// The image cannot be served, or the planner exceeded a limit.
-pub fn plan(images: &Path) -> anyhow::Result<Image> {
-    Planner::start(images, &[])?.finish(|_| bail!("a plan with a cache file, which is not to have one"))
-}
-
-/// Plans the restore of an image whose lazy pages a page server has. It makes the cache file for them in the directory
-/// `cache`.
-///
-/// # Errors
-/// As for [`plan`]; or the directory has no space for the cache file.
-pub fn plan_remote(images: &Path, cache: &Path) -> anyhow::Result<Image> {
-    Planner::start(images, &[REMOTE])?.finish(|draft| CacheFile::create(cache, draft.len, draft.layout))
+/// The image cannot be served, or the planner exceeded a limit; or there is no space for the cache file.
+pub fn plan(images: &Path, memory: &LazyMemory) -> anyhow::Result<Image> {
+    match memory {
+        LazyMemory::Here => {
+            Planner::start(images, &[])?.finish(|_| bail!("a plan with memory of another host, without one"))
+        }
+        LazyMemory::OnPageServer(work) => {
+            Planner::start(images, &[REMOTE])?.finish(|draft| RemoteMemory::create(work, draft))
+        }
+        LazyMemory::OnImageServer => {
+            let image =
+                Planner::start(images, &[PARTIAL])?.finish(|draft| RemoteMemory::create(images, draft))?;
+            image.note_arrived().context("looking for what has arrived")?;
+            Ok(image)
+        }
+    }
 }
 
 /// A planner that runs.
@@ -146,11 +152,11 @@ impl<'a> Planner<'a> {
 
     fn finish(
         mut self,
-        cache: impl FnOnce(DraftCache) -> anyhow::Result<CacheFile>,
+        remote: impl FnOnce(DraftRemote) -> anyhow::Result<RemoteMemory>,
     ) -> anyhow::Result<Image> {
         let (directories, files) = self.receive_all()?;
         sealed::seal(&self.plan).context("sealing the planner's plan")?;
-        let image = Image::unseal_with(self.plan.as_fd(), files, cache)?;
+        let image = Image::unseal_with(self.plan.as_fd(), files, remote)?;
         check_places(&image, &directories).context("checking the planner's plan")?;
         Ok(image)
     }

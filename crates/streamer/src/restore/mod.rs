@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
-use crate::fetch::PageServerPeer;
+use crate::fetch::FetchPeer;
 use crate::gpu::{self, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome};
 use crate::record::model::State;
@@ -43,8 +43,8 @@ pub struct RestoreOptions {
     pub records_working_set: bool,
     /// Whether the record is left in the work directory. It always is if the image has GPU memory.
     pub keeps_record: bool,
-    /// The page server that has the lazy pages; none: the image has them.
-    pub server: Option<PageServerPeer>,
+    /// The host that has lazy pages; none: the image has them.
+    pub server: Option<FetchPeer>,
     /// The streamer ends when no restore has connected within this time.
     pub connect_timeout: Option<Duration>,
 }

@@ -5,9 +5,10 @@
 //! a confined process, and returns its plans in a sealed memory file with the descriptors of the pages files
 //! ([`Image::open`]). A successor gets both ([`Image::seal`]). No path is looked up a second time (I7).
 
-pub(crate) mod cache_file;
 pub(crate) mod draft;
+mod file_place;
 mod opened_by;
+pub(crate) mod remote_memory;
 pub(crate) mod sealed;
 
 use std::collections::BTreeMap;
@@ -17,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use cache_file::CacheFile;
+use remote_memory::RemoteMemory;
 use rewake_criu_images::Digest;
 use rewake_image_io::ImageFile;
 use rewake_pager::Plan;
@@ -36,6 +37,17 @@ pub struct TaskPlan {
     pub first: Vec<Range<u64>>,
 }
 
+/// Where the memory of an image is when a session begins.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LazyMemory {
+    /// In the image.
+    Here,
+    /// On a page server. A cache file in this directory gets it.
+    OnPageServer(PathBuf),
+    /// On an image server. The files of the image, whose manifest is partial, get what they lack.
+    OnImageServer,
+}
+
 /// A checked image directory.
 #[derive(Debug, Default)]
 pub struct Image {
@@ -43,8 +55,8 @@ pub struct Image {
     plans: BTreeMap<u32, Option<TaskPlan>>,
     /// The pages files of all tasks, each once.
     files: Vec<Arc<ImageFile>>,
-    /// Has the lazy pages, if a page server has them.
-    cache: Option<CacheFile>,
+    /// Has the memory that another host has.
+    remote: Option<RemoteMemory>,
     /// Device and inode of the image directory.
     directory: (u64, u64),
     digest: Digest,
@@ -63,20 +75,16 @@ impl Image {
     /// Fails when a file is missing, damaged or truncated, or when the image lacks pages; also when the
     /// planner exceeds a limit.
     pub fn open(path: &Path) -> anyhow::Result<Self> {
-        planner::plan(path)
+        planner::plan(path, &LazyMemory::Here)
     }
 
-    /// [`Image::open`] for the control thread, which serves other requests meanwhile. With `cache`, a directory, lazy
-    /// pages come from a page server, and a cache file there gets them.
+    /// [`Image::open`] for the control thread, which serves other requests meanwhile.
     ///
     /// # Errors
     /// As for [`Image::open`].
-    pub async fn open_in_background(path: PathBuf, cache: Option<PathBuf>) -> anyhow::Result<Self> {
+    pub async fn open_in_background(path: PathBuf, memory: LazyMemory) -> anyhow::Result<Self> {
         let (sender, opened) = oneshot::channel();
-        let plan = move || match &cache {
-            Some(cache) => planner::plan_remote(&path, cache),
-            None => Self::open(&path),
-        };
+        let plan = move || planner::plan(&path, &memory);
         // A receiver that has ended was asked to stop.
         let open = move || drop(sender.send(plan()));
         sys::thread_without_signals("planner", open).context("starting a thread")?;

@@ -38,6 +38,7 @@ pub struct Session {
     running_ns: AtomicU64,
     failure: OnceLock<String>,
     open_spaces: AtomicUsize,
+    any_resident: AtomicBool,
     changed: Notify,
 }
 
@@ -55,6 +56,7 @@ impl Session {
             running_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
             open_spaces: AtomicUsize::new(0),
+            any_resident: AtomicBool::new(false),
             changed: Notify::new(),
         }
     }
@@ -163,6 +165,17 @@ impl Session {
     /// Counts one more address space to serve.
     pub fn space_opened(&self) {
         self.open_spaces.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Notes that all memory of an address space has become resident.
+    pub fn note_resident(&self) {
+        self.any_resident.store(true, Ordering::Release);
+    }
+
+    /// Returns whether all memory of an address space has become resident.
+    #[must_use]
+    pub fn any_resident(&self) -> bool {
+        self.any_resident.load(Ordering::Acquire)
     }
 
     /// Counts one address space less. The last one ends the session.

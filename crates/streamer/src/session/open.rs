@@ -31,12 +31,14 @@ pub struct OpenSession {
     pub(crate) slot: &'static SessionSlot,
     pub(crate) listener: Option<UnixListener>,
     pub(crate) connection: Option<OwnedFd>,
-    /// The process that brings pages from a page server; none if all bytes of the image are local.
+    /// The process that brings memory from another host; none if all bytes of the image are local.
     pub(crate) fetch: Option<Rc<Fetch>>,
     /// The note that CRIU's plugins read.
     pub(crate) note: Option<SessionNote>,
     /// Whether a dead worker has handled the message in the inbox, and died before it could note that.
     pub(crate) arrived: bool,
+    /// Whether all blocks of an image that another host has have arrived.
+    pub(crate) is_whole: bool,
 }
 
 impl OpenSession {

@@ -15,11 +15,11 @@ use rewake_plugin_protocol::{Phase, SessionNote};
 use tracing::{info, warn};
 
 use crate::cpu::{ReactorPool, address_spaces};
-use crate::fetch::{Fetch, PageServerPeer};
+use crate::fetch::{Fetch, FetchPeer};
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
-use crate::session::image::{Image, TaskPlan};
+use crate::session::image::{Image, LazyMemory, TaskPlan};
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
 use crate::session::{Session, socket};
@@ -79,7 +79,7 @@ impl Worker {
         &self,
         images: &Path,
         work: &Path,
-        server: Option<&PageServerPeer>,
+        server: Option<&FetchPeer>,
     ) -> anyhow::Result<Option<OpenSession>> {
         address_spaces::reap_abandoned(self.ledger);
         if let Some(inherited) = self.inherit()? {
@@ -96,9 +96,14 @@ impl Worker {
         &self,
         images: &Path,
         work: &Path,
-        server: Option<&PageServerPeer>,
+        server: Option<&FetchPeer>,
     ) -> anyhow::Result<OpenSession> {
-        let image = Image::open_in_background(images.to_owned(), server.map(|_| work.to_owned())).await?;
+        let memory = match server {
+            None => LazyMemory::Here,
+            Some(FetchPeer { image: None, .. }) => LazyMemory::OnPageServer(work.to_owned()),
+            Some(FetchPeer { image: Some(_), .. }) => LazyMemory::OnImageServer,
+        };
+        let image = Image::open_in_background(images.to_owned(), memory).await?;
         let listener = socket::listen(work)?;
         let slot = self.ledger.session();
         slot.set_paths(images, work)?;
@@ -118,7 +123,8 @@ impl Worker {
             images.display()
         );
         let listener = Some(listener);
-        Ok(OpenSession { image, slot, listener, connection: None, session, fetch, note, arrived: false })
+        let (connection, arrived, is_whole) = (None, false, false);
+        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, is_whole })
     }
 
     /// Takes over the session of a dead worker; none if there is nothing to serve.
@@ -174,7 +180,8 @@ impl Worker {
         let fetch = Fetch::inherit(&session, &image, self.pool.wakers()?)?.map(Rc::new);
         let note = self.publish(&session);
         info!("taken over in state {:?}", slot.state());
-        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived })
+        let is_whole = false;
+        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, is_whole })
     }
 
     /// Writes the session's note. Returns none, and logs a warning, when it cannot be written.
@@ -224,10 +231,13 @@ impl Worker {
         // The first reason is the cause: later ones, such as the end of a restore whose tasks were killed,
         // follow from it.
         if let Some(reason) = session.failure() {
+            if let Some(fetch) = fetch {
+                fetch.end_as_failure().await;
+            }
             bail!("{reason}");
         }
         if let Some(fetch) = fetch {
-            fetch.finish().await?;
+            self.finish_fetch(open, &fetch).await?;
         }
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Ok(SessionSummary {
@@ -239,10 +249,36 @@ impl Worker {
         })
     }
 
-    /// Closes the session when it has ended.
+    /// Ends the fetcher, as no address space is left to serve. What an image lacks is fetched only if memory of a process
+    /// became resident: of a program that has ended early, no process waits for the rest.
+    async fn finish_fetch(&self, open: &mut OpenSession, fetch: &Fetch) -> anyhow::Result<()> {
+        if !fetch.is_image() {
+            return fetch.finish().await;
+        }
+        if !open.session.any_resident() {
+            info!("{}: the program has ended, and the image is not complete", open.session.images.display());
+            return Ok(());
+        }
+        match fetch.finish().await {
+            Ok(()) => open.is_whole = true,
+            Err(error) => warn!(
+                "all memory is resident, but not all of the image has arrived: `rewake pull` completes it: {error:#}"
+            ),
+        }
+        Ok(())
+    }
+
+    /// Closes the session when it has ended. An image whose missing blocks have arrived becomes complete then.
     pub async fn close(&self, open: OpenSession) {
         let note = open.note.clone();
+        let whole = open.is_whole.then(|| open.session.images.clone());
         open.close().await;
+        if let Some(images) = whole {
+            match rewake_image_pull::complete(&images) {
+                Ok(id) => info!("{}: image {id:.16} is complete", images.display()),
+                Err(error) => warn!("{}: the image is not complete: {error:#}", images.display()),
+            }
+        }
         // As long as a process has the store, a plugin must be able to identify it.
         if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
             warn!(%error, "removing the session's note");

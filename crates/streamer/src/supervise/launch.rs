@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Decides how an image is served, and makes the command of its streamer.
 
+use std::net::SocketAddr;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
+use rewake_criu_tls::TlsOptions;
+use rewake_fetcher::plan::PeerTls;
+use rewake_manifest::{MANIFEST_NAME, PARTIAL_NAME};
 
 use crate::gpu::plugin_folder;
 use crate::session::image::Image;
@@ -21,6 +25,19 @@ pub struct LaunchPlan {
     pub gpus: bool,
     /// Why CRIU must load all CPU memory before the processes run; none if the streamer loads it.
     pub eager: Option<String>,
+    /// Where missing memory of the image comes from; none if the image has all of it.
+    pub from: Option<ImageServerAddress>,
+}
+
+/// An image on an image server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageServerAddress {
+    /// The addresses of the host.
+    pub addresses: Vec<SocketAddr>,
+    /// The name of the image there.
+    pub image: String,
+    /// How the connection is encrypted, with absolute paths; none: it is not.
+    pub tls: Option<PeerTls>,
 }
 
 impl LaunchPlan {
@@ -32,15 +49,32 @@ impl LaunchPlan {
     /// # Errors
     /// The image cannot be served.
     pub fn of(images: &Path) -> anyhow::Result<Self> {
+        ensure!(
+            !images.join(PARTIAL_NAME).exists() || images.join(MANIFEST_NAME).exists(),
+            "{}: the copy of this image is not complete: `rewake pull` or `rewake restore --from` completes it",
+            images.display()
+        );
         let gpus =
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
-        let held = || rewake_ioctl_filter::attach().map(drop).map_err(anyhow::Error::from);
-        let checked = if gpus { held() } else { Ok(()) };
+        let checked = if gpus { holds_calls() } else { Ok(()) };
         let checked = checked.and_then(|()| Image::open(images).map(drop));
         match checked {
-            Err(error) if gpus => Ok(Self { gpus, eager: Some(format!("{error:#}")) }),
-            checked => checked.map(|()| Self { gpus, eager: None }),
+            Err(error) if gpus => Ok(Self { gpus, eager: Some(format!("{error:#}")), from: None }),
+            checked => checked.map(|()| Self { gpus, eager: None, from: None }),
         }
+    }
+
+    /// Returns why CRIU must load all CPU memory of an image with GPU state; none if this kernel can hold calls that
+    /// register missing memory.
+    #[must_use]
+    pub fn eager_reason() -> Option<String> {
+        holds_calls().err().map(|error| format!("{error:#}"))
+    }
+
+    /// The plan for an image of which an image server has memory. The streamer checks the image.
+    #[must_use]
+    pub fn from_server(gpus: bool, from: ImageServerAddress) -> Self {
+        Self { gpus, eager: None, from: Some(from) }
     }
 
     /// Whether CRIU is to be called with `--lazy-pages`.
@@ -48,6 +82,11 @@ impl LaunchPlan {
     pub fn lazy_pages(&self) -> bool {
         self.eager.is_none()
     }
+}
+
+/// Checks that this kernel can hold calls that register missing memory.
+fn holds_calls() -> anyhow::Result<()> {
+    Ok(rewake_ioctl_filter::attach().map(drop)?)
 }
 
 /// Makes the command for the streamer of one restore, with CRIU's work directory. It writes a zero byte to its standard
@@ -65,12 +104,39 @@ pub fn command(images: &Path, work: &Path, plan: &LaunchPlan, record: bool) -> a
     if plan.lazy_pages() {
         command.arg("-D").arg(images);
     }
+    if let Some(from) = &plan.from {
+        add_server(&mut command, from);
+    }
     if record {
         command.arg("--record");
     }
     command.stdin(Stdio::null());
     sys::leave_descriptors(&mut command);
     Ok(command)
+}
+
+/// Adds the options for an image server.
+fn add_server(command: &mut Command, from: &ImageServerAddress) {
+    for address in &from.addresses {
+        command.arg("--from-address").arg(address.to_string());
+    }
+    command.arg("--from-image").arg(&from.image);
+    let Some(PeerTls { options, host }) = &from.tls else { return };
+    command.arg("--tls");
+    if let Some(host) = host {
+        command.arg("--from-host").arg(host);
+    }
+    let TlsOptions { ca, crl, certificate, key, any_name } = options;
+    for (option, path) in
+        [("--tls-cacert", ca), ("--tls-cacrl", crl), ("--tls-cert", certificate), ("--tls-key", key)]
+    {
+        if let Some(path) = path {
+            command.arg(option).arg(path);
+        }
+    }
+    if *any_name {
+        command.arg("--tls-no-cn-verify");
+    }
 }
 
 /// Returns the path of this program. After an upgrade it is the path of the new program in the old one's

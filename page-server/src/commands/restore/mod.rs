@@ -4,6 +4,7 @@
 //! The streamer and the restored processes do not depend on this command: it follows them, and may be killed.
 
 mod place;
+mod source;
 mod timeline;
 mod view;
 
@@ -31,6 +32,7 @@ use rewake_streamer::control::proto::{Ended, State, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::record::{files, text};
+use rewake_streamer::supervise::launch::LaunchPlan;
 
 /// Time limit for CRIU to notice that its streamer ended, and for a streamer to notice that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -47,6 +49,8 @@ struct RestoreRequest<'a> {
     /// The image has GPU state.
     gpus: bool,
     plugins: Option<&'a Path>,
+    /// How the image is served while its memory arrives from another host.
+    from: Option<&'a LaunchPlan>,
 }
 
 impl RestoreRequest<'_> {
@@ -70,6 +74,13 @@ impl RestoreRequest<'_> {
 /// # Errors
 /// The image cannot be served, there is no agent or no CRIU: nothing was started. Or the restore failed.
 pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
+    let given = CriuOptions::read(&options.criu_options, &OURS)?;
+    ensure!(
+        given.detached || options.wait == WaitFor::Resident,
+        "--wait=alive: this command ends with the restored processes; add `-- -d` to restore them in the \
+         background"
+    );
+    let from = source::prepare(options)?;
     let images = directory(&options.images_dir, "-D")?;
     // A dump that replaces the image keeps the old one for as long as its files are being opened. Remote file
     // systems may have no such locks.
@@ -79,12 +90,6 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
         "-D {}: another image is taking its place; try again",
         images.display()
     );
-    let given = CriuOptions::read(&options.criu_options, &OURS)?;
-    ensure!(
-        given.detached || options.wait == WaitFor::Resident,
-        "--wait=alive: this command ends with the restored processes; add `-- -d` to restore them in the \
-         background"
-    );
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
@@ -93,8 +98,8 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     );
     let plugins = options.programs.plugins(gpus, &given)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let request =
-        RestoreRequest { options, given: &given, images: &images, gpus, plugins: plugins.as_deref() };
+    let (given, images, plugins) = (&given, &*images, plugins.as_deref());
+    let request = RestoreRequest { options, given, images, gpus, plugins, from: from.as_ref() };
     runtime.block_on(restore(&request))
 }
 

@@ -39,6 +39,10 @@ impl WaitingStreamer {
     pub(super) async fn make(request: &RestoreRequest<'_>, view: &View) -> anyhow::Result<Self> {
         let given = request.options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
         let is_named = request.options.socket.is_some();
+        if let Some(plan) = request.from {
+            // An agent knows no other hosts.
+            return Self::alone(request, plan.clone(), given).await;
+        }
         match socket(request.options) {
             Err(error) if is_named => return Err(error),
             // This user can have no agent.
@@ -53,7 +57,11 @@ impl WaitingStreamer {
                 },
             },
         }
-        Self::alone(request, given, view).await
+        let plan = LaunchPlan::of(request.images).context(NOT_SERVED)?;
+        if let Some(reason) = &plan.eager {
+            view.say(&format!("all CPU memory is loaded before the processes run: {reason}\n"));
+        }
+        Self::alone(request, plan, given).await
     }
 
     /// Keeps the work directory: the streamer and the agent still use it.
@@ -77,13 +85,9 @@ impl WaitingStreamer {
 
     async fn alone(
         request: &RestoreRequest<'_>,
+        plan: LaunchPlan,
         given: Option<PathBuf>,
-        view: &View,
     ) -> anyhow::Result<Self> {
-        let plan = LaunchPlan::of(request.images).context(NOT_SERVED)?;
-        if let Some(reason) = &plan.eager {
-            view.say(&format!("all CPU memory is loaded before the processes run: {reason}\n"));
-        }
         let (work, own) = work(given, &std::env::temp_dir())?;
         streamer::start(request.images, &work, &plan, request.options.record, None).await?;
         Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), own })

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Pages that have not arrived from a page server: they are requested, and what waits for them is kept.
+//! Pages that have not arrived from another host: they are requested, and what waits for them is kept.
 //!
 //! The fetcher wakes this reactor when pages that it requested have arrived.
 
@@ -33,7 +33,7 @@ pub(super) struct AbsentBlock {
 impl AbsentBlock {
     /// Returns whether the fetcher has a request for it.
     fn is_sent(&self) -> bool {
-        self.file.source().is_some_and(|source| source.is_sent(self.sent))
+        self.file.source().is_some_and(|source| source.source.is_sent(self.sent))
     }
 }
 
@@ -116,14 +116,12 @@ impl Reactor {
         len: usize,
         sent: &mut SentRequest,
     ) -> bool {
-        let Some(source) = file.source().filter(|source| !source.presence().has(offset, len)) else {
-            return false;
-        };
-        let first = offset / PAGE as u64;
+        let Some(fetched) = file.source().filter(|_| !file.has(offset, len)) else { return false };
+        let first = fetched.page(offset);
         let pages = u32::try_from(len / PAGE).unwrap_or(u32::MAX);
         // There are MAX_REACTORS at most.
         let reader = u8::try_from(self.index).unwrap_or(u8::MAX);
-        source.request(&FetchRequest { class, reader, pages, first }, sent)
+        fetched.source.request(&FetchRequest { class, reader, pages, first }, sent)
     }
 }
 

@@ -448,6 +448,9 @@ impl Reactor {
         if !space.is_gone() && !space.session.has_failed() && !space.is_registered() {
             self.shared.huge_pages.note(&space);
         }
+        if !space.is_gone() && !space.session.has_failed() {
+            space.session.note_resident();
+        }
         // No reactor reads its events from here on. A fill that the kernel refuses until one is read would be
         // tried for ever, and would keep the descriptor open.
         space.set_gone();

@@ -2,14 +2,15 @@
 //! Parses an image and plans its restore. Only the planner does that, and tests.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::ops::Range;
+use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan};
 use rewake_image_io::{BLOCK, FileState};
-use rewake_manifest::{ImageChecksums, read_chain};
+use rewake_manifest::{ImageChecksums, MANIFEST_NAME, PARTIAL_NAME, read_chain, read_partial_checksums};
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
@@ -31,8 +32,8 @@ pub(crate) struct Draft {
     pub(crate) leases: Vec<File>,
     /// The checksums of the files' blocks.
     pub(crate) checksums: Vec<u64>,
-    /// The cache file, if a page server has the lazy pages. Its index is the number of pages files.
-    pub(crate) cache: Option<DraftCache>,
+    /// The memory that another host has. The index of a cache file is the number of pages files.
+    pub(crate) remote: Option<DraftRemote>,
     /// The index in `files` of each inode's file.
     by_inode: BTreeMap<(u64, u64), usize>,
 }
@@ -45,15 +46,26 @@ pub(crate) struct DraftFile {
     pub(crate) state: FileState,
     /// The place in [`Draft::checksums`] of its first block; none if its image is not sealed.
     pub(crate) checksums: Option<usize>,
+    /// Its number in the manifest, if another host has some of its blocks; else 0.
+    pub(crate) number: u32,
 }
 
-/// A cache file that is to be made.
+/// Memory that another host has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct DraftCache {
-    /// Its length in bytes.
+pub(crate) struct DraftRemote {
+    /// Bytes that the presence map is for: of the cache file, or of all pages files, each up to the border of a block.
     pub(crate) len: u64,
-    /// The headers of the CRIU that made the image.
-    pub(crate) layout: HeaderLayout,
+    /// Where it is written.
+    pub(crate) place: RemotePlace,
+}
+
+/// Where the memory of another host is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RemotePlace {
+    /// Into a cache file that is to be made. The headers are those of the CRIU that made the image.
+    Cache(HeaderLayout),
+    /// Into the pages files. The image has this id.
+    Files(Digest),
 }
 
 /// The missing pages of one task.
@@ -72,6 +84,7 @@ impl Draft {
     /// # Errors
     /// Fails when a file is missing, damaged or truncated, or when the image lacks pages.
     pub(crate) fn read(images: &ImageDir) -> anyhow::Result<Self> {
+        refuse_partial(images)?;
         let parents = images.ancestors();
         let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
         let mut draft = Self { leases: leases(&chain)?, ..Self::of(images)? }.tasks(images)?;
@@ -86,8 +99,30 @@ impl Draft {
     /// Fails when a file is missing or damaged.
     pub(crate) fn read_remote(images: &ImageDir) -> anyhow::Result<Self> {
         // CRIU 4.2 and later, where no pagemap says another age.
-        let cache = Some(DraftCache { len: 0, layout: HeaderLayout::Wide });
-        Self { cache, leases: leases(&[images])?, ..Self::of(images)? }.tasks(images)
+        let remote = Some(DraftRemote { len: 0, place: RemotePlace::Cache(HeaderLayout::Wide) });
+        Self { remote, leases: leases(&[images])?, ..Self::of(images)? }.tasks(images)
+    }
+
+    /// [`Draft::read`], for a session that gets missing blocks from an image server. No other program may write into the
+    /// directory meanwhile.
+    ///
+    /// # Errors
+    /// As for [`Draft::read`]. Or the image is complete or incremental, or another program has the directory.
+    pub(crate) fn read_partial(images: &ImageDir) -> anyhow::Result<Self> {
+        let mut leases = leases(&[images])?;
+        leases.push(lock_directory(images)?);
+        let checksums = read_partial_checksums(images)?;
+        ensure!(checksums.parent.is_none(), "{}: the image is incremental", images.path().display());
+        let mut draft = Self { leases, ..Self::of(images)? }.tasks(images)?;
+        let (id, mut len) = (checksums.id, 0u64);
+        draft.add_checksums(vec![Some(checksums)])?;
+        for file in &draft.files {
+            ensure!(file.number > 0, "{}: it is in no manifest", file.path.display());
+            let blocks = file.state.key.len.checked_next_multiple_of(BLOCK as u64);
+            len = blocks.and_then(|blocks| len.checked_add(blocks)).context("the lengths of the files")?;
+        }
+        draft.remote = Some(DraftRemote { len, place: RemotePlace::Files(id) });
+        Ok(draft)
     }
 
     fn of(images: &ImageDir) -> anyhow::Result<Self> {
@@ -108,8 +143,8 @@ impl Draft {
     }
 
     fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<DraftTask> {
-        if let Some(cache) = &mut self.cache {
-            return cache.task(images, pid, first);
+        if let Some(remote) = &mut self.remote {
+            return remote.task(images, pid, first);
         }
         let LazyPlan { files, extents, remote_pages } = images.lazy_plan(pid)?;
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
@@ -135,6 +170,7 @@ impl Draft {
             };
             ensure!(file.state.key.len == memory.length, "{name}: its length changed while it was opened");
             file.checksums = Some(self.checksums.len());
+            file.number = memory.number;
             self.checksums.extend(memory.checksums);
         }
         Ok(())
@@ -145,19 +181,19 @@ impl Draft {
         let state = FileState::of(&file).with_context(|| format!("stat {}", path.display()))?;
         let at = *self.by_inode.entry((state.key.dev, state.key.ino)).or_insert(self.files.len());
         if at == self.files.len() {
-            self.files.push(DraftFile { file, path, state, checksums: None });
+            self.files.push(DraftFile { file, path, state, checksums: None, number: 0 });
         }
         Ok(at)
     }
 }
 
-impl DraftCache {
+impl DraftRemote {
     /// Gives a task's lazy pages a place at the end of the cache file, from a border of blocks on: no block has pages of
     /// two tasks.
     fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<DraftTask> {
         let RemotePlan { extents, generation } = images.remote_plan(pid)?;
         if generation == Some(Generation::Narrow) {
-            self.layout = HeaderLayout::Narrow;
+            self.place = RemotePlace::Cache(HeaderLayout::Narrow);
         }
         let base = self.len;
         let extents: Vec<Extent> = extents.into_iter().map(|of| extent(of, base)).collect();
@@ -166,6 +202,30 @@ impl DraftCache {
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         let plan = Plan::new(extents).with_context(pagemap)?;
         Ok(DraftTask { extents: plan.into_extents(), files: vec![0], first })
+    }
+}
+
+/// Refuses a directory that an image is being copied into.
+fn refuse_partial(images: &ImageDir) -> anyhow::Result<()> {
+    ensure!(
+        images.file(PARTIAL_NAME)?.is_none() || images.file(MANIFEST_NAME)?.is_some(),
+        "{}: the copy of this image is not complete: `rewake pull` or `rewake restore --from` completes it",
+        images.path().display()
+    );
+    Ok(())
+}
+
+/// Locks a directory against other programs that write an image into it.
+fn lock_directory(images: &ImageDir) -> anyhow::Result<File> {
+    let directory = File::from(images.as_fd().try_clone_to_owned()?);
+    match directory.try_lock() {
+        Ok(()) => Ok(directory),
+        Err(TryLockError::WouldBlock) => {
+            bail!("{}: another program writes an image into it", images.path().display())
+        }
+        Err(TryLockError::Error(error)) => {
+            Err(error).with_context(|| format!("locking {}", images.path().display()))
+        }
     }
 }
 

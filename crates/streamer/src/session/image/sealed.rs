@@ -10,9 +10,10 @@
 //! MAGIC [8], VERSION u32, digest of the image [32], id of the dump [32]
 //! directory: dev ino u64
 //! leases u32, checksums u64: their numbers
-//! cache file: length of a header u32 (0: there is none), bytes u64
+//! memory of another host: length of a header u32 (0: there is none; 1: it goes into the files), bytes u64;
+//!     for 1: id of the image [32]
 //! files u32, each: dev ino len u64, mtime ctime (i64 s, i64 ns), links u64, mode uid gid u32, name, path,
-//!     is sealed u32, first checksum u64
+//!     is sealed u32, first checksum u64, number in the manifest u32
 //! tasks u32, each: pid u32, has memory u32, and if it has:
 //!     files u32, each: index u32      first u32, each: start end u64
 //!     extents u64, each: target offset pages u64, file u32
@@ -41,12 +42,15 @@ use rewake_image_io::{BlockChecksums, ChecksumTable, FileKey, FileState, ImageFi
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
-use super::cache_file::CacheFile;
-use super::draft::{Draft, DraftCache, DraftTask};
+use super::draft::{Draft, DraftRemote, DraftTask, RemotePlace};
+use super::file_place::FilePlace;
+use super::remote_memory::RemoteMemory;
 use super::{Image, TaskPlan};
 
 const MAGIC: [u8; 8] = *b"rewakepl";
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
+/// In the place of a header's length: memory goes into the files of the image.
+const FILES: usize = 1;
 /// The longest name or path, in bytes.
 const MAX_NAME: u32 = 4096;
 /// The bytes of a record of each kind.
@@ -105,18 +109,19 @@ impl Image {
     /// another file, or the contents of the file may have changed.
     pub fn unseal(plan: BorrowedFd<'_>, files: Vec<OwnedFd>) -> anyhow::Result<Self> {
         Self::unseal_with(plan, files, |_| {
-            bail!("its pages come from a page server, and it has no cache file")
+            bail!("its pages come from another host, and it has no presence map")
         })
     }
 
-    /// [`Image::unseal`], for a plan that may have a cache file: `cache` makes it, or gives the one of another worker.
+    /// [`Image::unseal`], for a plan whose memory another host may have: `remote` makes what that needs, or gives that of
+    /// another worker.
     ///
     /// # Errors
-    /// As for [`Image::unseal`], and those of `cache`.
+    /// As for [`Image::unseal`], and those of `remote`.
     pub(crate) fn unseal_with(
         plan: BorrowedFd<'_>,
         files: Vec<OwnedFd>,
-        cache: impl FnOnce(DraftCache) -> anyhow::Result<CacheFile>,
+        remote: impl FnOnce(DraftRemote) -> anyhow::Result<RemoteMemory>,
     ) -> anyhow::Result<Self> {
         let plan = plan.try_clone_to_owned().context("the sealed plan of an image")?;
         let memory = File::from(plan.try_clone().context("the sealed plan of an image")?);
@@ -128,7 +133,7 @@ impl Image {
         let len = memory.metadata().context("the sealed plan of an image")?.len();
         let mut input = Input { bytes: BufReader::new(At { memory: &memory, offset: 0 }), len, left: len };
         let table = checksum_table(&memory).context("mapping the sealed plan of an image")?;
-        let image = input.image(files, &table, cache).with_context(|| {
+        let image = input.image(files, &table, remote).with_context(|| {
             let at = len - input.left;
             format!("the sealed plan of an image, {len} bytes, at byte {at}; restore the image again")
         })?;
@@ -159,14 +164,14 @@ impl<W: Write> Output<W> {
         self.u64(draft.directory.1)?;
         self.count(draft.leases.len())?;
         self.u64(draft.checksums.len() as u64)?;
-        self.count(draft.cache.map_or(0, |cache| cache.layout.len()))?;
-        self.u64(draft.cache.map_or(0, |cache| cache.len))?;
+        self.remote(draft.remote)?;
         self.count(draft.files.len())?;
         for file in &draft.files {
             self.state(&file.state)?;
             self.text(file.path.as_os_str().as_bytes())?;
             self.u32(u32::from(file.checksums.is_some()))?;
             self.u64(file.checksums.unwrap_or_default() as u64)?;
+            self.u32(file.number)?;
         }
         self.count(draft.tasks.len())?;
         for (pid, task) in &draft.tasks {
@@ -177,6 +182,19 @@ impl<W: Write> Output<W> {
             }
         }
         draft.checksums.iter().try_for_each(|checksum| self.u64(*checksum))
+    }
+
+    fn remote(&mut self, remote: Option<DraftRemote>) -> io::Result<()> {
+        let header = remote.map_or(0, |remote| match remote.place {
+            RemotePlace::Cache(layout) => layout.len(),
+            RemotePlace::Files(_) => FILES,
+        });
+        self.count(header)?;
+        self.u64(remote.map_or(0, |remote| remote.len))?;
+        match remote {
+            Some(DraftRemote { place: RemotePlace::Files(id), .. }) => self.0.write_all(&id.0),
+            _ => Ok(()),
+        }
     }
 
     fn state(&mut self, state: &FileState) -> io::Result<()> {
@@ -256,7 +274,7 @@ impl Input<'_> {
         &mut self,
         mut descriptors: Vec<OwnedFd>,
         table: &ChecksumTable,
-        cache: impl FnOnce(DraftCache) -> anyhow::Result<CacheFile>,
+        remote: impl FnOnce(DraftRemote) -> anyhow::Result<RemoteMemory>,
     ) -> anyhow::Result<Image> {
         ensure!(self.array()? == MAGIC, "expected the magic number of a plan");
         let version = self.u32()?;
@@ -266,7 +284,7 @@ impl Input<'_> {
         let (leases, checksums) = (self.u32()?, self.u64()?);
         let first = checksums.checked_mul(CHECKSUM).and_then(|bytes| self.len.checked_sub(bytes));
         let first = first.with_context(|| format!("{checksums} checksums in {} bytes", self.len))?;
-        let cache = self.cache()?.map(cache).transpose()?;
+        let mut remote = self.remote()?.map(remote).transpose()?;
         let count = self.u32()?;
         ensure!(
             u64::from(count) + u64::from(leases) == descriptors.len() as u64,
@@ -276,9 +294,11 @@ impl Input<'_> {
         let leases = descriptors.split_off(count as usize);
         let mut image = Image { digest, dump, directory, leases, ..Image::default() };
         let mut inodes = HashSet::new();
+        let mut place = FilePlace::new(remote.as_mut());
         for descriptor in descriptors {
-            let file = self.file(descriptor)?;
+            let file = self.file(descriptor, &mut place)?;
             self.verify(&file, table, first)?;
+            place.numbered(self.u32()?, &file)?;
             ensure!(
                 inodes.insert((file.key().dev, file.key().ino)),
                 "{} appears twice",
@@ -286,10 +306,11 @@ impl Input<'_> {
             );
             image.files.push(file);
         }
-        keep_in_page_cache(image.files.iter().map(|file| &**file));
-        let all: Vec<_> =
-            image.files.iter().chain(cache.as_ref().map(|cache| &cache.file)).cloned().collect();
-        image.cache = cache;
+        place.end()?;
+        keep_in_page_cache(image.files.iter().map(|file| &**file).filter(|file| file.source().is_none()));
+        let cache = remote.as_ref().and_then(RemoteMemory::cache);
+        let all: Vec<_> = image.files.iter().chain(cache).cloned().collect();
+        image.remote = remote;
         let tasks = self.u32()?;
         ensure!(tasks as usize <= MAX_TASKS, "{tasks} tasks, more than MAX_TASKS = {MAX_TASKS}");
         for _ in 0..tasks {
@@ -320,17 +341,20 @@ impl Input<'_> {
         Ok(())
     }
 
-    fn cache(&mut self) -> anyhow::Result<Option<DraftCache>> {
+    fn remote(&mut self) -> anyhow::Result<Option<DraftRemote>> {
         let (header, len) = (self.u32()? as usize, self.u64()?);
         let layouts = [HeaderLayout::Narrow, HeaderLayout::Wide];
         match layouts.into_iter().find(|layout| layout.len() == header) {
-            Some(layout) => Ok(Some(DraftCache { len, layout })),
+            Some(layout) => Ok(Some(DraftRemote { len, place: RemotePlace::Cache(layout) })),
+            None if header == FILES => {
+                Ok(Some(DraftRemote { len, place: RemotePlace::Files(Digest(self.array()?)) }))
+            }
             None if (header, len) == (0, 0) => Ok(None),
-            None => bail!("headers of {header} bytes, and a cache file of {len} bytes"),
+            None => bail!("headers of {header} bytes, and {len} bytes of another host"),
         }
     }
 
-    fn file(&mut self, descriptor: OwnedFd) -> anyhow::Result<Arc<ImageFile>> {
+    fn file(&mut self, descriptor: OwnedFd, place: &mut FilePlace<'_>) -> anyhow::Result<Arc<ImageFile>> {
         let [dev, ino, len] = [self.u64()?, self.u64()?, self.u64()?];
         let mut time = || anyhow::Ok((self.u64()?.cast_signed(), self.u64()?.cast_signed()));
         let (mtime, ctime) = (time()?, time()?);
@@ -338,7 +362,19 @@ impl Input<'_> {
         let (mode, owner) = (self.u32()?, (self.u32()?, self.u32()?));
         let (name, path) = (self.text()?, PathBuf::from(self.text()?));
         let state = FileState { key: FileKey { dev, ino, len, mtime, ctime }, links, mode, owner, name };
-        Ok(ImageFile::inherit(File::from(descriptor), path, state)?)
+        match place.fetched(len)? {
+            None => Ok(ImageFile::inherit(File::from(descriptor), path, state)?),
+            Some(fetched) => {
+                let file = ImageFile::fetched(File::from(descriptor), path, fetched)?;
+                let found = file.key();
+                ensure!(
+                    (found.dev, found.ino, found.len) == (dev, ino, len),
+                    "{}: another file than was planned",
+                    file.name().display()
+                );
+                Ok(file)
+            }
+        }
     }
 
     fn task(&mut self, all: &[Arc<ImageFile>]) -> anyhow::Result<TaskPlan> {

@@ -6,11 +6,11 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::fetch::PageServerPeer;
+use crate::fetch::FetchPeer;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
-use rewake_fetcher::plan::PagePeer;
+use rewake_fetcher::plan::{FetchedMemory, PagePeer};
 use rewake_image_io::read_now;
 
 use super::*;
@@ -251,7 +251,7 @@ fn a_plan_of_another_version_says_so() {
     let mut bytes = bytes_of(&plan);
     bytes[8] = 1;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
-    assert!(error.contains("expected version 4, found 1: another `rewake` made it"), "{error}");
+    assert!(error.contains("expected version 5, found 1: another `rewake` made it"), "{error}");
 }
 
 #[test]
@@ -265,17 +265,18 @@ fn in_a_cache_file_each_task_has_blocks_of_its_own() {
     let leases =
         || draft.leases.iter().map(|lease| lease.try_clone().unwrap().into()).collect::<Vec<OwnedFd>>();
     let error = format!("{:#}", Image::unseal(memory.as_fd(), leases()).unwrap_err());
-    assert!(error.contains("has no cache file"), "{error}");
-    let create = |of: DraftCache| CacheFile::create(root.path(), of.len, of.layout);
+    assert!(error.contains("has no presence map"), "{error}");
+    let create = |of: DraftRemote| RemoteMemory::create(root.path(), of);
     let image = Image::unseal_with(memory.as_fd(), leases(), create).unwrap();
-    let cache = image.cache_file().unwrap();
-    let server = PageServerPeer { peer: PagePeer::Connected, tls: None, connected: None };
-    let plan = image.fetch_plan(cache, &server).unwrap();
-    let extents = plan.extents.iter().map(|of| (of.first, of.vaddr, of.pages, of.pid));
+    let remote = image.remote().unwrap();
+    let server = FetchPeer { peer: PagePeer::Connected, tls: None, connected: None, image: None };
+    let plan = image.fetch_plan(remote, &server).unwrap();
+    let FetchedMemory::Pages { extents, .. } = &plan.memory else { panic!("{plan:?}") };
+    let extents = extents.iter().map(|of| (of.first, of.vaddr, of.pages, of.pid));
     assert_eq!(extents.collect::<Vec<_>>(), [(0, 0x70_0000, 3, 7), (16, 0x80_0000, 3, 8)]);
-    assert_eq!((plan.cache, cache.file.len()), (32 * PAGE_SIZE, 32 * PAGE_SIZE));
+    assert_eq!((plan.len, remote.cache().unwrap().len()), (32 * PAGE_SIZE, 32 * PAGE_SIZE));
     // Pages that are no task's are never requested.
-    let absent = (0..32).filter(|page| !cache.source.presence().has_page(*page));
+    let absent = (0..32).filter(|page| !remote.source.presence().has_page(*page));
     assert_eq!(absent.collect::<Vec<_>>(), [0, 1, 2, 16, 17, 18]);
 }
 
@@ -351,4 +352,58 @@ fn a_planner_may_return_only_files_of_the_directories_that_it_opened() {
     fs::rename(own.join("pages-2.img"), root.path().join("pages-2.img")).unwrap();
     std::os::unix::fs::symlink(root.path().join("pages-2.img"), own.join("pages-2.img")).unwrap();
     assert!(check(&[&own, &other]).unwrap_err().contains("pages-2.img is not a file of the image"));
+}
+
+/// A sealed image whose manifest is partial: the pages files are sparse, but for the first block of the second.
+fn partial() -> (tempfile::TempDir, PathBuf) {
+    let root = tempfile::tempdir().unwrap();
+    let images = root.path().join("image");
+    write_image(&images, 1);
+    rewake_manifest::seal(&images).unwrap();
+    fs::rename(images.join(rewake_manifest::MANIFEST_NAME), images.join(rewake_manifest::PARTIAL_NAME))
+        .unwrap();
+    let file = File::options().write(true).truncate(true).open(images.join("pages-1.img")).unwrap();
+    file.set_len(PAGES * PAGE_SIZE).unwrap();
+    (root, images)
+}
+
+fn partial_image(images: &Path) -> anyhow::Result<Image> {
+    let memory = memory_file()?;
+    let draft = Draft::read_partial(&ImageDir::open(images)?)?;
+    draft.write(&memory)?;
+    seal(&memory)?;
+    let leases = draft.leases.into_iter().map(OwnedFd::from);
+    let files = draft.files.into_iter().map(|file| file.file.into()).chain(leases).collect();
+    let image = Image::unseal_with(memory.as_fd(), files, |of| RemoteMemory::create(images, of))?;
+    image.note_arrived()?;
+    Ok(image)
+}
+
+#[test]
+fn of_a_partial_image_right_blocks_count_as_arrived() {
+    let (_root, images) = partial();
+    let image = partial_image(&images).unwrap();
+    let peer = PagePeer::Tcp(Vec::new());
+    let peer = FetchPeer { peer, tls: None, connected: None, image: Some("web/1".into()) };
+    let plan = image.fetch_plan(image.remote().unwrap(), &peer).unwrap();
+    let FetchedMemory::Files { image: name, files, .. } = &plan.memory else { panic!("{plan:?}") };
+    let files: Vec<_> = files.iter().map(|file| (file.first, file.len, file.number)).collect();
+    // The names before: core-7, core-8, core-9, inventory, mm-7, mm-8, pagemap-7, pagemap-8.
+    assert_eq!((name.as_str(), files), ("web/1", vec![(0, 3 * PAGE_SIZE, 9), (16, 3 * PAGE_SIZE, 10)]));
+    assert_eq!(plan.len, 32 * PAGE_SIZE);
+    let has = |number: usize| image.files()[number].has(0, PAGE);
+    assert_eq!([has(0), has(1)], [false, true]);
+    assert_eq!(image.files_to_write().unwrap().len(), 2);
+}
+
+#[test]
+fn a_partial_image_has_one_session_and_is_not_restored_without_its_server() {
+    let (_root, images) = partial();
+    let error = Draft::read(&ImageDir::open(&images).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("is not complete"), "{error}");
+    let image = partial_image(&images).unwrap();
+    let error = partial_image(&images).unwrap_err().to_string();
+    assert!(error.contains("another program writes an image into it"), "{error}");
+    drop(image);
+    partial_image(&images).unwrap();
 }

@@ -1,0 +1,358 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A connection to an image server, whose replies are taken as they arrive: whole blocks of them, before the rest of a
+//! reply has come. Requests are sent before the server has said hello. A reply that is not the next one is an error.
+
+use std::io::ErrorKind;
+use std::rc::Rc;
+
+use anyhow::{Context as _, bail, ensure};
+use rewake_criu_images::{Digest, PAGE};
+use rewake_image_io::BLOCK;
+use rewake_image_protocol::message::{MessageError, receive, send};
+use rewake_image_protocol::reply::What as Reply;
+use rewake_image_protocol::request::What as Request;
+use rewake_image_protocol::{Data, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VERSION, hello};
+
+use crate::plan::SparseFile;
+use crate::queue::FlightPages;
+use crate::stream::PageStream;
+use crate::wire::{PeerEnded, explained};
+
+/// Bytes of the length before a message.
+const LENGTH: usize = 4;
+/// Bytes of received replies: more than the longest message, or a block.
+const BUFFER: usize = 256 << 10;
+const _: () = assert!(BUFFER >= LENGTH + MAX_MESSAGE && BUFFER >= BLOCK);
+
+/// The reply that is due.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum DueReply {
+    /// Whether an encrypted connection is admitted: the length of the reason why not, and the reason.
+    Admission,
+    Hello,
+    Opened,
+    Data,
+    /// The rest of the data: so many bytes.
+    Rest(u64),
+}
+
+/// The protocol on a connection.
+#[derive(Debug)]
+pub(crate) struct ImageWire {
+    pub(crate) stream: PageStream,
+    id: Digest,
+    files: Rc<[SparseFile]>,
+    due: DueReply,
+    buffer: Box<[u8]>,
+    /// Bytes before `start` are used, those before `end` are received.
+    start: usize,
+    end: usize,
+}
+
+impl ImageWire {
+    /// Opens the image `name`, which must have this id.
+    pub(crate) fn open(
+        mut stream: PageStream,
+        name: &str,
+        id: Digest,
+        files: Rc<[SparseFile]>,
+    ) -> anyhow::Result<Self> {
+        let open = Open { image: name.to_owned(), ancestor: 0 };
+        let messages = [Request::Hello(hello()), Request::Open(open)].map(encoded);
+        let messages = messages.into_iter().collect::<Result<Vec<_>, _>>()?;
+        stream.send(&messages).map_err(explained).context("opening the image")?;
+        let due = if stream.is_encrypted() { DueReply::Admission } else { DueReply::Hello };
+        Ok(Self { stream, id, files, due, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 })
+    }
+
+    /// Returns the file of a page, the offset there, and the bytes of these pages: fewer at the end of the file.
+    fn range(&self, flight: &FlightPages) -> anyhow::Result<(u32, u64, u64)> {
+        let at = self.files.partition_point(|file| file.first + file.pages() <= flight.first);
+        let file = self.files.get(at).context("pages of no file")?;
+        let offset = (flight.first - file.first) * PAGE;
+        let length = (flight.pages * PAGE).min(file.len.saturating_sub(offset));
+        Ok((file.number, offset, length))
+    }
+
+    /// Sends requests together.
+    pub(crate) fn request(&mut self, flights: &[FlightPages]) -> anyhow::Result<()> {
+        let read = |flight: &FlightPages| -> anyhow::Result<Vec<u8>> {
+            let (file, offset, length) = self.range(flight)?;
+            let length = u32::try_from(length).ok().filter(|length| (1..=MAX_READ).contains(length));
+            let length = length.with_context(|| format!("{flight:?}: not 1 to {MAX_READ} bytes"))?;
+            Ok(encoded(Request::Read(Read { file, offset, length }))?)
+        };
+        let messages = flights.iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
+        self.stream.send(&messages).map_err(explained).context("sending requests")
+    }
+
+    /// Receives what the stream has now.
+    ///
+    /// # Errors
+    /// The connection has ended.
+    pub(crate) fn receive(&mut self) -> anyhow::Result<()> {
+        if self.start > 0 {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let count = loop {
+            match self.stream.receive(&mut self.buffer[self.end..]) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                received => break received.map_err(explained).context("receiving a reply")?,
+            }
+        };
+        ensure!(count > 0, PeerEnded);
+        self.end += count;
+        Ok(())
+    }
+
+    /// Returns the next whole blocks of the reply to the oldest request, and their number of pages; none if the next
+    /// block has not been received. `expected` is what is left of that request.
+    ///
+    /// # Errors
+    /// It is no reply to that request, or the server has another image by now.
+    pub(crate) fn answer(&mut self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
+        let left = loop {
+            if let DueReply::Rest(left) = self.due {
+                break left;
+            }
+            if self.due == DueReply::Admission {
+                if !self.is_admitted()? {
+                    return Ok(None);
+                }
+                self.due = DueReply::Hello;
+            }
+            let Some(reply) = self.reply()? else { return Ok(None) };
+            self.due = self.next_due(reply, expected)?;
+        };
+        let received = self.end - self.start;
+        let whole = usize::try_from(left).ok().filter(|left| *left <= received);
+        let bytes = whole.unwrap_or(received / BLOCK * BLOCK);
+        let pages = (bytes as u64).div_ceil(PAGE);
+        Ok((bytes > 0).then(|| (pages, &self.buffer[self.start..self.start + bytes])))
+    }
+
+    /// Checks a reply. Returns what is due after it.
+    fn next_due(&self, reply: Reply, expected: &FlightPages) -> anyhow::Result<DueReply> {
+        Ok(match (self.due, reply) {
+            (_, Reply::Refused(reason)) => bail!(MessageError::Refused(printable(&reason))),
+            (DueReply::Hello, Reply::Hello(theirs)) => {
+                let (version, program) = (theirs.version, theirs.program);
+                ensure!(version == VERSION, MessageError::Version { version, program });
+                DueReply::Opened
+            }
+            (DueReply::Opened, Reply::Opened(Opened { image_id, .. })) => {
+                ensure!(
+                    image_id == self.id.0,
+                    "the server has another image of this name by now: none of its bytes is used"
+                );
+                DueReply::Data
+            }
+            (DueReply::Data, Reply::Data(Data { length })) => {
+                let (file, offset, wanted) = self.range(expected)?;
+                ensure!(
+                    u64::from(length) == wanted,
+                    "{length} bytes for a read of {wanted} from offset {offset} of file {file}"
+                );
+                DueReply::Rest(wanted)
+            }
+            (due, _) => bail!("a reply that is not {due:?}: is it a `rewake export`?"),
+        })
+    }
+
+    /// Takes the server's answer to this side's certificate. Returns false if not all of it was received.
+    ///
+    /// # Errors
+    /// It is a refusal.
+    fn is_admitted(&mut self) -> anyhow::Result<bool> {
+        let received = &self.buffer[self.start..self.end];
+        let Some((length, rest)) = received.split_first_chunk() else { return Ok(false) };
+        let length = usize::from(u16::from_le_bytes(*length));
+        let Some(reason) = rest.get(..length) else { return Ok(false) };
+        let reason = printable(&String::from_utf8_lossy(reason));
+        ensure!(length == 0, "refused by the server: {reason}");
+        self.start += size_of::<u16>();
+        Ok(true)
+    }
+
+    /// Takes a message, if all of it was received.
+    fn reply(&mut self) -> anyhow::Result<Option<Reply>> {
+        let received = &self.buffer[self.start..self.end];
+        let Some(length) = received.first_chunk().map(|length| u32::from_le_bytes(*length) as usize) else {
+            return Ok(None);
+        };
+        if length <= MAX_MESSAGE && received.len() < LENGTH + length {
+            return Ok(None);
+        }
+        let mut rest = received;
+        let reply: rewake_image_protocol::Reply = receive(&mut rest)?.ok_or(MessageError::Closed)?;
+        self.start = self.end - rest.len();
+        Ok(Some(reply.what.context("an empty reply")?))
+    }
+
+    /// Drops what [`ImageWire::answer`] returned.
+    pub(crate) fn used(&mut self, pages: u64) {
+        let DueReply::Rest(left) = self.due else { return };
+        let bytes = (pages * PAGE).min(left);
+        self.start = self.end.min(self.start + usize::try_from(bytes).unwrap_or(usize::MAX / 2));
+        self.due = if bytes == left { DueReply::Data } else { DueReply::Rest(left - bytes) };
+    }
+
+    /// Whether bytes were received that are not used.
+    pub(crate) fn has_more(&self) -> bool {
+        self.start < self.end
+    }
+}
+
+/// Replaces characters that would change the look of a log.
+fn printable(text: &str) -> String {
+    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
+fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {
+    let mut bytes = Vec::new();
+    send(&mut bytes, &rewake_image_protocol::Request { what: Some(what) }, &[])?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use rewake_image_io::Class;
+    use rewake_image_protocol::reply_of;
+
+    use super::*;
+    use crate::peer::PeerSocket;
+
+    const ID: Digest = Digest([9; 32]);
+    /// A file of three blocks and 100 bytes, after one of a page.
+    const FILES: [SparseFile; 2] = [
+        SparseFile { first: 0, len: PAGE, number: 5 },
+        SparseFile { first: 16, len: 3 * BLOCK as u64 + 100, number: 7 },
+    ];
+
+    fn flight(first: u64, pages: u64) -> FlightPages {
+        FlightPages { first, pages, class: Class::Demand, readers: 0 }
+    }
+
+    fn wire() -> (ImageWire, UnixStream) {
+        let (ours, its) = UnixStream::pair().unwrap();
+        let stream = PageStream::Plain(PeerSocket::Unix(ours));
+        (ImageWire::open(stream, "web/1", ID, FILES.as_slice().into()).unwrap(), its)
+    }
+
+    fn opened(id: Digest) -> Reply {
+        Reply::Opened(Opened { image_id: id.0.to_vec(), manifest_length: 1 })
+    }
+
+    fn say(server: &mut UnixStream, replies: &[Reply]) {
+        for reply in replies {
+            send(server, &reply_of(reply.clone()), &[]).unwrap();
+        }
+    }
+
+    /// What the client makes of replies to a read of the second file.
+    fn answer_to(replies: &[Reply]) -> anyhow::Result<Option<u64>> {
+        let (mut wire, mut server) = wire();
+        say(&mut server, replies);
+        wire.receive().unwrap();
+        Ok(wire.answer(&flight(16, 49))?.map(|(pages, _)| pages))
+    }
+
+    #[test]
+    fn requests_are_those_of_the_files_in_the_manifest() {
+        let (mut wire, mut server) = wire();
+        wire.request(&[flight(0, 1), flight(32, 33)]).unwrap();
+        let mut next =
+            || receive::<rewake_image_protocol::Request>(&mut server).unwrap().unwrap().what.unwrap();
+        assert_eq!(next(), Request::Hello(hello()));
+        assert_eq!(next(), Request::Open(Open { image: "web/1".into(), ancestor: 0 }));
+        assert_eq!(next(), Request::Read(Read { file: 5, offset: 0, length: 4096 }));
+        assert_eq!(next(), Request::Read(Read { file: 7, offset: 65536, length: 2 * 65536 + 100 }));
+    }
+
+    #[test]
+    fn whole_blocks_are_taken_before_the_rest_has_come() {
+        const LENGTH: usize = 3 * BLOCK + 100;
+        let (mut wire, mut server) = wire();
+        let length = u32::try_from(LENGTH).unwrap();
+        say(&mut server, &[Reply::Hello(hello()), opened(ID), Reply::Data(Data { length })]);
+        let bytes: Vec<u8> = (0..LENGTH).map(|at| u8::try_from(at % 251).unwrap()).collect();
+        let (mut done, mut at, mut left) = (0, 0, flight(16, 49));
+        for (sent, expected) in [(BLOCK + 5000, BLOCK), (LENGTH, LENGTH)] {
+            let (mut server, part) = (server.try_clone().unwrap(), bytes[done..sent].to_vec());
+            let writer = std::thread::spawn(move || server.write_all(&part).unwrap());
+            done = sent;
+            while at < expected {
+                wire.receive().unwrap();
+                while let Some((pages, found)) = wire.answer(&left).unwrap() {
+                    assert!(found == &bytes[at..at + found.len()]);
+                    at += found.len();
+                    (left.first, left.pages) = (left.first + pages, left.pages - pages);
+                    wire.used(pages);
+                    if left.pages == 0 {
+                        break;
+                    }
+                }
+            }
+            writer.join().unwrap();
+            assert_eq!(at, expected);
+        }
+        assert_eq!((left.pages, wire.has_more(), wire.due), (0, false, DueReply::Data));
+    }
+
+    #[test]
+    fn replies_that_are_not_due_are_refused() {
+        let hello = || Reply::Hello(hello());
+        let data = |length| Reply::Data(Data { length });
+        let old = rewake_image_protocol::Hello { version: VERSION + 1, program: "other".into() };
+        let wrong: [(&[Reply], &str); 9] = [
+            (&[opened(ID)], "a reply that is not Hello"),
+            (&[Reply::Hello(old)], "version"),
+            (&[hello(), hello()], "a reply that is not Opened"),
+            (&[hello(), data(1)], "a reply that is not Opened"),
+            (&[hello(), opened(Digest([8; 32]))], "another image"),
+            (&[hello(), Reply::Refused("no\nsuch image".into())], "refused: no such image"),
+            (&[hello(), opened(ID), opened(ID)], "a reply that is not Data"),
+            (&[hello(), opened(ID), data(3 * 65536)], "196608 bytes for a read of 196708"),
+            (&[hello(), opened(ID), data(u32::MAX)], "4294967295 bytes for a read of 196708"),
+        ];
+        for (replies, expected) in wrong {
+            let error = format!("{:#}", answer_to(replies).unwrap_err());
+            assert!(error.contains(expected), "{expected}: {error}");
+        }
+        assert_eq!(answer_to(&[hello(), opened(ID), data(3 * 65536 + 100)]).unwrap(), None);
+    }
+
+    #[test]
+    fn an_encrypted_connection_must_be_admitted() {
+        let admitted = |bytes: &[u8]| {
+            let (mut wire, mut server) = wire();
+            wire.due = DueReply::Admission;
+            server.write_all(bytes).unwrap();
+            wire.receive().unwrap();
+            wire.answer(&flight(16, 1)).map(|found| assert!(found.is_none())).map(|()| wire.due)
+        };
+        assert_eq!(admitted(b"\0").unwrap(), DueReply::Admission);
+        assert_eq!(admitted(b"\x05\0not").unwrap(), DueReply::Admission);
+        assert_eq!(admitted(b"\0\0").unwrap(), DueReply::Hello);
+        let error = admitted(b"\x08\0not\nhere").unwrap_err().to_string();
+        assert_eq!(error, "refused by the server: not here");
+    }
+
+    #[test]
+    fn lengths_and_bytes_that_are_no_message_are_refused() {
+        for bytes in [&b"\xff\xff\xff\xff"[..], b"\x04\0\0\0\xff\xff\xff\xff", b"\0\0\0\0"] {
+            let (mut wire, mut server) = wire();
+            server.write_all(bytes).unwrap();
+            wire.receive().unwrap();
+            assert!(wire.answer(&flight(16, 1)).is_err(), "{bytes:?}");
+        }
+        let (mut wire, server) = wire();
+        drop(server);
+        assert!(wire.receive().unwrap_err().is::<PeerEnded>());
+    }
+}

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Memory of an image that another host has: a local copy of it, which a fetcher fills, and the presence map of the copy.
+//!
+//! What a page server sends goes into a cache file. It has no name, so no other program writes it, and it takes no space
+//! when the session has ended. What an image server sends goes into the image's own files, whose blocks are checked.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail};
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::unistd::{Whence, lseek};
+use rewake_criu_images::Digest;
+use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, SparseFile};
+use rewake_image_io::{
+    BLOCK, FetchSource, FetchedFile, ImageFile, PresenceMap, PresenceWriter, presence_file,
+};
+use rewake_page_protocol::HeaderLayout;
+use rewake_pager::PAGE_SIZE;
+
+use super::Image;
+use super::draft::{DraftRemote, RemotePlace};
+use crate::fetch::FetchPeer;
+
+/// Memory that arrives.
+#[derive(Debug)]
+pub(crate) struct RemoteMemory {
+    /// The presence map's memory file.
+    pub(crate) presence: OwnedFd,
+    /// Where missing bytes come from.
+    pub(crate) source: Arc<FetchSource>,
+    /// Bytes that the presence map is for.
+    pub(super) len: u64,
+    /// Where they are written.
+    pub(crate) copy: LocalCopy,
+}
+
+/// Where memory is written when it arrives.
+#[derive(Debug)]
+pub(crate) enum LocalCopy {
+    /// A cache file, of a page server's memory.
+    Cache {
+        /// The file.
+        file: Arc<ImageFile>,
+        /// The headers of the CRIU that made the image.
+        layout: HeaderLayout,
+    },
+    /// The pages files of the image.
+    Files {
+        /// The id of the image.
+        id: Digest,
+        /// The number of each file in the manifest.
+        numbers: Vec<u32>,
+    },
+}
+
+impl RemoteMemory {
+    /// Makes what a plan says: the presence map, and in the directory `work` the cache file, whose space is reserved.
+    ///
+    /// # Errors
+    /// The file system has not enough space.
+    pub(crate) fn create(work: &Path, draft: DraftRemote) -> anyhow::Result<Self> {
+        let presence = presence_file(draft.len).context("making the presence map")?;
+        let cache = match draft.place {
+            RemotePlace::Cache(_) => Some(cache_file(work, draft.len)?),
+            RemotePlace::Files(_) => None,
+        };
+        Self::of(presence, cache, draft)
+    }
+
+    /// Takes over what another worker has made.
+    pub(crate) fn inherit(
+        presence: OwnedFd,
+        cache: Option<OwnedFd>,
+        draft: DraftRemote,
+    ) -> anyhow::Result<Self> {
+        let cache = cache.map(File::from);
+        if let Some(cache) = &cache {
+            let found = cache.metadata().context("the cache file")?.len();
+            if found != draft.len {
+                bail!(
+                    "the cache file has {found} bytes, and {} were reserved: did another program write to it?",
+                    draft.len
+                );
+            }
+        }
+        Self::of(presence, cache, draft)
+    }
+
+    fn of(presence: OwnedFd, cache: Option<File>, draft: DraftRemote) -> anyhow::Result<Self> {
+        let map = PresenceMap::open(presence.as_fd(), draft.len).context("the presence map")?;
+        let source = Arc::new(FetchSource::new(map));
+        let copy = match draft.place {
+            RemotePlace::Files(id) => LocalCopy::Files { id, numbers: Vec::new() },
+            RemotePlace::Cache(layout) => {
+                let file = cache.context("a page server's memory without a cache file")?;
+                let fetched = FetchedFile { source: Arc::clone(&source), first: 0 };
+                LocalCopy::Cache {
+                    file: ImageFile::fetched(file, "pages of the page server", fetched)?,
+                    layout,
+                }
+            }
+        };
+        Ok(Self { presence, source, len: draft.len, copy })
+    }
+
+    /// Returns the cache file; none if memory goes into files of the image.
+    pub(crate) fn cache(&self) -> Option<&Arc<ImageFile>> {
+        match &self.copy {
+            LocalCopy::Cache { file, .. } => Some(file),
+            LocalCopy::Files { .. } => None,
+        }
+    }
+
+    /// Returns the descriptors that a successor needs: the presence map's and the cache file's.
+    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        [self.presence.as_fd()].into_iter().chain(self.cache().map(|file| file.as_fd())).collect()
+    }
+}
+
+/// Makes a cache file of so many bytes.
+fn cache_file(work: &Path, len: u64) -> anyhow::Result<File> {
+    let place = || format!("{}: a file for {len} bytes that come from the page server", work.display());
+    let file = tempfile::tempfile_in(work).with_context(place)?;
+    let signed = i64::try_from(len).with_context(place)?;
+    file.set_len(len).with_context(place)?;
+    match fallocate(&file, FallocateFlags::empty(), 0, signed) {
+        Ok(()) => {}
+        // This file system cannot reserve space: a write may fail later, and then the session ends.
+        Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => {}
+        Err(Errno::EINVAL) if len == 0 => {}
+        Err(errno) => return Err(errno).with_context(place),
+    }
+    Ok(file)
+}
+
+impl Image {
+    /// Returns the memory that another host has; none if all bytes are here.
+    pub(crate) fn remote(&self) -> Option<&RemoteMemory> {
+        self.remote.as_ref()
+    }
+
+    /// Makes the plan of the fetcher. Pages of the presence map that the peer does not have count as arrived from here
+    /// on.
+    ///
+    /// # Errors
+    /// The presence map cannot be mapped.
+    pub(crate) fn fetch_plan(&self, remote: &RemoteMemory, peer: &FetchPeer) -> anyhow::Result<FetchPlan> {
+        let memory = match &remote.copy {
+            LocalCopy::Cache { layout, .. } => {
+                FetchedMemory::Pages { layout: *layout, extents: self.cache_extents() }
+            }
+            LocalCopy::Files { id, numbers } => {
+                let image = peer.image.clone().context("an image server without the name of an image")?;
+                FetchedMemory::Files { image, id: *id, files: self.sparse_files(numbers) }
+            }
+        };
+        let runs: Vec<(u64, u64)> = match &memory {
+            FetchedMemory::Pages { extents, .. } => extents.iter().map(|of| (of.first, of.pages)).collect(),
+            FetchedMemory::Files { files, .. } => files.iter().map(|of| (of.first, of.pages())).collect(),
+        };
+        let presence = PresenceWriter::open(remote.presence.as_fd(), remote.len)?;
+        let mut end = 0;
+        for (first, pages) in runs.into_iter().chain([(remote.len.div_ceil(PAGE_SIZE), 0)]) {
+            presence.set(end, first - end);
+            end = first + pages;
+        }
+        let (peer, tls) = (peer.peer.clone(), peer.tls.clone());
+        Ok(FetchPlan { peer, tls, len: remote.len, memory })
+    }
+
+    /// Returns the pages of the cache file.
+    fn cache_extents(&self) -> Vec<FetchExtent> {
+        let mut extents: Vec<FetchExtent> = Vec::new();
+        for (pid, task) in &self.plans {
+            let of = task.iter().flat_map(|task| task.plan.extents());
+            extents.extend(of.map(|extent| FetchExtent {
+                first: extent.file_offset / PAGE_SIZE,
+                vaddr: extent.target,
+                pages: extent.pages,
+                pid: *pid,
+            }));
+        }
+        extents.sort_unstable_by_key(|extent| extent.first);
+        extents
+    }
+
+    /// Returns the files of the image that have holes.
+    fn sparse_files(&self, numbers: &[u32]) -> Vec<SparseFile> {
+        let files = self.files.iter().zip(numbers).filter_map(|(file, number)| {
+            let first = file.source()?.page(0);
+            Some(SparseFile { first, len: file.len(), number: *number })
+        });
+        files.filter(|file| file.len > 0).collect()
+    }
+
+    /// Opens for writing what the fetcher writes into: by the descriptors, since a path may lead elsewhere by now.
+    ///
+    /// # Errors
+    /// This user may not write to a file.
+    pub(crate) fn files_to_write(&self) -> io::Result<Vec<OwnedFd>> {
+        let cache = self.remote.as_ref().and_then(RemoteMemory::cache);
+        if let Some(cache) = cache {
+            return Ok(vec![cache.as_fd().try_clone_to_owned()?]);
+        }
+        let open = |file: &Arc<ImageFile>| {
+            let path = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+            OpenOptions::new().read(true).write(true).open(path).map(OwnedFd::from)
+        };
+        self.files.iter().filter(|file| !file.is_empty()).map(open).collect()
+    }
+
+    /// Notes which blocks of the image's files are here: those that were sealed as zeros, and those whose bytes are
+    /// right.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(crate) fn note_arrived(&self) -> anyhow::Result<()> {
+        let Some(remote) = self.remote() else { return Ok(()) };
+        let presence = PresenceWriter::open(remote.presence.as_fd(), remote.len)?;
+        for file in &self.files {
+            let name = || file.name().display().to_string();
+            note_blocks(file, &presence).with_context(name)?;
+        }
+        Ok(())
+    }
+}
+
+fn note_blocks(file: &ImageFile, presence: &PresenceWriter) -> anyhow::Result<()> {
+    let block = BLOCK as u64;
+    let mut buffer = vec![0; BLOCK];
+    let mut stored = 0..0;
+    for number in 0..file.len().div_ceil(block) {
+        let offset = number * block;
+        let bytes = &mut buffer[..file.block_len(number)];
+        let end = offset + bytes.len() as u64;
+        if stored.end <= offset {
+            stored = next_data(file, offset)?.unwrap_or(file.len()..file.len());
+        }
+        // In a sealed file whose bytes arrive, only what was sealed as zeros is a hole.
+        let is_here = file.data(offset, end)?.is_none()
+            || stored.start < end && read_block(file, offset, bytes)? && file.verify(offset, bytes).is_ok();
+        if is_here && let Some(fetched) = file.source() {
+            presence.set(fetched.page(offset), (bytes.len() as u64).div_ceil(PAGE_SIZE));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the next range from `offset` on that the file system has bytes of.
+fn next_data(file: &ImageFile, offset: u64) -> io::Result<Option<std::ops::Range<u64>>> {
+    let seek = |from: u64, whence| match lseek(file.as_fd(), from.cast_signed(), whence) {
+        Ok(at) => Ok(Some(at.cast_unsigned())),
+        Err(Errno::ENXIO) => Ok(None),
+        Err(errno) => Err(io::Error::from(errno)),
+    };
+    let Some(start) = seek(offset, Whence::SeekData)? else { return Ok(None) };
+    Ok(Some(start..seek(start, Whence::SeekHole)?.unwrap_or(file.len())))
+}
+
+fn read_block(file: &ImageFile, offset: u64, into: &mut [u8]) -> io::Result<bool> {
+    let file = File::from(file.as_fd().try_clone_to_owned()?);
+    match file.read_exact_at(into, offset) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        read => read.map(|()| true),
+    }
+}

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake restore --from`: copies what CRIU itself reads of another host's image, and leaves the rest to the streamer.
+
+use std::net::ToSocketAddrs as _;
+use std::path::{PathBuf, absolute};
+
+use anyhow::{Context as _, ensure};
+use rewake_criu_tls::TlsOptions;
+use rewake_fetcher::plan::PeerTls;
+use rewake_image_pull::{ImageSource, pull, pull_eager};
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::supervise::launch::{ImageServerAddress, LaunchPlan};
+use rewake_streamer::units;
+
+use super::view::View;
+use crate::cli::{RemoteImage, RestoreArgs, TlsArgs};
+use crate::commands::pull::connect;
+
+/// Copies the part of the image that is needed first. Returns how the image is served; none if no host is needed: it was
+/// not asked for, or the directory has the whole image.
+///
+/// # Errors
+/// As for [`pull_eager`].
+pub(super) fn prepare(options: &RestoreArgs) -> anyhow::Result<Option<LaunchPlan>> {
+    let Some(RemoteImage { host, image }) = options.source.from.clone() else {
+        ensure!(!options.source.tls.tls, "--tls: it encrypts the connection of --from, which is not given");
+        return Ok(None);
+    };
+    let (directory, id, port) = (&options.images_dir, options.source.id.as_deref(), options.source.port);
+    let view = View::new(options.quiet);
+    let what = format!("--from {host}:{image}");
+    if rewake_image_pull::has_image(directory, id)? {
+        return Ok(None);
+    }
+    let addresses = (host.as_str(), port).to_socket_addrs().with_context(|| what.clone())?.collect();
+    let tls = peer_tls(&options.source.tls, &host)?;
+    let client = tls.as_ref().map(PeerTls::client).transpose()?;
+    let mut source =
+        ImageSource::open(move || Ok(Box::new(connect(&host, port, client.as_ref())?) as _), &image)
+            .with_context(|| what.clone())?;
+    let report = pull_eager(&mut source, directory, id).with_context(|| what.clone())?;
+    if report.left == 0 {
+        return Ok(None);
+    }
+    let [sent, left] = [report.sent, report.left].map(units::bytes);
+    view.say(&format!("{sent} were sent; the program runs while {left} arrive\n"));
+    let gpus = plugin_folder::image_has_gpu(directory)
+        .with_context(|| format!("reading {}", directory.display()))?;
+    if gpus && let Some(reason) = LaunchPlan::eager_reason() {
+        view.say(&format!("all of the image is copied before the processes run: {reason}\n"));
+        pull(&mut source, directory, id).with_context(|| what.clone())?;
+        return Ok(None);
+    }
+    Ok(Some(LaunchPlan::from_server(gpus, ImageServerAddress { addresses, image, tls })))
+}
+
+/// What the options of TLS say, with absolute paths: the streamer and its fetcher run in another directory.
+fn peer_tls(options: &TlsArgs, host: &str) -> anyhow::Result<Option<PeerTls>> {
+    let Some(given) = options.options() else { return Ok(None) };
+    let absolute = |path: Option<PathBuf>| path.map(absolute).transpose();
+    let options = TlsOptions {
+        ca: absolute(given.ca)?,
+        crl: absolute(given.crl)?,
+        certificate: absolute(given.certificate)?,
+        key: absolute(given.key)?,
+        any_name: given.any_name,
+    };
+    Ok(Some(PeerTls { options, host: Some(host.to_owned()) }))
+}

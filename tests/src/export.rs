@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake export`, and clients of it.
+
+use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, Stdio};
+
+use anyhow::Context;
+use nix::unistd::Pid;
+use rewake_testkit::daemon::restore;
+use rewake_testkit::process::{MINUTE, children, output, processes_naming, until};
+use rewake_testkit::programs::rewake;
+
+use crate::criu::Criu;
+use crate::scene::Scene;
+
+/// The file for the messages of a restore, in its work directory.
+const MESSAGES: &str = "restore.err";
+
+/// A running `rewake export`; ended when dropped.
+#[derive(Debug)]
+pub struct ImageExport {
+    child: Child,
+    port: u16,
+    said: BufReader<ChildStderr>,
+}
+
+impl ImageExport {
+    /// Serves the images below a directory, with these options.
+    ///
+    /// # Errors
+    /// It does not listen.
+    pub fn start(root: &Path, options: &[String]) -> anyhow::Result<Self> {
+        let mut command = Command::new(rewake()?);
+        command.arg("export").arg(root).args(["--port", "0"]).args(options).stderr(Stdio::piped());
+        let mut child = command.spawn().context("start rewake export")?;
+        let mut line = String::new();
+        let mut said = BufReader::new(child.stderr.take().context("its messages")?);
+        said.read_line(&mut line).context("its first line")?;
+        let port =
+            line.trim().strip_prefix("rewake: listening on 127.0.0.1:").and_then(|port| port.parse().ok());
+        let port = port.with_context(|| line.clone())?;
+        Ok(Self { child, port, said })
+    }
+
+    /// Its port.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The next line that it logs.
+    ///
+    /// # Errors
+    /// It is no text.
+    pub fn said(&mut self) -> anyhow::Result<String> {
+        let mut line = String::new();
+        self.said.read_line(&mut line).context("a line of the log")?;
+        Ok(line)
+    }
+}
+
+impl Drop for ImageExport {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs `rewake pull` from a port of this host, with these options. Returns whether it succeeded, and what it wrote.
+///
+/// # Errors
+/// No program to start.
+pub fn pull(port: u16, image: &str, to: &Path, options: &[String]) -> anyhow::Result<(bool, String)> {
+    let mut command = Command::new(rewake()?);
+    command.args(["pull", "--port", &port.to_string(), &format!("127.0.0.1:{image}")]).arg(to).args(options);
+    let output = command.output().context("rewake pull")?;
+    let text = [output.stdout, output.stderr].concat();
+    Ok((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
+}
+
+/// Writes the manifest of a scene's image. Returns the name of the image below its folder.
+///
+/// # Errors
+/// It cannot be sealed.
+pub fn seal(scene: &Scene) -> anyhow::Result<String> {
+    output(Command::new(rewake()?).arg("seal").arg(scene.images()))?;
+    let name = scene.images().file_name().and_then(|name| Some(name.to_str()?.to_owned()));
+    name.context("the name of the image")
+}
+
+/// Compares a copy with its manifest.
+///
+/// # Errors
+/// It is not complete, or not right.
+pub fn verify(copy: &Path) -> anyhow::Result<()> {
+    output(Command::new(rewake()?).arg("verify").arg(copy)).map(drop)
+}
+
+/// `rewake restore --from` a port of this host into the directory `copy`, not yet started. `options` are for it.
+///
+/// # Errors
+/// No program to start.
+pub fn restore_from(
+    criu: &Criu,
+    scene: &Scene,
+    port: u16,
+    copy: &Path,
+    options: &[&str],
+) -> anyhow::Result<Command> {
+    let name = scene.images().file_name().map(|name| name.to_string_lossy().into_owned());
+    let name = name.context("the name of the image")?;
+    let mut command = restore(criu, copy)?;
+    command.args(["--from", &format!("127.0.0.1:{name}"), "--port", &port.to_string()]);
+    command.args(options).arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
+    Ok(command)
+}
+
+/// Has a command write its messages into `restore.err` of a scene's work directory: its streamer outlives it, and has a
+/// copy of the descriptor.
+///
+/// # Errors
+/// The file cannot be made.
+pub fn with_messages_in_file(command: &mut Command, scene: &Scene) -> anyhow::Result<()> {
+    let file = File::create(scene.work().join(MESSAGES)).context("the file for messages")?;
+    command.stdout(Stdio::null()).stderr(file);
+    Ok(())
+}
+
+/// What `rewake restore` and its streamer have said.
+#[must_use]
+pub fn messages(scene: &Scene) -> String {
+    fs::read_to_string(scene.work().join(MESSAGES)).unwrap_or_default()
+}
+
+/// The processes of the streamer of a work directory that has ended or ends: none are left in time.
+///
+/// # Errors
+/// Some are left.
+pub fn streamer_ended(scene: &Scene) -> anyhow::Result<()> {
+    let text = scene.work().display().to_string();
+    let ended = until(MINUTE, || processes_naming(&text).is_empty().then_some(()));
+    ended.with_context(|| format!("the streamer does not end\n{}", messages(scene)))
+}
+
+/// The fetchers of the streamer of a scene's work directory.
+#[must_use]
+pub fn fetchers(scene: &Scene) -> Vec<Pid> {
+    let is_fetcher = |pid: &Pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.ends_with(b"\0fetcher\0")
+    };
+    let streamers = processes_naming(&scene.work().display().to_string());
+    streamers.into_iter().flat_map(children).filter(is_fetcher).collect()
+}
