@@ -65,7 +65,7 @@ impl Chunks {
     /// Returns the next step; `None` after the last.
     pub(crate) fn next(&mut self) -> anyhow::Result<Option<Step>> {
         loop {
-            while let Some(chunk) = self.left.next() {
+            if let Some(chunk) = self.left.next() {
                 let place = ChunkPlace { file: self.files, offset: self.offset };
                 self.offset += u64::from(chunk.length);
                 if chunk.is_zero() {
