@@ -350,6 +350,7 @@ impl Fetcher {
         if let PeerMemory::Pages(_) = self.memory {
             self.connect(socket, 0)?;
         }
+        let mut ended = Vec::new();
         for lane in 0..LANES {
             let Some(connection) = self.connections[lane].take() else { continue };
             let mut wire = connection.wire;
@@ -357,11 +358,11 @@ impl Fetcher {
                 let closed = end_session(wire, self.plan.peer == PagePeer::Connected);
                 closed.map_err(|error| self.failed(error))?;
             }
-            self.presence.close();
-            // The peer has received the last message: how the connection ends does not matter any more.
-            let _ = wire.into_stream().end();
+            ended.push(wire.into_stream());
         }
         self.presence.close();
+        // The peer has received the last message: how the connections end does not matter any more.
+        ended.into_iter().for_each(|stream| drop(stream.end()));
         // The streamer also sees it in the presence map.
         let _ = channel::report_closed(socket);
         Ok(())
