@@ -159,7 +159,12 @@ impl Target {
     ///
     /// # Errors
     /// They cannot be read.
-    pub(crate) fn is_zero(&mut self, at: ChunkPlace, length: u32, into: &mut Vec<u8>) -> anyhow::Result<bool> {
+    pub(crate) fn is_zero(
+        &mut self,
+        at: ChunkPlace,
+        length: u32,
+        into: &mut Vec<u8>,
+    ) -> anyhow::Result<bool> {
         into.resize(length as usize, 0);
         if !self.existed || self.is_hole(at, length)? {
             return Ok(true);
