@@ -179,6 +179,31 @@ fn what_a_cut_copy_of_another_image_left_is_not_kept() {
 }
 
 #[test]
+fn bytes_in_the_place_of_zeros_are_refused_and_mended() {
+    let scene = Scene::new();
+    let (manifest, partial) = ("rewake-manifest", "rewake-manifest.partial");
+    // A segment of zeros has no chunks.
+    fs::remove_file(scene.image().join(manifest)).unwrap();
+    fs::write(scene.image().join("pages-2.img"), vec![0; 2 * CHUNK]).unwrap();
+    seal(&scene.image()).unwrap();
+    scene.pull().unwrap();
+    for (name, offset, length) in [("pages-1.img", 2 * CHUNK, CHUNK), ("pages-2.img", 0, 2 * CHUNK)] {
+        // As a server leaves it that has sent other bytes for a block with the end of a chunk and zeros.
+        fs::rename(scene.copy().join(manifest), scene.copy().join(partial)).unwrap();
+        let file = fs::File::options().write(true).open(scene.copy().join(name)).unwrap();
+        file.write_all_at(b"x", offset as u64 + 5).unwrap();
+        let error = complete(&scene.copy()).unwrap_err().to_string();
+        let place = format!("{name}: the {length} bytes from offset {offset} are not those");
+        assert!(error.contains(&place) && scene.copy().join(partial).exists(), "{error}");
+        scene.pull().unwrap();
+        scene.assert_copied();
+    }
+    fs::rename(scene.copy().join(manifest), scene.copy().join(partial)).unwrap();
+    complete(&scene.copy()).unwrap();
+    scene.assert_copied();
+}
+
+#[test]
 fn two_copies_into_a_directory_do_not_meet() {
     let scene = Scene::new();
     fs::create_dir_all(scene.copy()).unwrap();

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rewake_migration::blocks::{BLOCK, BlockPlace, SourceBlocks};
+use rewake_migration::blocks::{BLOCK, BLOCK_LEN, BlockPlace, SourceBlocks};
 
 use crate::cgroup::TreeCgroup;
 use crate::frame::{Frame, FrameWriter};
@@ -179,7 +179,7 @@ impl PreCopy {
         for pid in cgroup.processes().unwrap_or_default() {
             // A process may end while it is read.
             let (Ok(task), Ok(ranges)) = (TaskMemory::open(pid), private_memory(pid)) else { continue };
-            for vaddr in ranges.into_iter().flat_map(|range| range.step_by(BLOCK as usize)) {
+            for vaddr in ranges.into_iter().flat_map(|range| range.step_by(BLOCK_LEN)) {
                 self.send_block(&task, vaddr, link, &mut round)?;
             }
         }

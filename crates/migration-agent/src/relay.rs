@@ -525,7 +525,7 @@ mod tests {
             let parts = if expected == 8 {
                 page(6)
             } else {
-                vec![PagePart::Bytes(vec![6; (run.pages() * PAGE) as usize])]
+                vec![PagePart::Bytes([6; 4096].repeat(usize::try_from(run.pages()).unwrap()))]
             };
             expected += if expected == 8 { 1 } else { run.pages() };
             scene.relay.answer(7, run.vaddr(), parts).unwrap();

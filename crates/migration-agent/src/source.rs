@@ -80,15 +80,8 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let start = start_of(options.tree)?;
     folder::remove_leftovers();
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
-    let earlier = match folder.read()? {
-        Some(WrittenRecord::Source(entry)) => Some(entry),
-        Some(WrittenRecord::Destination(_)) => {
-            bail!("{}: the record of a destination", folder.path().display())
-        }
-        None => None,
-    };
     let mut dialed = None;
-    let (machine, outputs, entry) = match earlier {
+    let (machine, outputs, entry) = match earlier(&folder)? {
         Some(entry) => {
             ensure!(
                 entry.record == SourceRecord::Started || entry.to == options.to,
@@ -149,6 +142,17 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let id = agent.entry.id;
     thread::spawn(move || keep_connected(peer, dialed, &id, &sender, &shared));
     Ok(agent.run())
+}
+
+/// What an agent of the tree has left.
+fn earlier(folder: &MigrationFolder) -> anyhow::Result<Option<SourceEntry>> {
+    match folder.read()? {
+        Some(WrittenRecord::Source(entry)) => Ok(Some(entry)),
+        Some(WrittenRecord::Destination(_)) => {
+            bail!("{}: the record of a destination", folder.path().display())
+        }
+        None => Ok(None),
+    }
 }
 
 /// Asks the agent that migrates a tree to end the migration. Returns whether the program runs here; false if it was

@@ -9,7 +9,9 @@
 use std::collections::HashMap;
 
 /// Bytes of a block.
-pub const BLOCK: u64 = 64 << 10;
+pub const BLOCK_LEN: usize = 64 << 10;
+/// The same, for addresses.
+pub const BLOCK: u64 = BLOCK_LEN as u64;
 /// Pages of a block.
 pub const BLOCK_PAGES: u64 = BLOCK / PAGE;
 const PAGE: u64 = 4096;

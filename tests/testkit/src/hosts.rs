@@ -163,6 +163,13 @@ impl HostPair {
         Ok(())
     }
 
+    /// Both ends of the network: a host, and the name of its device.
+    #[must_use]
+    pub fn links(&self) -> [(&Host, String); 2] {
+        let name = |end: &str, host: &Host| format!("{end}{}", host.init);
+        [(&self.source, name("rws", &self.source)), (&self.destination, name("rwd", &self.destination))]
+    }
+
     /// Starts both.
     ///
     /// # Errors
