@@ -22,6 +22,7 @@ use crate::channel::{self, FetchOrder, MAX_READERS};
 use crate::confine::confine;
 use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
+use crate::peer_wire::PeerWire;
 use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
 use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
 use crate::stream::PageStream;
@@ -79,13 +80,6 @@ impl From<anyhow::Error> for FetchEnd {
     fn from(error: anyhow::Error) -> Self {
         Self::Failed { again: false, error }
     }
-}
-
-/// A connection with the protocol of its peer.
-#[derive(Debug)]
-enum PeerWire {
-    Pages(PageWire),
-    Image(ImageWire),
 }
 
 /// What the peer has, shared by the connections.
@@ -396,53 +390,6 @@ impl Fetcher {
             Some(HandshakeError::Timeout | HandshakeError::Closed | HandshakeError::Other(_)) => !is_first,
             Some(_) => false,
             None => !(is_first && error.is::<PeerEnded>()),
-        }
-    }
-}
-
-impl PeerWire {
-    fn receive(&mut self) -> anyhow::Result<()> {
-        match self {
-            Self::Pages(wire) => wire.receive(),
-            Self::Image(wire) => wire.receive(),
-        }
-    }
-
-    /// Returns the next pages of the answer to a request, and their bytes.
-    fn answer(&mut self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
-        match self {
-            Self::Pages(wire) => wire.answer(expected),
-            Self::Image(wire) => wire.answer(expected),
-        }
-    }
-
-    fn has_more(&self) -> bool {
-        match self {
-            Self::Pages(wire) => wire.has_more(),
-            Self::Image(wire) => wire.has_more(),
-        }
-    }
-
-    fn stream(&mut self) -> &mut PageStream {
-        match self {
-            Self::Pages(wire) => &mut wire.stream,
-            Self::Image(wire) => &mut wire.stream,
-        }
-    }
-
-    fn into_stream(self) -> PageStream {
-        match self {
-            Self::Pages(wire) => wire.stream,
-            Self::Image(wire) => wire.stream,
-        }
-    }
-}
-
-impl AsFd for PeerWire {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Pages(wire) => wire.stream.as_fd(),
-            Self::Image(wire) => wire.stream.as_fd(),
         }
     }
 }

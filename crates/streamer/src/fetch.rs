@@ -278,13 +278,13 @@ impl Fetch {
             io::Result::Ok(())
         });
         let Ok(Ok(())) = ended.await else {
-            return warn!("page server {}: the fetcher does not end within {END_TIME:?}", self.peer);
+            return warn!("{}: the fetcher does not end within {END_TIME:?}", self.name);
         };
         let Ok(plan) = self.files.plan.try_clone().map(File::from) else { return };
         for connection in self.connections() {
             // The peer may have ended: then it knows.
             if let Err(error) = leave_unread(connection.as_fd(), &plan) {
-                info!("page server {}: {error:#}", self.peer);
+                info!("{}: {error:#}", self.name);
             }
         }
     }
