@@ -5,7 +5,7 @@ mod common;
 
 use std::process::Command;
 
-use common::{criu, images_left};
+use common::{criu, images_left, stand_in};
 use rewake_skip::need;
 
 #[test]
@@ -15,7 +15,8 @@ fn each_server_is_measured_with_each_client() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rewake-bench"));
     command.args(["remote", "--size-mib", "32", "--rounds", "1", "--criu"]).arg(&criu);
     // The same program on both sides.
-    command.arg("--rewake").arg(&criu).arg("--dir").arg(directory.path());
+    let rewake = stand_in(directory.path(), &criu, "exec $CRIU \"$@\"");
+    command.arg("--rewake").arg(&rewake).arg("--dir").arg(directory.path());
     let output = command.output().unwrap();
     let (text, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{log}");
