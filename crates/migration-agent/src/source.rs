@@ -406,6 +406,7 @@ impl SourceAgent<'_> {
 
     fn freeze(&mut self) -> anyhow::Result<()> {
         self.entry.cgroup.freeze()?;
+        self.entry.cgroup.expect_tree(self.options.tree)?;
         self.frozen_since = Some(Instant::now());
         self.open_memory()
     }
