@@ -443,17 +443,19 @@ impl SourceAgent<'_> {
         }
     }
 
-    /// Ends CRIU's command, which releases the tree, and then lets it run.
+    /// Thaws the tree, and ends CRIU's command. The tree is stopped until CRIU releases it. In this order it runs on if
+    /// this process is killed meanwhile.
     fn thaw(&mut self) {
         self.shared.pre_copy.end();
         *self.shared.frozen() = None;
+        let thawed = self.entry.cgroup.thaw();
         if let Some(dump) = self.dump.take() {
             dump.release(|| match self.events.recv_timeout(TICK) {
                 Ok(SourceEvent::Called(AgentCall::Moment(CriuMoment::PostDump), script)) => Some(script),
                 _ => None,
             });
         }
-        match self.entry.cgroup.thaw() {
+        match thawed {
             Ok(()) => self.entry.cgroup.release(),
             Err(error) => self.stays_frozen = Some(format!("{error:#}")),
         }
