@@ -194,6 +194,14 @@ impl Frame {
         Ok([&len.to_le_bytes()[..], &[kind], &body].concat())
     }
 
+    /// Checks that a frame can be sent.
+    ///
+    /// # Errors
+    /// It is too large.
+    pub(crate) fn check(&self) -> anyhow::Result<()> {
+        self.encode().map(drop)
+    }
+
     /// Reads a frame; none at the end of the connection.
     pub(crate) fn read(stream: &mut impl Read) -> anyhow::Result<Option<Self>> {
         let mut head = [0; 5];

@@ -33,6 +33,9 @@ pub(crate) struct HostOffer {
     gpus: BTreeSet<PathBuf>,
     sockets: BTreeSet<TreeSocket>,
     size: TreeSize,
+    /// Seconds without a connection that the source accepts before GRANT.
+    #[serde(default)]
+    pub(crate) give_up_after: u64,
 }
 
 impl HostOffer {
@@ -47,6 +50,7 @@ impl HostOffer {
             gpus: BTreeSet::new(),
             sockets: BTreeSet::new(),
             size: TreeSize::default(),
+            give_up_after: 0,
         };
         for pid in processes {
             let added = offer.add(*pid);
@@ -87,6 +91,14 @@ impl HostOffer {
         refusals
     }
 
+    /// Reads the source's text.
+    ///
+    /// # Errors
+    /// It is none of a source's.
+    pub(crate) fn read(text: &str) -> anyhow::Result<Self> {
+        serde_json::from_str(text).context("reading the source's offer")
+    }
+
     /// Compares this host with the source's text: what it lacks. Nothing is changed.
     pub(crate) fn refused_there(text: &str, criu: &CriuChoice) -> Vec<String> {
         match Self::lacking(text, criu) {
@@ -96,7 +108,7 @@ impl HostOffer {
     }
 
     fn lacking(text: &str, criu: &CriuChoice) -> anyhow::Result<Vec<String>> {
-        let offer: Self = serde_json::from_str(text).context("reading the source's offer")?;
+        let offer = Self::read(text)?;
         let here = std::env::consts::ARCH;
         if offer.architecture != here {
             return Ok(vec![format!("the source is a {} machine, this one {here}", offer.architecture)]);

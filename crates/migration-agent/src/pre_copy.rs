@@ -22,6 +22,9 @@ const FIXED_DOWNTIME: Duration = Duration::from_millis(250);
 /// A round must have sent so many bytes to measure the link.
 const MEASURED_BYTES: u64 = 8 << 20;
 
+/// Time from the last byte of a round until the destination has reported it as stored.
+const STORE_LIMIT: Duration = Duration::from_secs(60);
+
 /// What a user wants of pre-copy.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PreCopyGoal {
@@ -64,6 +67,8 @@ enum RoundEnd {
     Disconnected,
     /// The migration has ended.
     Over,
+    /// The destination does not report a round as stored.
+    Silent,
 }
 
 impl PreCopy {
@@ -106,7 +111,7 @@ impl PreCopy {
         let mut before: Option<RoundResult> = None;
         let mut rate = None;
         for number in 1..=MAX_ROUNDS {
-            let Some(round) = self.round(cgroup) else { return Ok(false) };
+            let Some(round) = self.round(cgroup)? else { return Ok(false) };
             self.state().rounds = number;
             tracing::info!(
                 "pre-copy, round {number}: {} of {} bytes in {:?}",
@@ -137,14 +142,18 @@ impl PreCopy {
     }
 
     /// Sends one round, on as many connections as that needs; none if the migration has ended.
-    fn round(&self, cgroup: &TreeCgroup) -> Option<RoundResult> {
+    fn round(&self, cgroup: &TreeCgroup) -> Result<Option<RoundResult>, String> {
         loop {
-            let link = self.wait_for_link()?;
+            let Some(link) = self.wait_for_link() else { return Ok(None) };
             let number = self.blocks().begin_round();
             let begin = Instant::now();
             match self.send_round(cgroup, &link, number) {
-                Ok(round) => return Some(RoundResult { elapsed: begin.elapsed(), ..round }),
-                Err(RoundEnd::Over) => return None,
+                Ok(round) => return Ok(Some(RoundResult { elapsed: begin.elapsed(), ..round })),
+                Err(RoundEnd::Over) => return Ok(None),
+                Err(RoundEnd::Silent) => {
+                    let limit = STORE_LIMIT.as_secs();
+                    return Err(format!("the destination has not stored a round of pre-copy for {limit} s"));
+                }
                 Err(RoundEnd::Disconnected) => {
                     let stored = self.state().stored;
                     self.blocks().lost_after(stored);
@@ -212,9 +221,11 @@ impl PreCopy {
         let is_newest =
             |state: &PreCopyState| state.link.as_ref().is_some_and(|newest| Arc::ptr_eq(newest, link));
         let waits = |state: &mut PreCopyState| state.stored < number && !state.is_over && is_newest(state);
-        let state = self.changed.wait_while(self.state(), waits).unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(self.state(), STORE_LIMIT, waits);
+        let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         match state.stored < number {
             _ if state.is_over => Err(RoundEnd::Over),
+            true if waited.timed_out() => Err(RoundEnd::Silent),
             true => Err(RoundEnd::Disconnected),
             false => Ok(()),
         }

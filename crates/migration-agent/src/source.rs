@@ -19,7 +19,7 @@ use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, new_id};
 use crate::held_dump::HeldDump;
 use crate::host::HostOffer;
-use crate::image_files;
+use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopyGoal;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
@@ -28,6 +28,8 @@ use crate::tree_memory::TreeMemory;
 
 /// Time without a connection before GRANT, after which the program runs on here.
 const LOST_LIMIT: Duration = Duration::from_secs(5);
+/// Time from the beginning until the destination has answered the offer.
+const COMPARE_LIMIT: Duration = Duration::from_secs(60);
 /// Time from the freeze until GRANT is asked for.
 const FROZEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time without a connection after GRANT, after which the program is given up.
@@ -52,6 +54,13 @@ pub struct SourceOptions {
     pub goal: PreCopyGoal,
     /// Time without a connection before GRANT, after which the program runs on here; 5 s without it.
     pub give_up_after: Option<Duration>,
+}
+
+impl SourceOptions {
+    /// Time without a connection before GRANT, after which the program runs on here.
+    fn lost_limit(&self) -> Duration {
+        self.give_up_after.unwrap_or(LOST_LIMIT)
+    }
 }
 
 /// What a migration came to.
@@ -80,6 +89,8 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let start = start_of(options.tree)?;
     folder::remove_leftovers();
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
+    let (sender, events) = channel();
+    listen_to_scripts(&folder, sender.clone())?;
     let mut dialed = None;
     let (machine, outputs, entry) = match earlier(&folder)? {
         Some(entry) => {
@@ -96,26 +107,20 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
         None => {
             // Nothing is touched before the destination has proved who it is, and admits this host.
-            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options)?)));
-            let (cgroup, offer) = match begun {
-                Ok((stream, begun)) => {
+            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options, &folder)?)));
+            match begun {
+                Ok((stream, (entry, offer))) => {
                     dialed = Some(stream);
-                    begun
+                    (MigrationSource::new(offer), Vec::new(), entry)
                 }
                 Err(error) => {
                     folder.remove();
                     return Err(error).with_context(|| format!("-t {} was not touched", options.tree));
                 }
-            };
-            let entry =
-                SourceEntry { record: SourceRecord::Started, id: new_id()?, to: options.to.clone(), cgroup };
-            folder.write(&WrittenRecord::Source(entry.clone()))?;
-            (MigrationSource::new(offer), Vec::new(), entry)
+            }
         }
     };
-    let (sender, events) = channel();
     let shared = SharedMemory::default();
-    listen_to_scripts(&folder, sender.clone())?;
     forward_aborts(aborts, sender.clone());
     let mut agent = SourceAgent {
         machine,
@@ -126,6 +131,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         events,
         link: None,
         dump: None,
+        begun: Instant::now(),
         frozen_since: None,
         lost_since: Some(Instant::now()),
         was_connected: false,
@@ -180,21 +186,31 @@ pub(crate) fn start_of(pid: i32) -> anyhow::Result<String> {
     start.with_context(|| format!("-t {pid}: no such process"))
 }
 
-/// Gives the tree a group, and describes it for the destination.
-fn begin(options: &SourceOptions) -> anyhow::Result<(TreeCgroup, String)> {
+/// Gives the tree a group, writes that down, and describes the tree for the destination. An error leaves nothing.
+fn begin(options: &SourceOptions, folder: &MigrationFolder) -> anyhow::Result<(SourceEntry, String)> {
     let cgroup = TreeCgroup::of_tree(options.tree)?;
-    let describe = || {
-        let processes = cgroup.processes()?;
-        let offer = HostOffer::of(&processes, &options.criu)?;
-        let refusals = offer.refused_here(&options.criu);
-        ensure!(refusals.is_empty(), "{}", refusals.join("; "));
-        Ok(serde_json::to_string(&offer)?)
-    };
-    let offer = describe();
-    if offer.is_err() {
+    let begun = describe(options, &cgroup).and_then(|offer| {
+        let (id, to) = (new_id()?, options.to.clone());
+        let entry = SourceEntry { record: SourceRecord::Started, id, to, cgroup: cgroup.clone() };
+        folder.write(&WrittenRecord::Source(entry.clone()))?;
+        Ok((entry, offer))
+    });
+    if begun.is_err() {
         cgroup.release();
     }
-    Ok((cgroup, offer?))
+    begun
+}
+
+/// Describes the tree for the destination.
+fn describe(options: &SourceOptions, cgroup: &TreeCgroup) -> anyhow::Result<String> {
+    let mut offer = HostOffer::of(&cgroup.processes()?, &options.criu)?;
+    offer.give_up_after = options.lost_limit().as_secs();
+    let refusals = offer.refused_here(&options.criu);
+    ensure!(refusals.is_empty(), "{}", refusals.join("; "));
+    let offer = serde_json::to_string(&offer)?;
+    let frame = Frame::Source(FromSource::Offer(offer.clone()));
+    frame.check().context("the description of the tree's files, sockets and pids")?;
+    Ok(offer)
 }
 
 fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> anyhow::Result<()> {
@@ -218,6 +234,7 @@ struct SourceAgent<'a> {
     events: Receiver<SourceEvent>,
     link: Option<Arc<FrameWriter>>,
     dump: Option<HeldDump>,
+    begun: Instant,
     frozen_since: Option<Instant>,
     lost_since: Option<Instant>,
     was_connected: bool,
@@ -281,6 +298,7 @@ impl SourceAgent<'_> {
             SourceEvent::PreCopied(Ok(true)) => self.step(SourceInput::PreCopied),
             SourceEvent::PreCopied(Ok(false)) => {}
             SourceEvent::PreCopied(Err(reason)) => self.step(SourceInput::PreCopyFailed(reason)),
+            SourceEvent::ImageLost(reason) => self.step(SourceInput::FreezeFailed(reason)),
             SourceEvent::Called(AgentCall::Moment(moment), script) => self.criu_is_at(moment, script),
             SourceEvent::Called(AgentCall::Abort, caller) => {
                 let ends = !self.machine.has_granted();
@@ -324,13 +342,16 @@ impl SourceAgent<'_> {
 
     fn passed_limit(&self) -> Option<String> {
         let has_granted = self.machine.has_granted();
-        let before_grant = self.options.give_up_after.unwrap_or(LOST_LIMIT);
+        let before_grant = self.options.lost_limit();
         let limit = if has_granted { GIVE_UP_LIMIT } else { before_grant };
         if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
             return Some(format!("no connection to {} for {} s", self.entry.to, limit.as_secs()));
         }
         if has_granted {
             return None;
+        }
+        if self.machine.is_comparing() && self.begun.elapsed() > COMPARE_LIMIT.max(before_grant) {
+            return Some(format!("{} has not answered the offer", self.entry.to));
         }
         if self.frozen_since.is_some_and(|since| since.elapsed() > FROZEN_LIMIT) {
             let limit = FROZEN_LIMIT.as_secs();
@@ -420,14 +441,22 @@ impl SourceAgent<'_> {
     /// Sends in another thread: an abort can end it.
     fn send_metadata(&mut self) {
         let Some(link) = self.link.clone() else { return };
-        let images = self.folder.images();
-        let metadata = FromSource::Metadata { all_first: self.options.goal.all_first };
+        let (images, sender) = (self.folder.images(), self.sender.clone());
+        let metadata = Frame::Source(FromSource::Metadata { all_first: self.options.goal.all_first });
         thread::spawn(move || {
-            let sent = image_files::send(&images, &link).and_then(|()| link.send(&Frame::Source(metadata)));
-            if let Err(error) = sent {
-                tracing::warn!("sending the image: {error:#}");
-                // The rest would be taken for the whole.
-                link.close();
+            let sent = image_files::send(&images, &link)
+                .and_then(|()| link.send(&metadata).map_err(SendFailure::Disconnected));
+            match sent {
+                Ok(()) => {}
+                Err(SendFailure::Unreadable(error)) => {
+                    // The agent may have ended.
+                    let _ = sender.send(SourceEvent::ImageLost(format!("sending the image: {error:#}")));
+                }
+                Err(SendFailure::Disconnected(error)) => {
+                    tracing::warn!("sending the image: {error:#}");
+                    // The rest would be taken for the whole.
+                    link.close();
+                }
             }
         });
     }

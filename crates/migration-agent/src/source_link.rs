@@ -26,6 +26,8 @@ pub(crate) enum SourceEvent {
     Received(FromDestination),
     /// Pre-copy has ended: false if the migration had, or why the program cannot move.
     PreCopied(Result<bool, String>),
+    /// The files of the image cannot be read.
+    ImageLost(String),
     Called(AgentCall, WaitingScript),
     Abort,
 }
