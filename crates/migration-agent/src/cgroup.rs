@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -241,11 +242,23 @@ impl TreeCgroup {
     /// Moves the tasks back, and removes a group that was made. The tree can stay in it otherwise.
     pub(crate) fn release(&self) {
         let Some(parent) = self.path.parent().filter(|_| self.is_made) else { return };
-        for task in members(&self.path).unwrap_or_default() {
-            // It may have ended.
-            let _ = fs::write(parent.join("cgroup.procs"), task.to_string());
+        let mut reason = None;
+        for _ in 0..MAX_PASSES {
+            // A task that forks has children in the group.
+            for task in members(&self.path).unwrap_or_default() {
+                let moved = fs::write(parent.join("cgroup.procs"), task.to_string());
+                reason = moved.err().filter(|_| lives(task));
+            }
+            match fs::remove_dir(&self.path) {
+                Ok(()) => return,
+                Err(error) if error.kind() == ErrorKind::NotFound => return,
+                Err(error) => reason = reason.or(Some(error)),
+            }
+            sleep(POLL);
         }
-        let _ = fs::remove_dir(&self.path);
+        let (path, tasks) = (self.path.display(), members(&self.path).unwrap_or_default());
+        let reason = reason.map_or_else(|| "unknown".to_owned(), |error| error.to_string());
+        tracing::warn!("cgroup {path} stays, with processes {tasks:?} ({reason}): move them, and remove it");
     }
 
     fn write(&self, name: &str, value: &str) -> anyhow::Result<()> {
@@ -378,6 +391,19 @@ mod tests {
         assert!(group.is_removed());
         group.kill();
         group.thaw().unwrap();
+    }
+
+    #[test]
+    fn a_group_is_released_while_its_processes_fork() {
+        let Some((group, mut sleeper)) = group_with_sleeper() else { return };
+        let mut forks = Command::new("sh").args(["-c", "while :; do sleep 0.001; done"]).spawn().unwrap();
+        fs::write(group.entrance(), forks.id().to_string()).unwrap();
+        group.release();
+        assert!(group.is_removed());
+        for child in [&mut forks, &mut sleeper] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
     }
 
     #[test]
