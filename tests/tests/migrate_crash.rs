@@ -6,7 +6,7 @@ use std::process::Output;
 
 use nix::sys::signal::Signal;
 use rewake_tests::migration::Migration;
-use rewake_tests::process::{MINUTE, soon, until};
+use rewake_tests::process::soon;
 use rewake_tests::{Criu, need};
 
 const MIB: usize = 16;
@@ -25,7 +25,8 @@ fn an_agent_killed_during_an_abort_leaves_the_program() {
     let criu = need!(Criu::main());
     let mut migration = Migration::started(&criu, "random", MIB).unwrap();
     // Its end is not seen: the agent waits for it.
-    let slow = migration.criu_with("criu-slow", "$real \"$@\"\n[ \"$1\" = dump ] && sleep 1000").unwrap();
+    let slow =
+        migration.criu_with("criu-slow", "$real \"$@\"\nif [ \"$1\" = dump ]; then sleep 1000; fi").unwrap();
     migration.dump_by(slow);
     let _receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
     let migrate = migration.migrate().unwrap();
@@ -50,5 +51,26 @@ fn a_program_whose_start_is_not_reported_is_committed() {
     let migrated = migration.migrate().unwrap().ended().unwrap();
     assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
     assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+    migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn a_criu_that_is_killed_before_grant_leaves_the_program() {
+    let criu = need!(Criu::main());
+    let mut migration = Migration::started(&criu, "random", MIB).unwrap();
+    let mortal = "if [ \"$1\" = dump ]; then\n  ( ( until [ -e $files/kill ]; do sleep 0.01; done; \
+                  kill -9 $$ ) & )\nfi\nexec $real \"$@\"";
+    let mortal = migration.criu_with("criu-mortal", mortal).unwrap();
+    let folder = mortal.parent().unwrap().to_owned();
+    migration.dump_by(mortal);
+    let mut receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    migration.restoring().unwrap();
+    std::fs::write(folder.join("kill"), "").unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(1), "{}", said(&migrated));
+    assert!(said(&migrated).contains("runs here: dump failed (signal: 9"), "{}", said(&migrated));
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
+    assert_eq!(migration.processes(), (1, 0));
     migration.expect_right_bytes().unwrap();
 }

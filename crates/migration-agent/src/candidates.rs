@@ -42,6 +42,11 @@ impl CandidateStore {
         slot.map_or(Ok(()), |slot| self.write(bytes, slot * BLOCK))
     }
 
+    /// The number of blocks.
+    pub(crate) fn len(&self) -> u64 {
+        self.blocks().len()
+    }
+
     /// Gives pages of a block whose digest after the freeze is known; none if the block that is stored has another.
     pub(crate) fn confirm(
         &self,

@@ -8,8 +8,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::AtomicUsize;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
@@ -30,11 +29,13 @@ use crate::destination_link::{ConnectionState, DestinationEvent, accept};
 use crate::dry_run;
 use crate::earlier::EarlierMigration;
 use crate::folder::{self, DestinationEntry, MigrationFolder, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, new_name};
+use crate::frame::{Frame, FrameWriter, MAX_EVENTS, new_name};
 use crate::host::HostOffer;
 use crate::image_files;
+use crate::intake::Intake;
 use crate::relay::PageRelay;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
+use crate::strangers::Strangers;
 
 /// Time without a connection before GRANT is asked for. It is longer for a source that accepts more.
 const LOST_LIMIT: Duration = Duration::from_secs(90);
@@ -86,16 +87,17 @@ pub fn receive(
             return Err(error);
         }
     };
-    let (sender, events) = channel();
+    let (sender, events) = sync_channel(MAX_EVENTS);
     let state = Arc::new(ConnectionState {
         admission,
         id: Mutex::default(),
         earlier: Mutex::new(earlier),
-        strangers: AtomicUsize::new(0),
+        strangers: Strangers::default(),
         newest: Mutex::default(),
         images: folder.images(),
         criu: criu.clone(),
         store: Arc::new(begun.store),
+        intake: Mutex::default(),
         relay: Mutex::default(),
     });
     let scripts = begun.scripts;
@@ -168,7 +170,7 @@ struct DestinationAgent<'a> {
     entry: DestinationEntry,
     _cgroup_lock: Flock<File>,
     state: Arc<ConnectionState>,
-    sender: Sender<DestinationEvent>,
+    sender: SyncSender<DestinationEvent>,
     events: Receiver<DestinationEvent>,
     link: Option<Arc<FrameWriter>>,
     link_number: usize,
@@ -289,6 +291,11 @@ impl DestinationAgent<'_> {
                 DestinationOutput::Compare(offer) => {
                     self.lost_limit = lost_limit(&offer);
                     let refusals = HostOffer::refused_there(&offer, self.criu);
+                    if let Ok(offer) = HostOffer::read(&offer)
+                        && refusals.is_empty()
+                    {
+                        *self.state.intake() = Intake::open(offer.size, offer.uses_gpus());
+                    }
                     self.step(DestinationInput::Compared(dry_run::as_result(&refusals)));
                 }
                 DestinationOutput::Restore => {

@@ -33,6 +33,9 @@ const TLS_ALERT: [u8; 5] = [0x15, 3, 3, 0, 2];
 /// Time without room for a byte after which the connection is lost: the peer does not read.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
 
+/// Events that wait for an agent at most: then its connections and scripts wait.
+pub(crate) const MAX_EVENTS: usize = 64;
+
 /// Names a migration on every connection of it.
 pub(crate) type MigrationId = [u8; 16];
 

@@ -32,7 +32,7 @@ pub(crate) struct HostOffer {
     /// Device files of GPUs that the tree has open.
     gpus: BTreeSet<PathBuf>,
     sockets: BTreeSet<TreeSocket>,
-    size: TreeSize,
+    pub(crate) size: TreeSize,
     /// Seconds without a connection that the source accepts before GRANT.
     #[serde(default)]
     pub(crate) give_up_after: u64,
@@ -68,6 +68,11 @@ impl HostOffer {
     fn add(&mut self, pid: i32) -> anyhow::Result<()> {
         let number = proc::status(pid).and_then(|status| status.own_number);
         let number = number.with_context(|| format!("process {pid} has ended"))?;
+        if proc::status(pid).is_none_or(|status| status.has_ended()) {
+            // CRIU restores a zombie, too: by its pid.
+            self.pids.insert(number);
+            return Ok(());
+        }
         self.files.extend(files_of(pid)?);
         self.gpus.extend(gpu_devices_of(pid));
         self.sockets.extend(sockets::of_process(pid)?);
@@ -89,6 +94,11 @@ impl HostOffer {
             ));
         }
         refusals
+    }
+
+    /// Whether the program uses GPUs.
+    pub(crate) fn uses_gpus(&self) -> bool {
+        !self.gpus.is_empty()
     }
 
     /// Reads the source's text.
@@ -230,6 +240,18 @@ mod tests {
         for (reason, begin) in reasons.iter().zip(begins) {
             assert!(reason.starts_with(begin), "{reason:?} {begin:?}");
         }
+    }
+
+    #[test]
+    fn a_zombie_has_a_pid_only() {
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        let pid = ended.id().cast_signed();
+        while proc::status(pid).is_some_and(|status| !status.has_ended()) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let offer = HostOffer::of(&[pid], &criu(&[])).unwrap();
+        assert_eq!((offer.pids, offer.files), (BTreeSet::from([pid]), BTreeSet::new()));
+        ended.wait().unwrap();
     }
 
     #[test]

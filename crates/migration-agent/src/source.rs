@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that has the program.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,10 @@ use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 use rewake_process::proc;
 
-use crate::cgroup::TreeCgroup;
+use crate::cgroup::{self, TreeCgroup};
 use crate::criu::CriuChoice;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, new_id};
+use crate::frame::{Frame, FrameWriter, MAX_EVENTS, new_id};
 use crate::held_dump::HeldDump;
 use crate::host::HostOffer;
 use crate::image_files::{self, SendFailure};
@@ -89,7 +90,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let start = start_of(options.tree)?;
     folder::remove_leftovers();
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
-    let (sender, events) = channel();
+    let (sender, events) = sync_channel(MAX_EVENTS);
     listen_to_scripts(&folder, sender.clone())?;
     let mut dialed = None;
     let (machine, outputs, entry) = match earlier(&folder)? {
@@ -138,6 +139,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         downtime: None,
         sent: 0,
         outcome: None,
+        aborts: Vec::new(),
         stays_frozen: None,
         folder,
     };
@@ -168,7 +170,13 @@ fn earlier(folder: &MigrationFolder) -> anyhow::Result<Option<SourceEntry>> {
 /// No agent migrates it.
 pub fn abort(tree: i32) -> anyhow::Result<bool> {
     let folder = folder::path(&folder::source_name(tree, &start_of(tree)?));
-    let answer = script::ask_to_abort(&folder).ok().flatten();
+    let waits = || tracing::warn!("-t {tree}: waiting for criu dump, which releases it");
+    let answer = match script::ask_to_abort(&folder, waits) {
+        Ok(answer) => answer,
+        // No agent listens.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => None,
+        Err(error) => return Err(error).with_context(|| format!("-t {tree}: asking its `rewake migrate`")),
+    };
     answer.with_context(|| match folder::read_record(&folder) {
         Ok(Some(WrittenRecord::Source(entry))) if entry.record == SourceRecord::Granted => {
             format!(
@@ -203,7 +211,10 @@ fn begin(options: &SourceOptions, folder: &MigrationFolder) -> anyhow::Result<(S
 
 /// Describes the tree for the destination.
 fn describe(options: &SourceOptions, cgroup: &TreeCgroup) -> anyhow::Result<String> {
-    let mut offer = HostOffer::of(&cgroup.processes()?, &options.criu)?;
+    // With zombies, which a group has not.
+    let processes: Vec<i32> =
+        cgroup::tree(options.tree)?.union(&cgroup.processes()?.into_iter().collect()).copied().collect();
+    let mut offer = HostOffer::of(&processes, &options.criu)?;
     offer.give_up_after = options.lost_limit().as_secs();
     let refusals = offer.refused_here(&options.criu);
     ensure!(refusals.is_empty(), "{}", refusals.join("; "));
@@ -213,7 +224,7 @@ fn describe(options: &SourceOptions, cgroup: &TreeCgroup) -> anyhow::Result<Stri
     Ok(offer)
 }
 
-fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> anyhow::Result<()> {
+fn listen_to_scripts(folder: &MigrationFolder, sender: SyncSender<SourceEvent>) -> anyhow::Result<()> {
     let listener = folder.listen()?;
     thread::spawn(move || {
         script::receive(&listener, |call, script| sender.send(SourceEvent::Called(call, script)).is_ok());
@@ -221,7 +232,7 @@ fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> a
     Ok(())
 }
 
-fn forward_aborts(aborts: Receiver<()>, sender: Sender<SourceEvent>) {
+fn forward_aborts(aborts: Receiver<()>, sender: SyncSender<SourceEvent>) {
     thread::spawn(move || while aborts.recv().is_ok() && sender.send(SourceEvent::Abort).is_ok() {});
 }
 
@@ -230,7 +241,7 @@ struct SourceAgent<'a> {
     options: &'a SourceOptions,
     entry: SourceEntry,
     shared: SharedMemory,
-    sender: Sender<SourceEvent>,
+    sender: SyncSender<SourceEvent>,
     events: Receiver<SourceEvent>,
     link: Option<Arc<FrameWriter>>,
     dump: Option<HeldDump>,
@@ -242,6 +253,8 @@ struct SourceAgent<'a> {
     /// Bytes of earlier connections.
     sent: u64,
     outcome: Option<SourceOutcome>,
+    /// Callers that wait for the end of an abort.
+    aborts: Vec<WaitingScript>,
     stays_frozen: Option<String>,
     /// Dropped last: its lock keeps other agents away.
     folder: MigrationFolder,
@@ -261,6 +274,12 @@ impl SourceAgent<'_> {
             self.look();
         };
         self.use_link(None).inspect(|link| link.close());
+        while let Ok(event) = self.events.try_recv() {
+            if let SourceEvent::Called(AgentCall::Abort, caller) = event {
+                self.aborts.push(caller);
+            }
+        }
+        std::mem::take(&mut self.aborts).into_iter().for_each(|caller| self.answer_abort(caller));
         let (downtime, sent, stays_frozen) = (self.downtime, self.sent, self.stays_frozen);
         // The record of a frozen tree is for the next agent.
         if stays_frozen.is_none() && !matches!(outcome, SourceOutcome::Frozen(_)) {
@@ -301,13 +320,17 @@ impl SourceAgent<'_> {
             SourceEvent::ImageLost(reason) => self.step(SourceInput::FreezeFailed(reason)),
             SourceEvent::Called(AgentCall::Moment(moment), script) => self.criu_is_at(moment, script),
             SourceEvent::Called(AgentCall::Abort, caller) => {
-                let ends = !self.machine.has_granted();
                 self.step(SourceInput::Abort);
-                // The caller may have ended.
-                let _ = caller.decide(ends && self.stays_frozen.is_none());
+                self.answer_abort(caller);
             }
             SourceEvent::Abort => self.step(SourceInput::Abort),
         }
+    }
+
+    /// Answers whether the program runs here.
+    fn answer_abort(&self, caller: WaitingScript) {
+        // The caller may have ended.
+        let _ = caller.decide(!self.machine.has_granted() && self.stays_frozen.is_none());
     }
 
     fn criu_is_at(&mut self, moment: CriuMoment, script: WaitingScript) {
@@ -332,7 +355,9 @@ impl SourceAgent<'_> {
 
     /// Looks at CRIU and at the limits.
     fn look(&mut self) {
-        if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
+        if !self.machine.has_granted()
+            && let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure)
+        {
             self.step(SourceInput::FreezeFailed(reason));
         }
         if let Some(reason) = self.passed_limit() {
@@ -462,6 +487,10 @@ impl SourceAgent<'_> {
     }
 
     fn write_grant(&mut self) {
+        if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
+            self.step(SourceInput::WriteFailed(reason));
+            return;
+        }
         let entry = SourceEntry { record: SourceRecord::Granted, ..self.entry.clone() };
         match self.folder.write(&WrittenRecord::Source(entry.clone())) {
             Ok(()) => {
@@ -479,8 +508,13 @@ impl SourceAgent<'_> {
         *self.shared.frozen() = None;
         let thawed = self.entry.cgroup.thaw();
         if let Some(dump) = self.dump.take() {
+            let aborts = &mut self.aborts;
             dump.release(|| match self.events.recv_timeout(TICK) {
                 Ok(SourceEvent::Called(AgentCall::Moment(CriuMoment::PostDump), script)) => Some(script),
+                Ok(SourceEvent::Called(AgentCall::Abort, caller)) => {
+                    aborts.push(caller);
+                    None
+                }
                 _ => None,
             });
         }

@@ -110,6 +110,18 @@ pub struct DestinationBlocks {
 }
 
 impl DestinationBlocks {
+    /// The number of blocks.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
     /// Notes a candidate. The digest is that of the bytes, taken here. Returns the slot in which the bytes are to be
     /// stored; none if pages of the block are resident.
     pub fn candidate(&mut self, block: BlockPlace, digest: BlockDigest) -> Option<u64> {
