@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Migrations whose agent, CRIU or script is killed, or says nothing, at a bad moment.
 
-use std::path::Path;
 use std::process::Output;
 
 use nix::sys::signal::Signal;
@@ -14,10 +13,6 @@ const MIB: usize = 16;
 fn said(output: &Output) -> String {
     let text = [&output.stdout[..], &output.stderr].concat();
     String::from_utf8_lossy(&text).into_owned()
-}
-
-fn path(criu: &Criu) -> &Path {
-    Path::new(criu.as_ref())
 }
 
 #[test]

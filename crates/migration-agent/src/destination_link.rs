@@ -185,6 +185,7 @@ fn read_frames(
                 taken.and_then(|()| state.store.candidate(pid, vaddr, &bytes))
             }
             Frame::RoundEnd(round) => writer.send(&Frame::RoundStored(round)),
+            Frame::Probe(_) => Ok(()),
             Frame::PagesLost(reason) => Err(anyhow::anyhow!("the source: {reason}")),
             Frame::Destination(_) | Frame::PageRequest { .. } | Frame::RoundStored(_) => {
                 bail!("the source sent a frame of a destination")

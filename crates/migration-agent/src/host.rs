@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::criu::{CriuChoice, CriuRelease};
 use crate::room::{self, TreeSize};
 use crate::sockets::{self, TreeSocket};
+use crate::source::SourceOptions;
 
 /// Names that a refusal shows.
 const SHOWN: usize = 4;
@@ -31,7 +33,11 @@ pub(crate) struct HostOffer {
     files: BTreeSet<PathBuf>,
     /// Device files of GPUs that the tree has open.
     gpus: BTreeSet<PathBuf>,
+    /// What the destination must be able to bind: none of a tree that has its own network.
     sockets: BTreeSet<TreeSocket>,
+    /// Connections that the dump does not close.
+    #[serde(skip)]
+    connected: BTreeSet<SocketAddr>,
     pub(crate) size: TreeSize,
     /// Seconds without a connection that the source accepts before GRANT.
     #[serde(default)]
@@ -49,6 +55,7 @@ impl HostOffer {
             files: BTreeSet::new(),
             gpus: BTreeSet::new(),
             sockets: BTreeSet::new(),
+            connected: BTreeSet::new(),
             size: TreeSize::default(),
             give_up_after: 0,
         };
@@ -61,7 +68,10 @@ impl HostOffer {
         }
         // The others are closed by the dump.
         let closes = criu.has("--tcp-close");
-        offer.sockets.retain(|socket| socket.listens || !closes);
+        if closes {
+            offer.sockets.retain(|socket| socket.listens);
+            offer.connected.clear();
+        }
         Ok(offer)
     }
 
@@ -75,18 +85,25 @@ impl HostOffer {
         }
         self.files.extend(files_of(pid)?);
         self.gpus.extend(gpu_devices_of(pid));
-        self.sockets.extend(sockets::of_process(pid)?);
+        let sockets = sockets::of_process(pid)?;
+        self.connected.extend(sockets.iter().filter(|socket| !socket.listens).map(|socket| socket.local));
+        if sockets::shares_network(pid)? {
+            self.sockets.extend(sockets);
+        }
         self.size.add(pid)?;
         self.pids.insert(number);
         Ok(())
     }
 
     /// Why the source itself cannot give the tree away.
-    pub(crate) fn refused_here(&self, criu: &CriuChoice) -> Vec<String> {
+    pub(crate) fn refused_here(&self, options: &SourceOptions) -> Vec<String> {
         let mut refusals = Vec::new();
-        let connected = self.sockets.iter().filter(|socket| !socket.listens);
-        let connected: Vec<_> = connected.map(|socket| socket.local.to_string()).collect();
-        if !connected.is_empty() && !criu.has("--tcp-established") {
+        if options.goal.max_downtime.is_some() && self.uses_gpus() {
+            refusals
+                .push("--max-downtime: how long GPU memory needs is not predicted: leave it out".to_owned());
+        }
+        let connected: Vec<_> = self.connected.iter().map(ToString::to_string).collect();
+        if !connected.is_empty() && !options.criu.has("--tcp-established") {
             refusals.push(format!(
                 "the program has TCP connections (at {}): close them, or add -- --tcp-close on both hosts, or \
                  -- --tcp-established if their address moves along",
@@ -197,8 +214,22 @@ fn gpu_devices_of(pid: i32) -> BTreeSet<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
 
     use super::*;
+    use crate::pre_copy::PreCopyGoal;
+
+    fn options(criu: &CriuChoice, max_downtime: Option<Duration>) -> SourceOptions {
+        SourceOptions {
+            tree: 1,
+            to: String::new(),
+            insecure: true,
+            tls: None,
+            criu: criu.clone(),
+            goal: PreCopyGoal { all_first: false, max_downtime },
+            give_up_after: None,
+        }
+    }
 
     fn criu(options: &[&str]) -> CriuChoice {
         let options = options.iter().map(Into::into).collect();
@@ -263,11 +294,22 @@ mod tests {
         let offer = HostOffer::of(&[own], &plain).unwrap();
         let listening = TreeSocket { local: listener.local_addr().unwrap(), listens: true };
         assert!(offer.sockets.contains(&listening), "{:?}", offer.sockets);
-        let reasons = offer.refused_here(&plain);
+        let reasons = offer.refused_here(&options(&plain, None));
         assert_eq!(reasons.len(), 1, "{reasons:?}");
         assert!(reasons[0].starts_with("the program has TCP connections (at 127.0.0.1:"), "{reasons:?}");
         let offer = HostOffer::of(&[own], &closing).unwrap();
         assert!(offer.sockets.iter().all(|socket| socket.listens), "{:?}", offer.sockets);
-        assert_eq!(offer.refused_here(&closing), [""; 0]);
+        assert_eq!(offer.refused_here(&options(&closing, None)), [""; 0]);
+    }
+
+    #[test]
+    fn the_downtime_of_gpu_memory_is_not_promised() {
+        let (own, closing) = (std::process::id().cast_signed(), criu(&["--tcp-close"]));
+        let mut offer = HostOffer::of(&[own], &closing).unwrap();
+        let limited = options(&closing, Some(Duration::from_secs(1)));
+        assert_eq!(offer.refused_here(&limited), [""; 0]);
+        offer.gpus.insert("/dev/kfd".into());
+        assert!(offer.refused_here(&limited)[0].starts_with("--max-downtime: how long GPU memory needs"));
+        assert_eq!(offer.refused_here(&options(&closing, None)), [""; 0]);
     }
 }

@@ -216,7 +216,7 @@ fn describe(options: &SourceOptions, cgroup: &TreeCgroup) -> anyhow::Result<Stri
         cgroup::tree(options.tree)?.union(&cgroup.processes()?.into_iter().collect()).copied().collect();
     let mut offer = HostOffer::of(&processes, &options.criu)?;
     offer.give_up_after = options.lost_limit().as_secs();
-    let refusals = offer.refused_here(&options.criu);
+    let refusals = offer.refused_here(options);
     ensure!(refusals.is_empty(), "{}", refusals.join("; "));
     let offer = serde_json::to_string(&offer)?;
     let frame = Frame::Source(FromSource::Offer(offer.clone()));

@@ -58,6 +58,12 @@ impl SourceBlocks {
         self.round
     }
 
+    /// The number of the round that is being sent.
+    #[must_use]
+    pub fn round(&self) -> u32 {
+        self.round
+    }
+
     /// Notes a block that was read while the program runs. Returns whether it differs from the candidate that was sent
     /// last, and is to be sent.
     pub fn pre_copy(&mut self, block: BlockPlace, digest: BlockDigest) -> bool {
