@@ -42,17 +42,17 @@ impl CandidateStore {
         slot.map_or(Ok(()), |slot| self.write(bytes, slot * BLOCK))
     }
 
-    /// Gives pages of a block whose digest after the freeze is known; none if the block that is stored has another.
-    pub(crate) fn confirm(
-        &self,
-        task: u32,
-        run: PageRun,
-        digest: BlockDigest,
-    ) -> anyhow::Result<Option<Vec<u8>>> {
+    /// The number of blocks.
+    pub(crate) fn len(&self) -> u64 {
+        self.blocks().len()
+    }
+
+    /// Compares a block with its digest after the freeze: its pages are those of the frozen program then. Returns false
+    /// if the block that is stored has another digest.
+    pub(crate) fn confirm(&self, task: u32, run: PageRun, digest: BlockDigest) -> anyhow::Result<bool> {
         let (place, pages) = block_of(task, run.vaddr(), run.end());
         ensure!(pages.end - pages.start == run.pages(), "a digest for pages of more than one block");
-        let slot = self.blocks().confirm(place, digest, pages.clone());
-        slot.map(|slot| self.read(slot, &pages)).transpose()
+        Ok(self.blocks().confirm(place, digest, pages).is_some())
     }
 
     /// Stores bytes that were read after the freeze.
@@ -129,11 +129,14 @@ mod tests {
         store.candidate(3, 0, &bytes).unwrap();
         store.candidate(3, BLOCK, &[]).unwrap();
         assert_eq!(store.resident(3, run(0, 1)).unwrap(), None);
-        assert_eq!(store.confirm(3, run(2, 1), digest(&ZEROS)).unwrap(), None);
-        assert_eq!(store.confirm(3, run(2, 2), digest(&bytes)).unwrap().unwrap(), bytes[2 * 4096..4 * 4096]);
+        assert!(!store.confirm(3, run(2, 1), digest(&ZEROS)).unwrap());
+        assert_eq!(store.resident(3, run(2, 1)).unwrap(), None);
+        assert!(store.confirm(3, run(2, 2), digest(&bytes)).unwrap());
+        assert_eq!(store.resident(3, run(2, 2)).unwrap().unwrap(), bytes[2 * 4096..4 * 4096]);
         assert!(store.has(3, run(2, 2)) && !store.has(3, run(1, 2)) && !store.has(4, run(2, 1)));
-        assert_eq!(store.confirm(3, run(16, 1), digest(&ZEROS)).unwrap().unwrap(), [0; 4096]);
-        store.confirm(3, run(15, 1), digest(&bytes)).unwrap().unwrap();
+        assert!(store.confirm(3, run(16, 1), digest(&ZEROS)).unwrap());
+        assert_eq!(store.resident(3, run(16, 1)).unwrap().unwrap(), [0; 4096]);
+        assert!(store.confirm(3, run(15, 1), digest(&bytes)).unwrap());
         let both = store.resident(3, run(15, 2)).unwrap().unwrap();
         assert_eq!((both.len(), both[0], both[4096]), (8192, 15, 0));
     }

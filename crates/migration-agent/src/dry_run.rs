@@ -34,9 +34,9 @@ pub fn compare(options: &SourceOptions) -> anyhow::Result<Vec<String>> {
     if let Err(error) = TreeCgroup::find(options.tree) {
         refusals.push(format!("{error:#}"));
     }
-    let processes: Vec<i32> = cgroup::tree(options.tree).into_iter().collect();
+    let processes: Vec<i32> = cgroup::tree(options.tree)?.into_iter().collect();
     let offer = HostOffer::of(&processes, &options.criu)?;
-    refusals.extend(offer.refused_here(&options.criu));
+    refusals.extend(offer.refused_here(options));
     let (stream, writer) = source_link::connect(peer.dial()?, &DRY_RUN)?;
     let asked = ask(stream, &writer, serde_json::to_string(&offer)?);
     let answer = asked.with_context(|| format!("asking {}", options.to))?;

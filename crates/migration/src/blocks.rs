@@ -58,6 +58,12 @@ impl SourceBlocks {
         self.round
     }
 
+    /// The number of the round that is being sent.
+    #[must_use]
+    pub fn round(&self) -> u32 {
+        self.round
+    }
+
     /// Notes a block that was read while the program runs. Returns whether it differs from the candidate that was sent
     /// last, and is to be sent.
     pub fn pre_copy(&mut self, block: BlockPlace, digest: BlockDigest) -> bool {
@@ -110,6 +116,18 @@ pub struct DestinationBlocks {
 }
 
 impl DestinationBlocks {
+    /// The number of blocks.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
     /// Notes a candidate. The digest is that of the bytes, taken here. Returns the slot in which the bytes are to be
     /// stored; none if pages of the block are resident.
     pub fn candidate(&mut self, block: BlockPlace, digest: BlockDigest) -> Option<u64> {
