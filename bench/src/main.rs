@@ -8,6 +8,7 @@
 //! * [`programs`]: real programs, and the time of their first answer.
 //! * [`replicas`]: restores of one image at once.
 //! * [`remote`]: restores whose pages another host has: page servers and their clients, a link, plain loops.
+//! * [`migrate`]: live migrations, and the demo of one.
 //! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: limits of disk and
 //!   copies.
 //! * [`behind`]: this project's plugin, with and without a background load.
@@ -25,6 +26,7 @@ mod engine;
 mod fill;
 mod lazy;
 mod limits;
+mod migrate;
 mod plugin;
 mod processes;
 mod programs;
@@ -56,6 +58,8 @@ enum Command {
     /// Restores one image in turn from page servers on loopback, stock CRIU's and rewake's, by clients of both (needs
     /// root)
     Remote(remote::Options),
+    /// Moves programs between two hosts, which are namespaces of this machine (needs root)
+    Migrate(migrate::Options),
     /// Dumps and restores a process on GPUs alternately with CRIU's own plugin and with rewake's (needs root,
     /// GPUs)
     Plugin(plugin::Options),
@@ -69,6 +73,9 @@ enum Command {
     /// The process that `lazy` dumps and restores
     #[command(hide = true)]
     Toucher(touch::Options),
+    /// The process that `migrate` moves
+    #[command(hide = true)]
+    MigratingWriter(migrate::writer::WriterOptions),
     /// The process whose memory the fill limit is measured on
     #[command(hide = true)]
     FillTarget(fill::TargetOptions),
@@ -90,6 +97,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Programs(options) => programs::run(&options),
         Command::Replicas(options) => replicas::run(&options),
         Command::Remote(options) => remote::run(&options),
+        Command::Migrate(options) => migrate::run(&options),
+        Command::MigratingWriter(options) => migrate::writer::run(&options),
         Command::Plugin(options) => plugin::run(&options),
         Command::Behind(options) => behind::run(&options),
         Command::Engine(options) => engine::run(&options),

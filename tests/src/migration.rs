@@ -32,6 +32,8 @@ pub struct Migration {
     pid: i32,
     /// Options of both agents.
     security: [Vec<String>; 2],
+    /// For `rewake migrate`; none: the scene's.
+    source_criu: Option<PathBuf>,
 }
 
 /// An agent of a host.
@@ -54,7 +56,13 @@ impl Migration {
             .context("the target is not ready")?;
         let first = hosts.source.named(TARGET).into_iter().min().context("the target has ended")?;
         let pid = hosts.source.own_number(first)?;
-        Ok(Self { hosts, scene, target, pid, security: [(); 2].map(|()| vec!["--insecure".to_owned()]) })
+        let security = [(); 2].map(|()| vec!["--insecure".to_owned()]);
+        Ok(Self { hosts, scene, target, pid, security, source_criu: None })
+    }
+
+    /// Has `rewake migrate` use this CRIU.
+    pub fn dump_by(&mut self, criu: PathBuf) {
+        self.source_criu = Some(criu);
     }
 
     /// Has `rewake migrate` use these options instead of `--insecure`.
@@ -121,7 +129,8 @@ impl Migration {
     pub fn migrate_with(&self, destination: &str, options: &[&str]) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
         command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
-        command.args(&self.security[0]).arg("--criu").arg(self.scene.criu()).args(options);
+        let criu = self.source_criu.as_deref().unwrap_or(self.scene.criu().as_ref().as_ref());
+        command.args(&self.security[0]).arg("--criu").arg(criu).args(options);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
     }
@@ -144,16 +153,22 @@ impl Migration {
     /// # Errors
     /// It cannot be written.
     pub fn criu_that_waits(&self) -> anyhow::Result<PathBuf> {
-        let program = self.scene.files().join("criu-that-waits");
+        self.criu_with(
+            "criu-that-waits",
+            "if [ \"$1\" = restore ]; then\n  touch $files/restoring\n  \
+             until [ -e $files/proceed ]; do sleep 0.01; done\nfi\nexec $real \"$@\"",
+        )
+    }
+
+    /// A shell script in CRIU's place: `$real` is CRIU, `$files` the folder of the scene's files.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn criu_with(&self, name: &str, script: &str) -> anyhow::Result<PathBuf> {
+        let program = self.scene.files().join(name);
         let files = self.scene.files().display().to_string();
         let real = Path::new(self.scene.criu().as_ref()).display().to_string();
-        write_program(
-            &program,
-            &format!(
-                "#!/bin/sh\nif [ \"$1\" = restore ]; then\n  touch {files}/restoring\n  \
-                 until [ -e {files}/proceed ]; do sleep 0.01; done\nfi\nexec {real} \"$@\"\n"
-            ),
-        )?;
+        write_program(&program, &format!("#!/bin/sh\nfiles={files}\nreal={real}\n{script}\n"))?;
         Ok(program)
     }
 

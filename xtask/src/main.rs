@@ -27,12 +27,14 @@ cargo xtask <command>
   test --quick               style and the tests inside crates: no CRIU, no virtual machine, no root; 3 minutes
   stress [name [options]]    a long random test; without a name, the list of them and of their options
   demo                       an inference server on a software GPU, dumped and restored in the middle of an answer
+  demo --migrate             a program moves between two namespaces while it writes its memory; every byte is checked
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
   bench programs [options]   Python, Node, Java and redis servers, restored eagerly, through stock `criu lazy-pages` and
                              through rewake: when each answers; `bench programs --help`
   bench remote [options]     stock `criu page-server` and `criu lazy-pages --page-server`, and rewake in the place of each;
                              `bench remote --help`
+  bench migrate [options]    downtime and bytes of live migrations between two namespaces; `bench migrate --help`
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
   bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
                              of GPU memory; how long a page fault waits: in virtual machines; 25 minutes
@@ -73,12 +75,14 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["stress", name, more @ ..] => commands::stress::run(name, more)?,
         ["test", filter] => commands::test::run(Some(filter))?,
         ["demo"] => commands::demo::gpu::run()?,
+        ["demo", "--migrate"] => commands::bench::migrate(&["--demo"])?,
         ["demo", "--cpu"] => commands::demo::cpu::run()?,
         // Inside the machine.
         ["demo", "--scene", program, plugin, rewake] => commands::demo::scene::play(program, plugin, rewake)?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
         ["bench", "programs", more @ ..] => commands::bench::programs(more)?,
         ["bench", "remote", more @ ..] => commands::bench::remote(more)?,
+        ["bench", "migrate", more @ ..] => commands::bench::migrate(more)?,
         ["bench", "plugin", more @ ..] => commands::bench::plugin(more)?,
         ["bench", "behind"] => commands::bench::behind()?,
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,

@@ -14,8 +14,6 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
 use rewake_criu_tls::{HandshakeError, TlsClient};
 use rewake_image_io::PresenceWriter;
@@ -29,6 +27,7 @@ use crate::peer_wire::PeerWire;
 use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
 use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
 use crate::stream::PageStream;
+use crate::waiting::wait;
 use crate::wire::{PageWire, PeerEnded};
 
 /// The hidden command that is the fetcher.
@@ -181,8 +180,11 @@ impl Fetcher {
                 self.connect(socket, lane)?;
             }
         }
+        let mut has_orders = true;
         loop {
-            self.take_orders(socket)?;
+            if has_orders {
+                self.take_orders(socket)?;
+            }
             let mut requests: [Vec<FlightPages>; LANES] = Default::default();
             let now = Instant::now();
             while let Some(flight) = self.queue.next(self.presence.map(), now)? {
@@ -195,7 +197,7 @@ impl Fetcher {
             if self.finishing && self.queue.is_idle() {
                 return self.close(socket);
             }
-            self.wait(socket)?;
+            has_orders = self.wait(socket)?;
         }
     }
 
@@ -273,8 +275,8 @@ impl Fetcher {
         Ok(Connection { wire, alive: Instant::now() })
     }
 
-    /// Waits for the streamer or the peer, and takes what the peer has sent.
-    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
+    /// Waits for the streamer or the peer, and takes what the peer has sent. Returns whether the streamer has sent orders.
+    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<bool, FetchEnd> {
         let mut limit = None;
         let (mut descriptors, mut lanes) = (vec![socket], Vec::new());
         for (lane, connection) in self.connections.iter().enumerate() {
@@ -299,7 +301,7 @@ impl Fetcher {
                 return Err(self.failed(error));
             }
         }
-        Ok(())
+        Ok(ready[0])
     }
 
     /// Takes what the peer has sent on a connection.
@@ -318,7 +320,7 @@ impl Fetcher {
 
     /// Writes the answers that have arrived into the files.
     fn take_answers(&mut self, lane: usize) -> anyhow::Result<()> {
-        let Some(Connection { wire, .. }) = &mut self.connections[lane] else { return Ok(()) };
+        let Some(Connection { wire, alive }) = &mut self.connections[lane] else { return Ok(()) };
         if !wire.is_opened().map_err(|error| error.context(WrongAnswer))? {
             return Ok(());
         }
@@ -335,7 +337,7 @@ impl Fetcher {
             match wire {
                 PeerWire::Pages(wire) => {
                     wire.used(pages);
-                    self.queue.answered(lane, pages);
+                    self.queue.answered(lane, pages, *alive);
                 }
                 PeerWire::Image(wire) => {
                     wire.used(pages);
@@ -356,6 +358,7 @@ impl Fetcher {
         if let PeerMemory::Pages(_) = self.memory {
             self.connect(socket, 0)?;
         }
+        let mut ended = Vec::new();
         for lane in 0..LANES {
             let Some(connection) = self.connections[lane].take() else { continue };
             let mut wire = connection.wire;
@@ -363,11 +366,11 @@ impl Fetcher {
                 let closed = end_session(wire, self.plan.peer == PagePeer::Connected);
                 closed.map_err(|error| self.failed(error))?;
             }
-            self.presence.close();
-            // The peer has received the last message: how the connection ends does not matter any more.
-            let _ = wire.into_stream().end();
+            ended.push(wire.into_stream());
         }
         self.presence.close();
+        // The peer has received the last message: how the connections end does not matter any more.
+        ended.into_iter().for_each(|stream| drop(stream.end()));
         // The streamer also sees it in the presence map.
         let _ = channel::report_closed(socket);
         Ok(())
@@ -444,18 +447,4 @@ fn wake(readers: &[File], which: u64) {
         // An eventfd whose counter is full is readable all the same.
         let _ = nix::unistd::write(reader, &1u64.to_ne_bytes());
     }
-}
-
-/// Waits until one of the descriptors has something to read; which of them do.
-fn wait(descriptors: &[BorrowedFd<'_>], limit: Option<Duration>) -> anyhow::Result<Vec<bool>> {
-    let mut polled: Vec<PollFd<'_>> =
-        descriptors.iter().map(|descriptor| PollFd::new(*descriptor, PollFlags::POLLIN)).collect();
-    let limit =
-        limit.map_or(PollTimeout::NONE, |limit| PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX));
-    match poll(&mut polled, limit) {
-        Ok(_) | Err(Errno::EINTR) => {}
-        Err(error) => return Err(error).context("waiting"),
-    }
-    let ready = |polled: &PollFd<'_>| polled.revents().is_some_and(|events| !events.is_empty());
-    Ok(polled.iter().map(ready).collect())
 }

@@ -8,13 +8,13 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, ensure};
-use rewake_migration::blocks::{BLOCK, BlockDigest, BlockPlace, DestinationBlocks};
+use rewake_migration::blocks::{BLOCK, BLOCK_LEN, BlockDigest, BlockPlace, DestinationBlocks};
 use rewake_page_protocol::PageRun;
 
 use crate::tree_memory::digest;
 
 const PAGE: u64 = 4096;
-const ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
+static ZEROS: [u8; BLOCK_LEN] = [0; BLOCK_LEN];
 
 /// The stored blocks of one migration.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl CandidateStore {
 
     /// Stores a candidate; no bytes stand for zeros.
     pub(crate) fn candidate(&self, task: u32, vaddr: u64, bytes: &[u8]) -> anyhow::Result<()> {
-        let bytes = if bytes.is_empty() { &ZEROS } else { bytes };
+        let bytes = if bytes.is_empty() { &ZEROS[..] } else { bytes };
         let is_block = vaddr.is_multiple_of(BLOCK) && bytes.len() as u64 == BLOCK;
         ensure!(is_block, "a candidate of {} bytes at {vaddr:#x}: expected a block of {BLOCK}", bytes.len());
         let mut blocks = self.blocks();
@@ -42,33 +42,28 @@ impl CandidateStore {
         slot.map_or(Ok(()), |slot| self.write(bytes, slot * BLOCK))
     }
 
-    /// Gives pages of a block whose digest after the freeze is known; none if the block that is stored has another.
-    pub(crate) fn confirm(
-        &self,
-        task: u32,
-        run: PageRun,
-        digest: BlockDigest,
-    ) -> anyhow::Result<Option<Vec<u8>>> {
+    /// The number of blocks.
+    pub(crate) fn len(&self) -> u64 {
+        self.blocks().len()
+    }
+
+    /// Compares a block with its digest after the freeze: its pages are those of the frozen program then. Returns false
+    /// if the block that is stored has another digest.
+    pub(crate) fn confirm(&self, task: u32, run: PageRun, digest: BlockDigest) -> anyhow::Result<bool> {
         let (place, pages) = block_of(task, run.vaddr(), run.end());
         ensure!(pages.end - pages.start == run.pages(), "a digest for pages of more than one block");
-        let slot = self.blocks().confirm(place, digest, pages.clone());
-        slot.map(|slot| self.read(slot, &pages)).transpose()
+        Ok(self.blocks().confirm(place, digest, pages).is_some())
     }
 
     /// Stores bytes that were read after the freeze.
     pub(crate) fn keep(&self, task: u32, vaddr: u64, bytes: &[u8]) -> anyhow::Result<()> {
-        let end = vaddr + bytes.len() as u64;
-        let mut first = vaddr;
         let mut blocks = self.blocks();
-        while first < end {
-            let (place, pages) = block_of(task, first, end);
-            let last = place.vaddr + pages.end * PAGE;
+        let mut rest = bytes;
+        for (place, pages) in pieces(task, PageRun::new(vaddr, bytes.len() as u64 / PAGE)?) {
+            let (piece, after) = rest.split_at(usize::try_from((pages.end - pages.start) * PAGE)?);
+            rest = after;
             let slot = blocks.arrived(place, pages.clone());
-            self.write(
-                &bytes[(first - vaddr) as usize..(last - vaddr) as usize],
-                slot * BLOCK + pages.start * PAGE,
-            )?;
-            first = last;
+            self.write(piece, slot * BLOCK + pages.start * PAGE)?;
         }
         Ok(())
     }
@@ -91,7 +86,7 @@ impl CandidateStore {
     }
 
     fn read(&self, slot: u64, pages: &Range<u64>) -> anyhow::Result<Vec<u8>> {
-        let mut bytes = vec![0; ((pages.end - pages.start) * PAGE) as usize];
+        let mut bytes = vec![0; usize::try_from((pages.end - pages.start) * PAGE)?];
         self.file
             .read_exact_at(&mut bytes, slot * BLOCK + pages.start * PAGE)
             .context("reading the candidates")?;
@@ -114,15 +109,13 @@ fn block_of(task: u32, vaddr: u64, end: u64) -> (BlockPlace, Range<u64>) {
 }
 
 fn pieces(task: u32, run: PageRun) -> impl Iterator<Item = (BlockPlace, Range<u64>)> {
-    let blocks = (run.vaddr() / BLOCK * BLOCK..run.end()).step_by(BLOCK as usize);
+    let blocks = (run.vaddr() / BLOCK * BLOCK..run.end()).step_by(BLOCK_LEN);
     blocks.map(move |start| block_of(task, start.max(run.vaddr()), run.end()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const BLOCK_LEN: usize = BLOCK as usize;
 
     fn run(first: u64, pages: u64) -> PageRun {
         PageRun::new(first * PAGE, pages).unwrap()
@@ -132,15 +125,18 @@ mod tests {
     fn a_candidate_s_bytes_are_given_after_a_comparison_only() {
         let folder = tempfile::tempdir().unwrap();
         let store = CandidateStore::make(folder.path()).unwrap();
-        let bytes: Vec<u8> = (0..BLOCK_LEN).map(|at| (at / 4096) as u8).collect();
+        let bytes: Vec<u8> = (0..16).flat_map(|page| [page; 4096]).collect();
         store.candidate(3, 0, &bytes).unwrap();
         store.candidate(3, BLOCK, &[]).unwrap();
         assert_eq!(store.resident(3, run(0, 1)).unwrap(), None);
-        assert_eq!(store.confirm(3, run(2, 1), digest(&ZEROS)).unwrap(), None);
-        assert_eq!(store.confirm(3, run(2, 2), digest(&bytes)).unwrap().unwrap(), bytes[2 * 4096..4 * 4096]);
+        assert!(!store.confirm(3, run(2, 1), digest(&ZEROS)).unwrap());
+        assert_eq!(store.resident(3, run(2, 1)).unwrap(), None);
+        assert!(store.confirm(3, run(2, 2), digest(&bytes)).unwrap());
+        assert_eq!(store.resident(3, run(2, 2)).unwrap().unwrap(), bytes[2 * 4096..4 * 4096]);
         assert!(store.has(3, run(2, 2)) && !store.has(3, run(1, 2)) && !store.has(4, run(2, 1)));
-        assert_eq!(store.confirm(3, run(16, 1), digest(&ZEROS)).unwrap().unwrap(), [0; 4096]);
-        store.confirm(3, run(15, 1), digest(&bytes)).unwrap().unwrap();
+        assert!(store.confirm(3, run(16, 1), digest(&ZEROS)).unwrap());
+        assert_eq!(store.resident(3, run(16, 1)).unwrap().unwrap(), [0; 4096]);
+        assert!(store.confirm(3, run(15, 1), digest(&bytes)).unwrap());
         let both = store.resident(3, run(15, 2)).unwrap().unwrap();
         assert_eq!((both.len(), both[0], both[4096]), (8192, 15, 0));
     }
@@ -149,7 +145,7 @@ mod tests {
     fn bytes_after_the_freeze_are_kept_over_blocks() {
         let folder = tempfile::tempdir().unwrap();
         let store = CandidateStore::make(folder.path()).unwrap();
-        let bytes: Vec<u8> = (0..4 * 4096).map(|at| (at / 4096 + 1) as u8).collect();
+        let bytes: Vec<u8> = (1..5).flat_map(|page| [page; 4096]).collect();
         store.keep(3, 14 * PAGE, &bytes).unwrap();
         assert_eq!(store.resident(3, run(14, 4)).unwrap().unwrap(), bytes);
         assert_eq!(store.resident(3, run(13, 2)).unwrap(), None);

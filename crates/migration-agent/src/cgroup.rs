@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -62,7 +63,7 @@ impl TreeCgroup {
     pub(crate) fn find(root: i32) -> anyhow::Result<Option<Self>> {
         let mount = mount()?;
         let group = group_of(root)?;
-        let tasks = tree(root);
+        let tasks = tree(root)?;
         let own = std::process::id().cast_signed();
         ensure!(!tasks.contains(&own), "-t {root}: this command is a child of it, and would stop itself");
         let path = mount.join(&group);
@@ -102,10 +103,9 @@ impl TreeCgroup {
     fn fill(&self, root: i32, parent: &Path) -> anyhow::Result<()> {
         for _ in 0..MAX_PASSES {
             // In this order: a child that is born meanwhile is born in the group.
-            let tasks = proc::tree(root, MAX_TASKS);
+            let tasks = tree(root)?;
             let inside = members(&self.path)?;
-            let runs = |task: &i32| proc::status(*task).is_some_and(|status| !status.has_ended());
-            let is_outside = |task: &i32| !inside.contains(task) && runs(task);
+            let is_outside = |task: &i32| !inside.contains(task) && lives(*task);
             let outside: Vec<i32> = tasks.into_iter().filter(is_outside).collect();
             if outside.is_empty() && inside.contains(&root) {
                 return Ok(());
@@ -178,6 +178,23 @@ impl TreeCgroup {
         self.wait_for("frozen 1")
     }
 
+    /// Compares the group with a tree that is stopped. CRIU dumps the tree, and the freezer holds the group.
+    ///
+    /// # Errors
+    /// A process of one is not in the other.
+    pub(crate) fn expect_tree(&self, root: i32) -> anyhow::Result<()> {
+        let tasks = tree(root)?;
+        let inside: BTreeSet<i32> = members(&self.path)?.into_iter().collect();
+        // 0 stands for a process of another pid namespace.
+        if let Some(other) = inside.difference(&tasks).find(|pid| **pid == 0 || lives(**pid)) {
+            bail!("process {other} in cgroup {} is not in the tree of {root}", self.path.display());
+        }
+        if let Some(task) = tasks.difference(&inside).find(|pid| lives(**pid)) {
+            bail!("process {task} of the tree has left cgroup {}", self.path.display());
+        }
+        Ok(())
+    }
+
     /// Lets the tasks run. A group that was removed has none.
     pub(crate) fn thaw(&self) -> anyhow::Result<()> {
         if self.is_removed() { Ok(()) } else { self.write("cgroup.freeze", "0") }
@@ -225,11 +242,23 @@ impl TreeCgroup {
     /// Moves the tasks back, and removes a group that was made. The tree can stay in it otherwise.
     pub(crate) fn release(&self) {
         let Some(parent) = self.path.parent().filter(|_| self.is_made) else { return };
-        for task in members(&self.path).unwrap_or_default() {
-            // It may have ended.
-            let _ = fs::write(parent.join("cgroup.procs"), task.to_string());
+        let mut reason = None;
+        for _ in 0..MAX_PASSES {
+            // A task that forks has children in the group.
+            for task in members(&self.path).unwrap_or_default() {
+                let moved = fs::write(parent.join("cgroup.procs"), task.to_string());
+                reason = moved.err().filter(|_| lives(task));
+            }
+            match fs::remove_dir(&self.path) {
+                Ok(()) => return,
+                Err(error) if error.kind() == ErrorKind::NotFound => return,
+                Err(error) => reason = reason.or(Some(error)),
+            }
+            sleep(POLL);
         }
-        let _ = fs::remove_dir(&self.path);
+        let (path, tasks) = (self.path.display(), members(&self.path).unwrap_or_default());
+        let reason = reason.map_or_else(|| "unknown".to_owned(), |error| error.to_string());
+        tracing::warn!("cgroup {path} stays, with processes {tasks:?} ({reason}): move them, and remove it");
     }
 
     fn write(&self, name: &str, value: &str) -> anyhow::Result<()> {
@@ -252,8 +281,18 @@ impl TreeCgroup {
 }
 
 /// The processes of a tree.
-pub(crate) fn tree(root: i32) -> BTreeSet<i32> {
-    proc::tree(root, MAX_TASKS).into_iter().collect()
+///
+/// # Errors
+/// There are too many.
+pub(crate) fn tree(root: i32) -> anyhow::Result<BTreeSet<i32>> {
+    let tasks = proc::tree(root, MAX_TASKS + 1);
+    ensure!(tasks.len() <= MAX_TASKS, "-t {root}: the tree has more than {MAX_TASKS} processes");
+    Ok(tasks.into_iter().collect())
+}
+
+/// Whether a process exists, and has not ended.
+fn lives(pid: i32) -> bool {
+    proc::status(pid).is_some_and(|status| !status.has_ended())
 }
 
 /// What this process's group and each one above it permit in addition, in bytes. One without a limit is left out.
@@ -352,6 +391,52 @@ mod tests {
         assert!(group.is_removed());
         group.kill();
         group.thaw().unwrap();
+    }
+
+    #[test]
+    fn a_group_is_released_while_its_processes_fork() {
+        let Some((group, mut sleeper)) = group_with_sleeper() else { return };
+        let mut forks = Command::new("sh").args(["-c", "while :; do sleep 0.001; done"]).spawn().unwrap();
+        fs::write(group.entrance(), forks.id().to_string()).unwrap();
+        group.release();
+        assert!(group.is_removed());
+        for child in [&mut forks, &mut sleeper] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_frozen_group_must_be_the_tree() {
+        let Some((group, mut sleeper)) = group_with_sleeper() else { return };
+        let root = sleeper.id().cast_signed();
+        let mut tree = Command::new("sh").args(["-c", "sleep 100 & wait"]).spawn().unwrap();
+        let shell = tree.id().cast_signed();
+        group.expect_tree(root).unwrap();
+        let error = |root| group.expect_tree(root).unwrap_err().to_string();
+        assert!(error(std::process::id().cast_signed()).starts_with("process "), "this test is outside");
+        fs::write(group.entrance(), shell.to_string()).unwrap();
+        assert!(error(root).contains(&format!("process {shell} in cgroup")), "{}", error(root));
+        sleeper.kill().unwrap();
+        // Ended, and not collected.
+        while lives(root) {
+            sleep(POLL);
+        }
+        let children = || proc::children(shell);
+        while children().is_empty() {
+            sleep(POLL);
+        }
+        let child = children()[0];
+        let parent = group.path.parent().unwrap().join("cgroup.procs");
+        fs::write(parent, child.to_string()).unwrap();
+        let left = format!("process {child} of the tree has left cgroup");
+        assert!(error(shell).starts_with(&left), "{}", error(shell));
+        fs::write(group.entrance(), child.to_string()).unwrap();
+        group.expect_tree(shell).unwrap();
+        group.kill();
+        sleeper.wait().unwrap();
+        tree.wait().unwrap();
+        group.release();
     }
 
     #[test]

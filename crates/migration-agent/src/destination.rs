@@ -6,10 +6,9 @@ use std::fs::{self, File};
 use std::net::TcpListener;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::AtomicUsize;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
@@ -30,14 +29,20 @@ use crate::destination_link::{ConnectionState, DestinationEvent, accept};
 use crate::dry_run;
 use crate::earlier::EarlierMigration;
 use crate::folder::{self, DestinationEntry, MigrationFolder, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, new_name};
+use crate::frame::{Frame, FrameWriter, MAX_EVENTS, new_name};
 use crate::host::HostOffer;
 use crate::image_files;
+use crate::intake::Intake;
 use crate::relay::PageRelay;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
+use crate::strangers::Strangers;
 
-/// Time without a connection before GRANT is asked for. The source's limit is shorter, so it decides.
+/// Time without a connection before GRANT is asked for. It is longer for a source that accepts more.
 const LOST_LIMIT: Duration = Duration::from_secs(90);
+/// The most of it that a source may want.
+const LONGEST_LOST_LIMIT: Duration = Duration::from_secs(3600);
+/// Time in which a source notices that a connection is lost. Its own limit passes first, so it decides.
+const NOTICE_LIMIT: Duration = Duration::from_secs(30);
 /// Time without a connection after which missing memory is given up, or GRANT, which the source may have written: longer
 /// than the source's 300 s, by the time in which a lost connection is noticed.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
@@ -72,23 +77,30 @@ pub fn receive(
     let earlier = EarlierMigration::end_all();
     let name = new_name(folder::DESTINATION)?;
     let folder = MigrationFolder::open(&name)?;
-    let work = work_directory(&name)?;
-    let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
-    let entry = DestinationEntry { record: DestinationRecord::Started, id: None, cgroup };
-    folder.write(&WrittenRecord::Destination(entry.clone()))?;
-    let (sender, events) = channel();
+    let work = folder::work(&name);
+    let begun = match begin(&folder, &work) {
+        Ok(begun) => begun,
+        Err(error) => {
+            // It may not exist.
+            let _ = fs::remove_dir_all(&work);
+            folder.remove();
+            return Err(error);
+        }
+    };
+    let (sender, events) = sync_channel(MAX_EVENTS);
     let state = Arc::new(ConnectionState {
         admission,
         id: Mutex::default(),
         earlier: Mutex::new(earlier),
-        strangers: AtomicUsize::new(0),
+        strangers: Strangers::default(),
         newest: Mutex::default(),
         images: folder.images(),
         criu: criu.clone(),
-        store: Arc::new(CandidateStore::make(&work)?),
+        store: Arc::new(begun.store),
+        intake: Mutex::default(),
         relay: Mutex::default(),
     });
-    let scripts = folder.listen()?;
+    let scripts = begun.scripts;
     let (to_scripts, to_aborts, to_links) = (sender.clone(), sender.clone(), sender.clone());
     thread::spawn(move || {
         script::receive(&scripts, |call, script| match call {
@@ -103,14 +115,15 @@ pub fn receive(
     let agent = DestinationAgent {
         machine: MigrationDestination::new(),
         criu,
-        entry,
-        _cgroup_lock: cgroup_lock,
+        entry: begun.entry,
+        _cgroup_lock: begun.cgroup_lock,
         state,
         sender,
         events,
         link: None,
         link_number: 0,
         lost_since: None,
+        lost_limit: LOST_LIMIT,
         restore: None,
         client: None,
         script: None,
@@ -122,11 +135,33 @@ pub fn receive(
     Ok(agent.run())
 }
 
-fn work_directory(name: &str) -> anyhow::Result<PathBuf> {
-    let path = folder::work(name);
-    let made = fs::DirBuilder::new().mode(0o700).create(&path);
-    made.with_context(|| format!("making {}", path.display()))?;
-    Ok(path)
+/// What a destination has before its source connects.
+struct DestinationPlace {
+    entry: DestinationEntry,
+    cgroup_lock: Flock<File>,
+    store: CandidateStore,
+    scripts: UnixListener,
+}
+
+/// Makes what a restore needs. The caller removes both folders if that fails.
+fn begin(folder: &MigrationFolder, work: &Path) -> anyhow::Result<DestinationPlace> {
+    let made = fs::DirBuilder::new().mode(0o700).create(work);
+    made.with_context(|| format!("making {}", work.display()))?;
+    let store = CandidateStore::make(work)?;
+    let scripts = folder.listen()?;
+    let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
+    let entry = DestinationEntry { record: DestinationRecord::Started, id: None, cgroup };
+    if let Err(error) = folder.write(&WrittenRecord::Destination(entry.clone())) {
+        entry.cgroup.release();
+        return Err(error);
+    }
+    Ok(DestinationPlace { entry, cgroup_lock, store, scripts })
+}
+
+/// Time without a connection before GRANT is asked for, longer than the limit that the offer's source has.
+fn lost_limit(offer: &str) -> Duration {
+    let source = HostOffer::read(offer).map_or(0, |offer| offer.give_up_after);
+    LOST_LIMIT.max(Duration::from_secs(source).min(LONGEST_LOST_LIMIT) + NOTICE_LIMIT)
 }
 
 struct DestinationAgent<'a> {
@@ -135,11 +170,12 @@ struct DestinationAgent<'a> {
     entry: DestinationEntry,
     _cgroup_lock: Flock<File>,
     state: Arc<ConnectionState>,
-    sender: Sender<DestinationEvent>,
+    sender: SyncSender<DestinationEvent>,
     events: Receiver<DestinationEvent>,
     link: Option<Arc<FrameWriter>>,
     link_number: usize,
     lost_since: Option<Instant>,
+    lost_limit: Duration,
     restore: Option<RunningCriu>,
     /// The lazy-pages client, until all memory is resident.
     client: Option<RunningCriu>,
@@ -219,8 +255,11 @@ impl DestinationAgent<'_> {
         {
             let failure = restore.failure(status);
             self.restore = None;
-            if !status.success() {
-                self.step(DestinationInput::RestoreFailed(failure));
+            match status.success() {
+                // CRIU's script may not have reported it.
+                true if self.is_released => self.step(DestinationInput::Running),
+                true => self.step(DestinationInput::RestoreFailed("restore ended before RELEASE".to_owned())),
+                false => self.step(DestinationInput::RestoreFailed(failure)),
             }
         }
         if let Some(client) = &mut self.client
@@ -234,7 +273,7 @@ impl DestinationAgent<'_> {
             }
         }
         let has_asked_for_grant = self.script.is_some();
-        let limit = if self.is_released || has_asked_for_grant { GIVE_UP_LIMIT } else { LOST_LIMIT };
+        let limit = if self.is_released || has_asked_for_grant { GIVE_UP_LIMIT } else { self.lost_limit };
         if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
             self.step(DestinationInput::TimedOut(format!("no connection for {} s", limit.as_secs())));
         }
@@ -250,7 +289,13 @@ impl DestinationAgent<'_> {
             match output {
                 DestinationOutput::Send(message) => self.send(message),
                 DestinationOutput::Compare(offer) => {
+                    self.lost_limit = lost_limit(&offer);
                     let refusals = HostOffer::refused_there(&offer, self.criu);
+                    if let Ok(offer) = HostOffer::read(&offer)
+                        && refusals.is_empty()
+                    {
+                        *self.state.intake() = Intake::open(offer.size, offer.uses_gpus());
+                    }
                     self.step(DestinationInput::Compared(dry_run::as_result(&refusals)));
                 }
                 DestinationOutput::Restore => {
@@ -379,5 +424,24 @@ impl DestinationAgent<'_> {
         if let Some(mut client) = self.client.take() {
             client.stop_within(CRIU_LIMIT);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_destination_waits_longer_than_its_source() {
+        let offer = |seconds: u64| {
+            format!(
+                r#"{{"architecture":"","cpu_features":[],"criu":[4,2],"pids":[],"files":[],"gpus":[],"sockets":[],
+                    "size":{{"resident":0,"anonymous":0,"shared":0}},"give_up_after":{seconds}}}"#
+            )
+        };
+        for (source, limit) in [(5, 90), (60, 90), (600, 630), (u64::MAX, 3630)] {
+            assert_eq!(lost_limit(&offer(source)), Duration::from_secs(limit));
+        }
+        assert_eq!(lost_limit(""), LOST_LIMIT);
     }
 }

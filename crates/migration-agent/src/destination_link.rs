@@ -3,9 +3,8 @@
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, sleep};
 use std::time::Duration;
 
@@ -20,13 +19,13 @@ use crate::dry_run::{self, DRY_RUN};
 use crate::earlier::EarlierMigration;
 use crate::frame::{Frame, FrameWriter, MigrationId, greeted, set_limits};
 use crate::image_files;
+use crate::intake::Intake;
 use crate::relay::PageRelay;
 use crate::script::{CriuMoment, WaitingScript};
+use crate::strangers::Strangers;
 
 /// Time that a connection has for its greeting.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
-/// Connections without a greeting, at once.
-const MAX_STRANGERS: usize = 16;
 /// Time after a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
@@ -49,7 +48,7 @@ pub(crate) struct ConnectionState {
     pub(crate) id: Mutex<Option<(MigrationId, Option<PeerCertificate>)>>,
     /// Migrations of agents that were killed.
     pub(crate) earlier: Mutex<Vec<EarlierMigration>>,
-    pub(crate) strangers: AtomicUsize,
+    pub(crate) strangers: Strangers,
     /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is handled
     /// after it.
     pub(crate) newest: Mutex<usize>,
@@ -57,6 +56,8 @@ pub(crate) struct ConnectionState {
     /// For comparisons.
     pub(crate) criu: CriuChoice,
     pub(crate) store: Arc<CandidateStore>,
+    /// What may be stored. A connection uses it with `newest` locked.
+    pub(crate) intake: Mutex<Intake>,
     pub(crate) relay: Mutex<Option<Arc<PageRelay>>>,
 }
 
@@ -65,8 +66,16 @@ impl ConnectionState {
         self.relay.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    pub(crate) fn intake(&self) -> MutexGuard<'_, Intake> {
+        self.intake.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn earlier(&self) -> MutexGuard<'_, Vec<EarlierMigration>> {
+        self.earlier.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn take_earlier(&self, id: &MigrationId) -> Option<EarlierMigration> {
-        let mut earlier = self.earlier.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut earlier = self.earlier();
         let index = earlier.iter().position(|migration| migration.id == *id)?;
         Some(earlier.remove(index))
     }
@@ -76,24 +85,20 @@ impl ConnectionState {
 pub(crate) fn accept(
     listener: &TcpListener,
     state: &Arc<ConnectionState>,
-    sender: &Sender<DestinationEvent>,
+    sender: &SyncSender<DestinationEvent>,
 ) {
     for stream in listener.incoming() {
         let Ok(stream) = stream else {
             sleep(ACCEPT_PAUSE);
             continue;
         };
-        if state.strangers.fetch_add(1, Ordering::Relaxed) >= MAX_STRANGERS {
-            state.strangers.fetch_sub(1, Ordering::Relaxed);
-            tracing::error!("a connection was turned away: {MAX_STRANGERS} others have sent no greeting");
-            continue;
-        }
+        let Ok(stranger) = state.strangers.add(&stream) else { continue };
         let (state, sender) = (Arc::clone(state), sender.clone());
         thread::spawn(move || {
             let peer = stream
                 .peer_addr()
                 .map_or_else(|_| "a client".to_owned(), |peer: SocketAddr| peer.to_string());
-            if let Err(error) = connection(stream, &state, &sender) {
+            if let Err(error) = connection(stream, stranger, &state, &sender) {
                 tracing::warn!("{peer}: {error:#}");
             }
         });
@@ -103,15 +108,17 @@ pub(crate) fn accept(
 /// Takes one connection from its greeting to its end.
 fn connection(
     socket: TcpStream,
+    stranger: u64,
     state: &ConnectionState,
-    sender: &Sender<DestinationEvent>,
+    sender: &SyncSender<DestinationEvent>,
 ) -> anyhow::Result<()> {
     let admitted = admit(socket, state);
-    state.strangers.fetch_sub(1, Ordering::Relaxed);
+    state.strangers.remove(stranger);
     let Some(mut stream) = admitted? else { return Ok(()) };
     let number = {
         let mut newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
         *newest += 1;
+        state.intake().restart();
         *newest
     };
     let writer = Arc::new(FrameWriter::new(stream.clone()));
@@ -132,7 +139,12 @@ fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<Option<Pe
         return dry_run::answer(stream, &state.criu, is_taken).map(|()| None);
     }
     if let Some(earlier) = state.take_earlier(&id) {
-        return earlier.answer(stream).map(|()| None);
+        let answered = earlier.answer(stream);
+        match &answered {
+            Ok(()) => earlier.forget(),
+            Err(_) => state.earlier().push(earlier),
+        }
+        return answered.map(|()| None);
     }
     let certificate = stream.peer();
     let mut known = state.id.lock().unwrap_or_else(PoisonError::into_inner);
@@ -148,25 +160,32 @@ fn read_frames(
     writer: &FrameWriter,
     number: usize,
     state: &ConnectionState,
-    sender: &Sender<DestinationEvent>,
+    sender: &SyncSender<DestinationEvent>,
 ) -> anyhow::Result<()> {
     while let Some(frame) = Frame::read(stream)? {
         let newest = state.newest.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(*newest == number, "a newer connection has taken its place");
         let stored = match frame {
             Frame::Source(message) => {
+                if let FromSource::Metadata { .. } = message {
+                    state.intake().close();
+                }
                 sender.send(DestinationEvent::Received(number, message))?;
                 Ok(())
             }
-            Frame::File { name, offset, bytes } => image_files::store(&state.images, &name, offset, &bytes),
+            Frame::File { name, offset, bytes } => {
+                let taken = state.intake().file(bytes.len() as u64);
+                taken.and_then(|()| image_files::store(&state.images, &name, offset, &bytes))
+            }
             Frame::Pages { pid, vaddr, parts } => {
                 state.relay().context("the source sent pages without a request")?.answer(pid, vaddr, parts)
             }
             Frame::Candidate { pid, vaddr, bytes } => {
-                ensure!(state.relay().is_none(), "the source sent a candidate after the freeze");
-                state.store.candidate(pid, vaddr, &bytes)
+                let taken = state.intake().candidate(state.store.len());
+                taken.and_then(|()| state.store.candidate(pid, vaddr, &bytes))
             }
             Frame::RoundEnd(round) => writer.send(&Frame::RoundStored(round)),
+            Frame::Probe(_) => Ok(()),
             Frame::PagesLost(reason) => Err(anyhow::anyhow!("the source: {reason}")),
             Frame::Destination(_) | Frame::PageRequest { .. } | Frame::RoundStored(_) => {
                 bail!("the source sent a frame of a destination")

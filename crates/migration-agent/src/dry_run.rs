@@ -34,9 +34,9 @@ pub fn compare(options: &SourceOptions) -> anyhow::Result<Vec<String>> {
     if let Err(error) = TreeCgroup::find(options.tree) {
         refusals.push(format!("{error:#}"));
     }
-    let processes: Vec<i32> = cgroup::tree(options.tree).into_iter().collect();
+    let processes: Vec<i32> = cgroup::tree(options.tree)?.into_iter().collect();
     let offer = HostOffer::of(&processes, &options.criu)?;
-    refusals.extend(offer.refused_here(&options.criu));
+    refusals.extend(offer.refused_here(options));
     let (stream, writer) = source_link::connect(peer.dial()?, &DRY_RUN)?;
     let asked = ask(stream, &writer, serde_json::to_string(&offer)?);
     let answer = asked.with_context(|| format!("asking {}", options.to))?;
@@ -72,7 +72,7 @@ pub(crate) fn answer(mut stream: PeerStream, criu: &CriuChoice, is_taken: bool) 
     let writer = FrameWriter::new(stream.clone());
     // A machine that is thrown away: its outputs beside messages are not carried out.
     let mut machine = MigrationDestination::new();
-    for _ in 0..MAX_FRAMES {
+    for _ in 0..=MAX_FRAMES {
         let Some(frame) = Frame::read(&mut stream)? else { return Ok(()) };
         let Frame::Source(message) = frame else { bail!("{frame:?} in a dry run: expected an offer") };
         let mut outputs = machine.step(DestinationInput::Received(message));

@@ -51,8 +51,11 @@ impl EarlierMigration {
         Some(Self { id, record: entry.record, folder })
     }
 
-    /// Answers the source on one connection. The migration is forgotten afterwards.
-    pub(crate) fn answer(self, mut stream: PeerStream) -> anyhow::Result<()> {
+    /// Answers the source on one connection, and returns when it has read the answer.
+    ///
+    /// # Errors
+    /// It may not have read it, and is to be answered again.
+    pub(crate) fn answer(&self, mut stream: PeerStream) -> anyhow::Result<()> {
         let writer = FrameWriter::new(stream.clone());
         let (mut machine, _) = MigrationDestination::restarted(self.record, false);
         let first = Frame::read(&mut stream)?.context("the source ended the connection")?;
@@ -63,9 +66,13 @@ impl EarlierMigration {
                 }
             }
         }
-        self.folder.remove();
         // Until the source has read the answer, and has ended the connection.
         while Frame::read(&mut stream)?.is_some() {}
         Ok(())
+    }
+
+    /// Forgets the migration, whose source has its answer.
+    pub(crate) fn forget(self) {
+        self.folder.remove();
     }
 }

@@ -4,7 +4,7 @@
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -24,6 +24,8 @@ const MIGRATIONS: &str = "/run/rewake/migrations";
 pub(crate) const DESTINATION: &str = "destination";
 const RECORD: &str = "record";
 const LOCK: &str = "lock";
+/// Times that a new folder may be removed before it is locked.
+const MAX_TRIES: u32 = 10;
 
 /// What is written in a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,13 +69,21 @@ impl MigrationFolder {
     pub(crate) fn open(name: &str) -> anyhow::Result<Self> {
         let path = path(name);
         let images = path.join("images");
-        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&images);
-        made.with_context(|| format!("making {}", images.display()))?;
-        let file = File::create(path.join(LOCK)).with_context(|| format!("locking {}", path.display()))?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Self { path, _lock: lock }),
-            Err((_, error)) => bail!("{}: another process runs this migration ({error})", path.display()),
+        for _ in 0..MAX_TRIES {
+            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&images);
+            made.with_context(|| format!("making {}", images.display()))?;
+            let locking = || format!("locking {}", path.display());
+            let file = File::create(path.join(LOCK)).with_context(locking)?;
+            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) if lock.metadata().with_context(locking)?.nlink() > 0 => {
+                    return Ok(Self { path, _lock: lock });
+                }
+                // Another process has removed the folder, which had no record.
+                Ok(_) => {}
+                Err((_, error)) => bail!("{}: another process runs this migration ({error})", path.display()),
+            }
         }
+        bail!("{}: removed by other processes, {MAX_TRIES} times", path.display())
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -124,7 +134,8 @@ pub(crate) fn work(name: &str) -> PathBuf {
     Path::new(WORK).join(format!("rewake-{name}"))
 }
 
-/// Removes what source agents that were killed have left, whose trees do not exist any more.
+/// Removes what agents that were killed have left: of sources whose trees do not exist any more, and of agents that had
+/// no record yet.
 pub(crate) fn remove_leftovers() {
     remove_leftovers_in(Path::new(MIGRATIONS));
 }
@@ -132,20 +143,26 @@ pub(crate) fn remove_leftovers() {
 fn remove_leftovers_in(migrations: &Path) {
     for entry in fs::read_dir(migrations).into_iter().flatten().flatten() {
         let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
-        // An agent writes its first record when it has the lock.
-        let Ok(Some(record)) = read_record(&path) else { continue };
-        let is_over = match &record {
-            WrittenRecord::Source(entry) => !has_root(&name) && !entry.cgroup.has_processes(),
-            // `rewake receive` ends them.
-            WrittenRecord::Destination(_) => false,
-        };
-        if is_over
+        if is_over(&name, &path)
             && let Ok(file) = File::open(path.join(LOCK))
             && let Ok(_lock) = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+            // The agent that had the lock may have written a record.
+            && is_over(&name, &path)
         {
             // What cannot be removed is found again.
+            let _ = fs::remove_dir_all(work(&name));
             let _ = fs::remove_dir_all(&path);
         }
+    }
+}
+
+/// Whether a folder that no agent uses is of no use to a later one.
+fn is_over(name: &str, path: &Path) -> bool {
+    match read_record(path) {
+        Ok(Some(WrittenRecord::Source(entry))) => !has_root(name) && !entry.cgroup.has_processes(),
+        // `rewake receive` ends them.
+        Ok(Some(WrittenRecord::Destination(_))) | Err(_) => false,
+        Ok(None) => true,
     }
 }
 
@@ -230,6 +247,8 @@ mod tests {
         };
         let left = add("destination-1", destination);
         let new = add("destination-2", "");
+        let _lock = Flock::lock(File::open(new.join(LOCK)).unwrap(), FlockArg::LockExclusive).unwrap();
+        let unwritten = add("destination-3", "");
         // Its group's file system is not mounted, which says nothing.
         let unknown = add("source-999999999-1", &source("/no/such/group"));
         let pid = std::process::id().cast_signed();
@@ -239,7 +258,7 @@ mod tests {
         fs::write(folder.path().join("cgroup.procs"), "").unwrap();
         let ended = add("source-999999999-2", &source(&folder.path().join("group").display().to_string()));
         remove_leftovers_in(migrations.path());
-        let exist = [&left, &new, &unknown, &lives, &ended].map(|path| path.exists());
-        assert_eq!(exist, [true, true, true, true, false]);
+        let exist = [&left, &new, &unknown, &lives, &ended, &unwritten].map(|path| path.exists());
+        assert_eq!(exist, [true, true, true, true, false, false]);
     }
 }

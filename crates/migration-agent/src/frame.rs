@@ -33,6 +33,9 @@ const TLS_ALERT: [u8; 5] = [0x15, 3, 3, 0, 2];
 /// Time without room for a byte after which the connection is lost: the peer does not read.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
 
+/// Events that wait for an agent at most: then its connections and scripts wait.
+pub(crate) const MAX_EVENTS: usize = 64;
+
 /// Names a migration on every connection of it.
 pub(crate) type MigrationId = [u8; 16];
 
@@ -92,6 +95,8 @@ pub(crate) enum Frame {
     RoundEnd(u32),
     /// All candidates of a round are stored.
     RoundStored(u32),
+    /// Bytes that measure the link.
+    Probe(Vec<u8>),
 }
 
 /// Pages of an answer.
@@ -156,6 +161,7 @@ mod kind {
     pub(super) const CANDIDATE: u8 = 7;
     pub(super) const ROUND_END: u8 = 8;
     pub(super) const ROUND_STORED: u8 = 9;
+    pub(super) const PROBE: u8 = 10;
 }
 
 mod part {
@@ -188,10 +194,19 @@ impl Frame {
             }
             Self::RoundEnd(round) => (kind::ROUND_END, round.to_le_bytes().to_vec()),
             Self::RoundStored(round) => (kind::ROUND_STORED, round.to_le_bytes().to_vec()),
+            Self::Probe(bytes) => (kind::PROBE, bytes.clone()),
         };
         ensure!(body.len() <= MAX_BODY, "a frame of {} bytes: expected at most {MAX_BODY}", body.len());
         let len = u32::try_from(body.len())?;
         Ok([&len.to_le_bytes()[..], &[kind], &body].concat())
+    }
+
+    /// Checks that a frame can be sent.
+    ///
+    /// # Errors
+    /// It is too large.
+    pub(crate) fn check(&self) -> anyhow::Result<()> {
+        self.encode().map(drop)
     }
 
     /// Reads a frame; none at the end of the connection.
@@ -247,7 +262,8 @@ impl Frame {
             }
             kind::ROUND_END => Self::RoundEnd(u32::from_le_bytes(take(&mut rest)?)),
             kind::ROUND_STORED => Self::RoundStored(u32::from_le_bytes(take(&mut rest)?)),
-            _ => bail!("a frame of kind {kind}: expected 1 to 9; is the peer a Rewake of another version?"),
+            kind::PROBE => Self::Probe(body.to_vec()),
+            _ => bail!("a frame of kind {kind}: expected 1 to 10; is the peer a Rewake of another version?"),
         })
     }
 }
@@ -348,6 +364,7 @@ mod tests {
             Frame::Candidate { pid: 9, vaddr: 0x10000, bytes: vec![1; 65536] },
             Frame::RoundEnd(3),
             Frame::RoundStored(3),
+            Frame::Probe(vec![0; 9]),
         ];
         let bytes: Vec<u8> = frames.iter().flat_map(|frame| frame.encode().unwrap()).collect();
         let mut stream = &bytes[..];

@@ -40,10 +40,10 @@ impl HeldDump {
         self.script = Some(script);
     }
 
-    /// Why the dump failed, if it has.
+    /// Why the dump failed, if it has. Also one that is held must not end: the queues of a GPU process are then resumed.
     pub(crate) fn failure(&mut self) -> Option<String> {
         match self.criu.ended() {
-            Ok(Some(status)) if self.script.is_none() => Some(self.criu.failure(status)),
+            Ok(Some(status)) => Some(self.criu.failure(status)),
             _ => None,
         }
     }

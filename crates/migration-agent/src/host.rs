@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::criu::{CriuChoice, CriuRelease};
 use crate::room::{self, TreeSize};
 use crate::sockets::{self, TreeSocket};
+use crate::source::SourceOptions;
 
 /// Names that a refusal shows.
 const SHOWN: usize = 4;
@@ -31,8 +33,15 @@ pub(crate) struct HostOffer {
     files: BTreeSet<PathBuf>,
     /// Device files of GPUs that the tree has open.
     gpus: BTreeSet<PathBuf>,
+    /// What the destination must be able to bind: none of a tree that has its own network.
     sockets: BTreeSet<TreeSocket>,
-    size: TreeSize,
+    /// Connections that the dump does not close.
+    #[serde(skip)]
+    connected: BTreeSet<SocketAddr>,
+    pub(crate) size: TreeSize,
+    /// Seconds without a connection that the source accepts before GRANT.
+    #[serde(default)]
+    pub(crate) give_up_after: u64,
 }
 
 impl HostOffer {
@@ -46,7 +55,9 @@ impl HostOffer {
             files: BTreeSet::new(),
             gpus: BTreeSet::new(),
             sockets: BTreeSet::new(),
+            connected: BTreeSet::new(),
             size: TreeSize::default(),
+            give_up_after: 0,
         };
         for pid in processes {
             let added = offer.add(*pid);
@@ -57,27 +68,42 @@ impl HostOffer {
         }
         // The others are closed by the dump.
         let closes = criu.has("--tcp-close");
-        offer.sockets.retain(|socket| socket.listens || !closes);
+        if closes {
+            offer.sockets.retain(|socket| socket.listens);
+            offer.connected.clear();
+        }
         Ok(offer)
     }
 
     fn add(&mut self, pid: i32) -> anyhow::Result<()> {
         let number = proc::status(pid).and_then(|status| status.own_number);
         let number = number.with_context(|| format!("process {pid} has ended"))?;
+        if proc::status(pid).is_none_or(|status| status.has_ended()) {
+            // CRIU restores a zombie, too: by its pid.
+            self.pids.insert(number);
+            return Ok(());
+        }
         self.files.extend(files_of(pid)?);
         self.gpus.extend(gpu_devices_of(pid));
-        self.sockets.extend(sockets::of_process(pid)?);
+        let sockets = sockets::of_process(pid)?;
+        self.connected.extend(sockets.iter().filter(|socket| !socket.listens).map(|socket| socket.local));
+        if sockets::shares_network(pid)? {
+            self.sockets.extend(sockets);
+        }
         self.size.add(pid)?;
         self.pids.insert(number);
         Ok(())
     }
 
     /// Why the source itself cannot give the tree away.
-    pub(crate) fn refused_here(&self, criu: &CriuChoice) -> Vec<String> {
+    pub(crate) fn refused_here(&self, options: &SourceOptions) -> Vec<String> {
         let mut refusals = Vec::new();
-        let connected = self.sockets.iter().filter(|socket| !socket.listens);
-        let connected: Vec<_> = connected.map(|socket| socket.local.to_string()).collect();
-        if !connected.is_empty() && !criu.has("--tcp-established") {
+        if options.goal.max_downtime.is_some() && self.uses_gpus() {
+            refusals
+                .push("--max-downtime: how long GPU memory needs is not predicted: leave it out".to_owned());
+        }
+        let connected: Vec<_> = self.connected.iter().map(ToString::to_string).collect();
+        if !connected.is_empty() && !options.criu.has("--tcp-established") {
             refusals.push(format!(
                 "the program has TCP connections (at {}): close them, or add -- --tcp-close on both hosts, or \
                  -- --tcp-established if their address moves along",
@@ -85,6 +111,19 @@ impl HostOffer {
             ));
         }
         refusals
+    }
+
+    /// Whether the program uses GPUs.
+    pub(crate) fn uses_gpus(&self) -> bool {
+        !self.gpus.is_empty()
+    }
+
+    /// Reads the source's text.
+    ///
+    /// # Errors
+    /// It is none of a source's.
+    pub(crate) fn read(text: &str) -> anyhow::Result<Self> {
+        serde_json::from_str(text).context("reading the source's offer")
     }
 
     /// Compares this host with the source's text: what it lacks. Nothing is changed.
@@ -96,7 +135,7 @@ impl HostOffer {
     }
 
     fn lacking(text: &str, criu: &CriuChoice) -> anyhow::Result<Vec<String>> {
-        let offer: Self = serde_json::from_str(text).context("reading the source's offer")?;
+        let offer = Self::read(text)?;
         let here = std::env::consts::ARCH;
         if offer.architecture != here {
             return Ok(vec![format!("the source is a {} machine, this one {here}", offer.architecture)]);
@@ -175,8 +214,22 @@ fn gpu_devices_of(pid: i32) -> BTreeSet<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
 
     use super::*;
+    use crate::pre_copy::PreCopyGoal;
+
+    fn options(criu: &CriuChoice, max_downtime: Option<Duration>) -> SourceOptions {
+        SourceOptions {
+            tree: 1,
+            to: String::new(),
+            insecure: true,
+            tls: None,
+            criu: criu.clone(),
+            goal: PreCopyGoal { all_first: false, max_downtime },
+            give_up_after: None,
+        }
+    }
 
     fn criu(options: &[&str]) -> CriuChoice {
         let options = options.iter().map(Into::into).collect();
@@ -221,6 +274,18 @@ mod tests {
     }
 
     #[test]
+    fn a_zombie_has_a_pid_only() {
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        let pid = ended.id().cast_signed();
+        while proc::status(pid).is_some_and(|status| !status.has_ended()) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let offer = HostOffer::of(&[pid], &criu(&[])).unwrap();
+        assert_eq!((offer.pids, offer.files), (BTreeSet::from([pid]), BTreeSet::new()));
+        ended.wait().unwrap();
+    }
+
+    #[test]
     fn tcp_connections_are_refused_at_the_source() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let _stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -229,11 +294,22 @@ mod tests {
         let offer = HostOffer::of(&[own], &plain).unwrap();
         let listening = TreeSocket { local: listener.local_addr().unwrap(), listens: true };
         assert!(offer.sockets.contains(&listening), "{:?}", offer.sockets);
-        let reasons = offer.refused_here(&plain);
+        let reasons = offer.refused_here(&options(&plain, None));
         assert_eq!(reasons.len(), 1, "{reasons:?}");
         assert!(reasons[0].starts_with("the program has TCP connections (at 127.0.0.1:"), "{reasons:?}");
         let offer = HostOffer::of(&[own], &closing).unwrap();
         assert!(offer.sockets.iter().all(|socket| socket.listens), "{:?}", offer.sockets);
-        assert_eq!(offer.refused_here(&closing), [""; 0]);
+        assert_eq!(offer.refused_here(&options(&closing, None)), [""; 0]);
+    }
+
+    #[test]
+    fn the_downtime_of_gpu_memory_is_not_promised() {
+        let (own, closing) = (std::process::id().cast_signed(), criu(&["--tcp-close"]));
+        let mut offer = HostOffer::of(&[own], &closing).unwrap();
+        let limited = options(&closing, Some(Duration::from_secs(1)));
+        assert_eq!(offer.refused_here(&limited), [""; 0]);
+        offer.gpus.insert("/dev/kfd".into());
+        assert!(offer.refused_here(&limited)[0].starts_with("--max-downtime: how long GPU memory needs"));
+        assert_eq!(offer.refused_here(&options(&closing, None)), [""; 0]);
     }
 }

@@ -11,10 +11,26 @@ use rewake_page_protocol::PageRun;
 
 use crate::frame::{FILE_PIECE, Frame, FrameWriter};
 
+/// Why files were not sent.
+#[derive(Debug)]
+pub(crate) enum SendFailure {
+    /// They cannot be read on this host.
+    Unreadable(anyhow::Error),
+    /// The connection is lost, and another one may follow.
+    Disconnected(anyhow::Error),
+}
+
+impl From<anyhow::Error> for SendFailure {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Unreadable(error)
+    }
+}
+
 /// Sends all files of a folder.
-pub(crate) fn send(images: &Path, link: &FrameWriter) -> anyhow::Result<()> {
-    for entry in fs::read_dir(images).with_context(|| format!("listing {}", images.display()))? {
-        let path = entry?.path();
+pub(crate) fn send(images: &Path, link: &FrameWriter) -> Result<(), SendFailure> {
+    let listing = || format!("listing {}", images.display());
+    for entry in fs::read_dir(images).with_context(listing)? {
+        let path = entry.with_context(listing)?.path();
         if !path.is_file() {
             continue;
         }
@@ -27,7 +43,8 @@ pub(crate) fn send(images: &Path, link: &FrameWriter) -> anyhow::Result<()> {
             let len = file.read_at(&mut bytes, offset).with_context(reading)?;
             bytes.truncate(len);
             if len > 0 || offset == 0 {
-                link.send(&Frame::File { name: name.to_owned(), offset, bytes })?;
+                let frame = Frame::File { name: name.to_owned(), offset, bytes };
+                link.send(&frame).map_err(SendFailure::Disconnected)?;
             }
             if len == 0 {
                 break;
@@ -70,7 +87,23 @@ fn place(images: &Path, name: &str) -> anyhow::Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
+
     use super::*;
+
+    #[test]
+    fn files_that_cannot_be_read_are_no_lost_connection() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let link = FrameWriter::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap().into());
+        let unreadable = send(Path::new("/no/such/folder"), &link).unwrap_err();
+        assert!(matches!(unreadable, SendFailure::Unreadable(_)), "{unreadable:?}");
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("core-1.img"), "x").unwrap();
+        send(folder.path(), &link).unwrap();
+        link.close();
+        let lost = send(folder.path(), &link).unwrap_err();
+        assert!(matches!(lost, SendFailure::Disconnected(_)), "{lost:?}");
+    }
 
     #[test]
     fn a_file_is_stored_in_its_folder_only() {

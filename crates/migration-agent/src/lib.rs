@@ -10,6 +10,8 @@
 //! * `host`: what hosts compare, with `room` and `sockets`. [`dry_run`]: that alone.
 //! * [`pre_copy`]: rounds of memory while the tree runs. `tree_memory`: its blocks and pages. `candidates`: where they
 //!   wait for a comparison.
+//! * `strangers`: connections that have sent no greeting.
+//! * `intake`: how much a source may send before the restore begins.
 //! * `held_dump`, `image_files`, [`criu`]: what their names say.
 #![forbid(unsafe_code)]
 
@@ -25,6 +27,7 @@ mod frame;
 mod held_dump;
 mod host;
 mod image_files;
+mod intake;
 mod peer;
 pub mod pre_copy;
 mod relay;
@@ -33,4 +36,5 @@ pub mod script;
 mod sockets;
 pub mod source;
 mod source_link;
+mod strangers;
 mod tree_memory;

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rewake_migration::blocks::{BLOCK, BlockPlace, SourceBlocks};
+use rewake_migration::blocks::{BLOCK, BLOCK_LEN, BlockPlace, SourceBlocks};
 
 use crate::cgroup::TreeCgroup;
 use crate::frame::{Frame, FrameWriter};
@@ -22,6 +22,9 @@ const FIXED_DOWNTIME: Duration = Duration::from_millis(250);
 /// A round must have sent so many bytes to measure the link.
 const MEASURED_BYTES: u64 = 8 << 20;
 
+/// Time from the last byte of a round until the destination has reported it as stored.
+const STORE_LIMIT: Duration = Duration::from_secs(60);
+
 /// What a user wants of pre-copy.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PreCopyGoal {
@@ -31,6 +34,15 @@ pub struct PreCopyGoal {
     pub max_downtime: Option<Duration>,
 }
 
+/// A round is reported as stored in parts of so many bytes: a lost connection loses the last one.
+const MARK_BYTES: u64 = 256 << 20;
+/// Connections that one round may lose.
+const MAX_LOST: u32 = 100;
+/// Bytes that measure a link where a program has too little private memory.
+const PROBE_BYTES: u64 = 8 << 20;
+/// The same, of one frame.
+const PROBE_PIECE: usize = 1 << 20;
+
 /// What a round has sent.
 #[derive(Debug, Clone, Copy, Default)]
 struct RoundResult {
@@ -38,7 +50,11 @@ struct RoundResult {
     total: u64,
     /// Bytes of the blocks that were sent.
     sent: u64,
+    /// Bytes of them on the link: without blocks of zeros.
+    travelled: u64,
     elapsed: Duration,
+    /// Time in which the link took bytes, and stored the rest. The tree was not read meanwhile.
+    sending: Duration,
 }
 
 /// What pre-copy shares with the agent and with the connection.
@@ -64,6 +80,8 @@ enum RoundEnd {
     Disconnected,
     /// The migration has ended.
     Over,
+    /// The destination does not report a round as stored.
+    Silent,
 }
 
 impl PreCopy {
@@ -75,7 +93,9 @@ impl PreCopy {
 
     /// The destination has stored a round.
     pub(crate) fn stored(&self, round: u32) {
-        self.state().stored = round;
+        let mut state = self.state();
+        state.stored = state.stored.max(round);
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -106,7 +126,7 @@ impl PreCopy {
         let mut before: Option<RoundResult> = None;
         let mut rate = None;
         for number in 1..=MAX_ROUNDS {
-            let Some(round) = self.round(cgroup) else { return Ok(false) };
+            let Some(round) = self.round(cgroup)? else { return Ok(false) };
             self.state().rounds = number;
             tracing::info!(
                 "pre-copy, round {number}: {} of {} bytes in {:?}",
@@ -114,8 +134,12 @@ impl PreCopy {
                 round.total,
                 round.elapsed
             );
-            if round.sent >= MEASURED_BYTES {
-                rate = Some(round.sent as f64 / round.elapsed.as_secs_f64());
+            if round.travelled >= MEASURED_BYTES {
+                rate = Some(round.travelled as f64 / round.sending.as_secs_f64());
+            }
+            if rate.is_none() && goal.max_downtime.is_some() {
+                let Some(measured) = self.measure()? else { return Ok(false) };
+                rate = Some(measured);
             }
             let predicted = predict(cgroup, &round, rate, goal.all_first);
             let is_too_long = goal.max_downtime.is_some_and(|accepted| predicted > accepted);
@@ -137,24 +161,58 @@ impl PreCopy {
     }
 
     /// Sends one round, on as many connections as that needs; none if the migration has ended.
-    fn round(&self, cgroup: &TreeCgroup) -> Option<RoundResult> {
-        loop {
-            let link = self.wait_for_link()?;
-            let number = self.blocks().begin_round();
+    fn round(&self, cgroup: &TreeCgroup) -> Result<Option<RoundResult>, String> {
+        self.on_links(|link| {
             let begin = Instant::now();
-            match self.send_round(cgroup, &link, number) {
-                Ok(round) => return Some(RoundResult { elapsed: begin.elapsed(), ..round }),
-                Err(RoundEnd::Over) => return None,
+            let round = self.send_round(cgroup, link)?;
+            Ok(RoundResult { elapsed: begin.elapsed(), ..round })
+        })
+    }
+
+    /// Sends bytes that are of no use, and returns how many the link takes in a second; none if the migration has ended.
+    fn measure(&self) -> Result<Option<f64>, String> {
+        self.on_links(|link| {
+            let begin = Instant::now();
+            for _ in 0..PROBE_BYTES / PROBE_PIECE as u64 {
+                self.check(link)?;
+                let probe = Frame::Probe(vec![0; PROBE_PIECE]);
+                link.send(&probe).map_err(|_| RoundEnd::Disconnected)?;
+            }
+            self.mark(link, true)?;
+            Ok(PROBE_BYTES as f64 / begin.elapsed().as_secs_f64())
+        })
+    }
+
+    /// Does something on as many connections as it needs; none if the migration has ended.
+    fn on_links<T>(
+        &self,
+        act: impl Fn(&Arc<FrameWriter>) -> Result<T, RoundEnd>,
+    ) -> Result<Option<T>, String> {
+        let mut lost = None;
+        for _ in 0..=MAX_LOST {
+            let Some(link) = self.wait_for_link(lost.as_ref()) else { return Ok(None) };
+            self.blocks().begin_round();
+            match act(&link) {
+                Ok(done) => return Ok(Some(done)),
+                Err(RoundEnd::Over) => return Ok(None),
+                Err(RoundEnd::Silent) => {
+                    let limit = STORE_LIMIT.as_secs();
+                    return Err(format!("the destination has not stored a round of pre-copy for {limit} s"));
+                }
                 Err(RoundEnd::Disconnected) => {
                     let stored = self.state().stored;
                     self.blocks().lost_after(stored);
+                    lost = Some(link);
                 }
             }
         }
+        Err(format!("the connection was lost {MAX_LOST} times in one round of pre-copy"))
     }
 
-    fn wait_for_link(&self) -> Option<Arc<FrameWriter>> {
-        let waits = |state: &mut PreCopyState| state.link.is_none() && !state.is_over;
+    /// Waits for a connection that is not the one that was lost.
+    fn wait_for_link(&self, lost: Option<&Arc<FrameWriter>>) -> Option<Arc<FrameWriter>> {
+        let is_new = |link: &Arc<FrameWriter>| lost.is_none_or(|lost| !Arc::ptr_eq(lost, link));
+        let waits = |state: &mut PreCopyState| !state.link.as_ref().is_some_and(is_new) && !state.is_over;
         let state = self.changed.wait_while(self.state(), waits).unwrap_or_else(PoisonError::into_inner);
         state.link.clone().filter(|_| !state.is_over)
     }
@@ -169,23 +227,34 @@ impl PreCopy {
         }
     }
 
-    fn send_round(
-        &self,
-        cgroup: &TreeCgroup,
-        link: &Arc<FrameWriter>,
-        number: u32,
-    ) -> Result<RoundResult, RoundEnd> {
-        let mut round = RoundResult::default();
+    fn send_round(&self, cgroup: &TreeCgroup, link: &Arc<FrameWriter>) -> Result<RoundResult, RoundEnd> {
+        let (mut round, mut marked) = (RoundResult::default(), 0);
         for pid in cgroup.processes().unwrap_or_default() {
             // A process may end while it is read.
             let (Ok(task), Ok(ranges)) = (TaskMemory::open(pid), private_memory(pid)) else { continue };
-            for vaddr in ranges.into_iter().flat_map(|range| range.step_by(BLOCK as usize)) {
+            for vaddr in ranges.into_iter().flat_map(|range| range.step_by(BLOCK_LEN)) {
                 self.send_block(&task, vaddr, link, &mut round)?;
+                if round.sent - marked >= MARK_BYTES {
+                    marked = round.sent;
+                    self.mark(link, false)?;
+                }
             }
         }
-        link.send(&Frame::RoundEnd(number)).map_err(|_| RoundEnd::Disconnected)?;
-        self.wait_until_stored(link, number)?;
+        let begin = Instant::now();
+        self.mark(link, true)?;
+        round.sending += begin.elapsed();
         Ok(round)
+    }
+
+    /// Has the destination report what was sent up to now as stored, and waits for that, or begins another part.
+    fn mark(&self, link: &Arc<FrameWriter>, waits: bool) -> Result<(), RoundEnd> {
+        let number = self.blocks().round();
+        link.send(&Frame::RoundEnd(number)).map_err(|_| RoundEnd::Disconnected)?;
+        if waits {
+            return self.wait_until_stored(link, number);
+        }
+        self.blocks().begin_round();
+        Ok(())
     }
 
     fn send_block(
@@ -205,16 +274,23 @@ impl PreCopy {
         round.sent += BLOCK;
         let is_zero = bytes.iter().all(|byte| *byte == 0);
         let bytes = if is_zero { Vec::new() } else { bytes.to_vec() };
-        link.send(&Frame::Candidate { pid: task.number, vaddr, bytes }).map_err(|_| RoundEnd::Disconnected)
+        round.travelled += bytes.len() as u64;
+        let candidate = Frame::Candidate { pid: task.number, vaddr, bytes };
+        let begin = Instant::now();
+        link.send(&candidate).map_err(|_| RoundEnd::Disconnected)?;
+        round.sending += begin.elapsed();
+        Ok(())
     }
 
     fn wait_until_stored(&self, link: &Arc<FrameWriter>, number: u32) -> Result<(), RoundEnd> {
         let is_newest =
             |state: &PreCopyState| state.link.as_ref().is_some_and(|newest| Arc::ptr_eq(newest, link));
         let waits = |state: &mut PreCopyState| state.stored < number && !state.is_over && is_newest(state);
-        let state = self.changed.wait_while(self.state(), waits).unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(self.state(), STORE_LIMIT, waits);
+        let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         match state.stored < number {
             _ if state.is_over => Err(RoundEnd::Over),
+            true if waited.timed_out() => Err(RoundEnd::Silent),
             true => Err(RoundEnd::Disconnected),
             false => Ok(()),
         }
@@ -237,7 +313,7 @@ fn predict(cgroup: &TreeCgroup, round: &RoundResult, rate: Option<f64>, all_firs
     }
     let (changed, compared) = if all_first { (round.sent, round.total) } else { (0, 0) };
     let sending = rate.map_or(0.0, |rate| (size.shared + changed) as f64 / rate);
-    let scanned = (round.elapsed.as_secs_f64() - rate.map_or(0.0, |rate| round.sent as f64 / rate)).max(0.0);
+    let scanned = round.elapsed.saturating_sub(round.sending).as_secs_f64();
     let comparing = if compared == 0 { 0.0 } else { scanned };
     FIXED_DOWNTIME + Duration::from_secs_f64(sending + comparing)
 }
@@ -247,7 +323,8 @@ mod tests {
     use super::*;
 
     fn round(sent: u64) -> RoundResult {
-        RoundResult { total: 100 << 20, sent: sent << 20, elapsed: Duration::from_secs(1) }
+        let (total, second) = (100 << 20, Duration::from_secs(1));
+        RoundResult { total, sent: sent << 20, travelled: sent << 20, elapsed: second, sending: second }
     }
 
     #[test]

@@ -25,7 +25,8 @@ use crate::frame::{Frame, FrameWriter, PagePart};
 /// that sending them never waits for the source.
 const MAX_OUTSTANDING: usize = 1024;
 /// Requests of [`PageRelay::fetch_all`] without an answer.
-const MAX_FETCHES: usize = 16;
+/// 64 MiB, or their digests: the link is never idle while the source compares blocks.
+const MAX_FETCHES: usize = 256;
 /// Pages of such a request.
 const FETCH_PAGES: u64 = 64;
 /// The client that requests all memory for this host.
@@ -233,11 +234,12 @@ impl PageRelay {
             return Ok(());
         }
         let request = self.oldest(pid, vaddr, parts.iter().map(PagePart::pages).sum())?;
+        let end = vaddr + parts.iter().map(PagePart::pages).sum::<u64>() * PAGE;
         let Ok(bytes) = self.bytes(&request, parts)? else {
             return self.begin_again();
         };
-        self.answered(&request, vaddr + bytes.len() as u64)?;
-        give(client.as_ref(), &request, &bytes)
+        self.answered(&request, end)?;
+        if request.number == THIS_HOST { Ok(()) } else { give(client.as_ref(), &request, &bytes) }
     }
 
     /// Removes the oldest request, whose pages up to `end` have arrived.
@@ -255,26 +257,34 @@ impl PageRelay {
         Ok(())
     }
 
-    /// Puts the bytes of an answer together.
+    /// Puts the bytes of an answer together; those for this host are stored, and not read.
     fn bytes(
         &self,
         request: &RelayRequest,
         parts: Vec<PagePart>,
     ) -> anyhow::Result<Result<Vec<u8>, StaleDigest>> {
-        let mut all = Vec::new();
+        let (mut all, mut next) = (Vec::new(), request.run.vaddr());
         for part in parts {
-            let run = PageRun::new(request.run.vaddr() + all.len() as u64, part.pages())?;
+            let run = PageRun::new(next, part.pages())?;
+            next = run.end();
             match part {
                 PagePart::Bytes(bytes) => {
                     if request.number == THIS_HOST {
                         self.store.keep(request.pid, run.vaddr(), &bytes)?;
+                    } else {
+                        all.extend(bytes);
                     }
-                    all.extend(bytes);
                 }
-                PagePart::Unchanged { digest, .. } => match self.store.confirm(request.pid, run, digest)? {
-                    Some(bytes) => all.extend(bytes),
-                    None => return Ok(Err(StaleDigest)),
-                },
+                PagePart::Unchanged { digest, .. } => {
+                    if !self.store.confirm(request.pid, run, digest)? {
+                        return Ok(Err(StaleDigest));
+                    }
+                    if request.number != THIS_HOST {
+                        all.extend(
+                            self.store.resident(request.pid, run)?.context("pages that are resident")?,
+                        );
+                    }
+                }
             }
         }
         Ok(Ok(all))
@@ -525,7 +535,7 @@ mod tests {
             let parts = if expected == 8 {
                 page(6)
             } else {
-                vec![PagePart::Bytes(vec![6; (run.pages() * PAGE) as usize])]
+                vec![PagePart::Bytes([6; 4096].repeat(usize::try_from(run.pages()).unwrap()))]
             };
             expected += if expected == 8 { 1 } else { run.pages() };
             scene.relay.answer(7, run.vaddr(), parts).unwrap();

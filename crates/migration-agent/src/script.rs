@@ -10,7 +10,7 @@
 //! * destination, with RELEASE: the tree runs.
 
 use std::env;
-use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -28,6 +28,10 @@ const VARIABLE: &str = "REWAKE_MIGRATION";
 const ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
 /// Time between two looks for an agent that continues a migration.
 const AGENT_POLL: Duration = Duration::from_millis(100);
+/// Time after which a caller is shown that an abort takes long.
+const LONG: Duration = Duration::from_secs(2);
+/// Time that an abort may take then: CRIU finishes its dump first.
+const ABORT_LIMIT: Duration = Duration::from_secs(600);
 /// The line of [`AgentCall::Abort`].
 const ABORT: &str = "abort";
 const CONTINUE: u8 = b'1';
@@ -151,9 +155,25 @@ fn run(folder: &Path, moment: CriuMoment, action: &str) -> anyhow::Result<bool> 
     }
 }
 
-/// Asks a source's agent to end its migration. Returns whether it did; none if it has died, or ends.
-pub(crate) fn ask_to_abort(folder: &Path) -> io::Result<Option<bool>> {
-    ask(folder, ABORT, true)
+/// Asks a source's agent to end its migration. Returns whether it did; none if it has died. `waits` is called once if
+/// the answer takes long.
+///
+/// # Errors
+/// The agent cannot be asked, or has not answered in time.
+pub(crate) fn ask_to_abort(folder: &Path, waits: impl FnOnce()) -> io::Result<Option<bool>> {
+    let mut stream = UnixStream::connect(socket(folder))?;
+    stream.write_all(format!("{ABORT}\n").as_bytes())?;
+    let mut answer = [0];
+    stream.set_read_timeout(Some(LONG))?;
+    let len = match stream.read(&mut answer) {
+        Err(error) if error.kind() == ErrorKind::WouldBlock => {
+            waits();
+            stream.set_read_timeout(Some(ABORT_LIMIT))?;
+            stream.read(&mut answer)?
+        }
+        read => read?,
+    };
+    Ok((len == 1).then_some(answer[0] == CONTINUE))
 }
 
 /// Asks the agent; none if it has died.

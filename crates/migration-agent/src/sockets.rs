@@ -3,9 +3,12 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsRawFd as _;
 
 use anyhow::Context as _;
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, SockaddrStorage, sockopt};
 use serde::{Deserialize, Serialize};
 
 /// TCP states in `/proc/net/tcp`.
@@ -20,13 +23,31 @@ pub(crate) struct TreeSocket {
 }
 
 impl TreeSocket {
-    /// Why this host cannot have it.
+    /// Why this host cannot have it. The address is bound for a moment, and no client can connect to it.
     pub(crate) fn refused(self) -> Option<String> {
         // A connection's port may be the port of others.
         let port = if self.listens { self.local.port() } else { 0 };
-        let error = TcpListener::bind((self.local.ip(), port)).err()?;
-        Some(format!("{} ({error})", self.local))
+        let error = bind((self.local.ip(), port).into()).err()?;
+        Some(format!("{} ({})", self.local, io::Error::from(error)))
     }
+}
+
+/// Binds a socket that does not listen.
+fn bind(address: SocketAddr) -> nix::Result<()> {
+    let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    let socket = socket::socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    // A listener that has ended leaves connections for a while.
+    socket::setsockopt(&socket, sockopt::ReuseAddr, &true)?;
+    socket::bind(socket.as_raw_fd(), &SockaddrStorage::from(address))
+}
+
+/// Whether a process has the network of this one.
+pub(crate) fn shares_network(pid: i32) -> anyhow::Result<bool> {
+    let network = |process: &str| {
+        let path = format!("/proc/{process}/ns/net");
+        fs::read_link(&path).with_context(|| format!("reading {path}"))
+    };
+    Ok(network(&pid.to_string())? == network("self")?)
 }
 
 /// The TCP sockets that a process has.
@@ -74,6 +95,8 @@ fn parse(line: &str, inodes: &BTreeSet<String>) -> Option<TreeSocket> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
 
     #[test]

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The agent of the host that has the program.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,13 +14,13 @@ use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 use rewake_process::proc;
 
-use crate::cgroup::TreeCgroup;
+use crate::cgroup::{self, TreeCgroup};
 use crate::criu::CriuChoice;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, new_id};
+use crate::frame::{Frame, FrameWriter, MAX_EVENTS, new_id};
 use crate::held_dump::HeldDump;
 use crate::host::HostOffer;
-use crate::image_files;
+use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopyGoal;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
@@ -28,6 +29,8 @@ use crate::tree_memory::TreeMemory;
 
 /// Time without a connection before GRANT, after which the program runs on here.
 const LOST_LIMIT: Duration = Duration::from_secs(5);
+/// Time from the beginning until the destination has answered the offer.
+const COMPARE_LIMIT: Duration = Duration::from_secs(60);
 /// Time from the freeze until GRANT is asked for.
 const FROZEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time without a connection after GRANT, after which the program is given up.
@@ -52,6 +55,13 @@ pub struct SourceOptions {
     pub goal: PreCopyGoal,
     /// Time without a connection before GRANT, after which the program runs on here; 5 s without it.
     pub give_up_after: Option<Duration>,
+}
+
+impl SourceOptions {
+    /// Time without a connection before GRANT, after which the program runs on here.
+    fn lost_limit(&self) -> Duration {
+        self.give_up_after.unwrap_or(LOST_LIMIT)
+    }
 }
 
 /// What a migration came to.
@@ -80,15 +90,10 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let start = start_of(options.tree)?;
     folder::remove_leftovers();
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
-    let earlier = match folder.read()? {
-        Some(WrittenRecord::Source(entry)) => Some(entry),
-        Some(WrittenRecord::Destination(_)) => {
-            bail!("{}: the record of a destination", folder.path().display())
-        }
-        None => None,
-    };
+    let (sender, events) = sync_channel(MAX_EVENTS);
+    listen_to_scripts(&folder, sender.clone())?;
     let mut dialed = None;
-    let (machine, outputs, entry) = match earlier {
+    let (machine, outputs, entry) = match earlier(&folder)? {
         Some(entry) => {
             ensure!(
                 entry.record == SourceRecord::Started || entry.to == options.to,
@@ -103,26 +108,20 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
         None => {
             // Nothing is touched before the destination has proved who it is, and admits this host.
-            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options)?)));
-            let (cgroup, offer) = match begun {
-                Ok((stream, begun)) => {
+            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options, &folder)?)));
+            match begun {
+                Ok((stream, (entry, offer))) => {
                     dialed = Some(stream);
-                    begun
+                    (MigrationSource::new(offer), Vec::new(), entry)
                 }
                 Err(error) => {
                     folder.remove();
                     return Err(error).with_context(|| format!("-t {} was not touched", options.tree));
                 }
-            };
-            let entry =
-                SourceEntry { record: SourceRecord::Started, id: new_id()?, to: options.to.clone(), cgroup };
-            folder.write(&WrittenRecord::Source(entry.clone()))?;
-            (MigrationSource::new(offer), Vec::new(), entry)
+            }
         }
     };
-    let (sender, events) = channel();
     let shared = SharedMemory::default();
-    listen_to_scripts(&folder, sender.clone())?;
     forward_aborts(aborts, sender.clone());
     let mut agent = SourceAgent {
         machine,
@@ -133,12 +132,14 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         events,
         link: None,
         dump: None,
+        begun: Instant::now(),
         frozen_since: None,
         lost_since: Some(Instant::now()),
         was_connected: false,
         downtime: None,
         sent: 0,
         outcome: None,
+        aborts: Vec::new(),
         stays_frozen: None,
         folder,
     };
@@ -151,6 +152,17 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     Ok(agent.run())
 }
 
+/// What an agent of the tree has left.
+fn earlier(folder: &MigrationFolder) -> anyhow::Result<Option<SourceEntry>> {
+    match folder.read()? {
+        Some(WrittenRecord::Source(entry)) => Ok(Some(entry)),
+        Some(WrittenRecord::Destination(_)) => {
+            bail!("{}: the record of a destination", folder.path().display())
+        }
+        None => Ok(None),
+    }
+}
+
 /// Asks the agent that migrates a tree to end the migration. Returns whether the program runs here; false if it was
 /// given away.
 ///
@@ -158,7 +170,13 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
 /// No agent migrates it.
 pub fn abort(tree: i32) -> anyhow::Result<bool> {
     let folder = folder::path(&folder::source_name(tree, &start_of(tree)?));
-    let answer = script::ask_to_abort(&folder).ok().flatten();
+    let waits = || tracing::warn!("-t {tree}: waiting for criu dump, which releases it");
+    let answer = match script::ask_to_abort(&folder, waits) {
+        Ok(answer) => answer,
+        // No agent listens.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => None,
+        Err(error) => return Err(error).with_context(|| format!("-t {tree}: asking its `rewake migrate`")),
+    };
     answer.with_context(|| match folder::read_record(&folder) {
         Ok(Some(WrittenRecord::Source(entry))) if entry.record == SourceRecord::Granted => {
             format!(
@@ -176,24 +194,37 @@ pub(crate) fn start_of(pid: i32) -> anyhow::Result<String> {
     start.with_context(|| format!("-t {pid}: no such process"))
 }
 
-/// Gives the tree a group, and describes it for the destination.
-fn begin(options: &SourceOptions) -> anyhow::Result<(TreeCgroup, String)> {
+/// Gives the tree a group, writes that down, and describes the tree for the destination. An error leaves nothing.
+fn begin(options: &SourceOptions, folder: &MigrationFolder) -> anyhow::Result<(SourceEntry, String)> {
     let cgroup = TreeCgroup::of_tree(options.tree)?;
-    let describe = || {
-        let processes = cgroup.processes()?;
-        let offer = HostOffer::of(&processes, &options.criu)?;
-        let refusals = offer.refused_here(&options.criu);
-        ensure!(refusals.is_empty(), "{}", refusals.join("; "));
-        Ok(serde_json::to_string(&offer)?)
-    };
-    let offer = describe();
-    if offer.is_err() {
+    let begun = describe(options, &cgroup).and_then(|offer| {
+        let (id, to) = (new_id()?, options.to.clone());
+        let entry = SourceEntry { record: SourceRecord::Started, id, to, cgroup: cgroup.clone() };
+        folder.write(&WrittenRecord::Source(entry.clone()))?;
+        Ok((entry, offer))
+    });
+    if begun.is_err() {
         cgroup.release();
     }
-    Ok((cgroup, offer?))
+    begun
 }
 
-fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> anyhow::Result<()> {
+/// Describes the tree for the destination.
+fn describe(options: &SourceOptions, cgroup: &TreeCgroup) -> anyhow::Result<String> {
+    // With zombies, which a group has not.
+    let processes: Vec<i32> =
+        cgroup::tree(options.tree)?.union(&cgroup.processes()?.into_iter().collect()).copied().collect();
+    let mut offer = HostOffer::of(&processes, &options.criu)?;
+    offer.give_up_after = options.lost_limit().as_secs();
+    let refusals = offer.refused_here(options);
+    ensure!(refusals.is_empty(), "{}", refusals.join("; "));
+    let offer = serde_json::to_string(&offer)?;
+    let frame = Frame::Source(FromSource::Offer(offer.clone()));
+    frame.check().context("the description of the tree's files, sockets and pids")?;
+    Ok(offer)
+}
+
+fn listen_to_scripts(folder: &MigrationFolder, sender: SyncSender<SourceEvent>) -> anyhow::Result<()> {
     let listener = folder.listen()?;
     thread::spawn(move || {
         script::receive(&listener, |call, script| sender.send(SourceEvent::Called(call, script)).is_ok());
@@ -201,7 +232,7 @@ fn listen_to_scripts(folder: &MigrationFolder, sender: Sender<SourceEvent>) -> a
     Ok(())
 }
 
-fn forward_aborts(aborts: Receiver<()>, sender: Sender<SourceEvent>) {
+fn forward_aborts(aborts: Receiver<()>, sender: SyncSender<SourceEvent>) {
     thread::spawn(move || while aborts.recv().is_ok() && sender.send(SourceEvent::Abort).is_ok() {});
 }
 
@@ -210,10 +241,11 @@ struct SourceAgent<'a> {
     options: &'a SourceOptions,
     entry: SourceEntry,
     shared: SharedMemory,
-    sender: Sender<SourceEvent>,
+    sender: SyncSender<SourceEvent>,
     events: Receiver<SourceEvent>,
     link: Option<Arc<FrameWriter>>,
     dump: Option<HeldDump>,
+    begun: Instant,
     frozen_since: Option<Instant>,
     lost_since: Option<Instant>,
     was_connected: bool,
@@ -221,6 +253,8 @@ struct SourceAgent<'a> {
     /// Bytes of earlier connections.
     sent: u64,
     outcome: Option<SourceOutcome>,
+    /// Callers that wait for the end of an abort.
+    aborts: Vec<WaitingScript>,
     stays_frozen: Option<String>,
     /// Dropped last: its lock keeps other agents away.
     folder: MigrationFolder,
@@ -240,6 +274,12 @@ impl SourceAgent<'_> {
             self.look();
         };
         self.use_link(None).inspect(|link| link.close());
+        while let Ok(event) = self.events.try_recv() {
+            if let SourceEvent::Called(AgentCall::Abort, caller) = event {
+                self.aborts.push(caller);
+            }
+        }
+        std::mem::take(&mut self.aborts).into_iter().for_each(|caller| self.answer_abort(caller));
         let (downtime, sent, stays_frozen) = (self.downtime, self.sent, self.stays_frozen);
         // The record of a frozen tree is for the next agent.
         if stays_frozen.is_none() && !matches!(outcome, SourceOutcome::Frozen(_)) {
@@ -277,15 +317,20 @@ impl SourceAgent<'_> {
             SourceEvent::PreCopied(Ok(true)) => self.step(SourceInput::PreCopied),
             SourceEvent::PreCopied(Ok(false)) => {}
             SourceEvent::PreCopied(Err(reason)) => self.step(SourceInput::PreCopyFailed(reason)),
+            SourceEvent::ImageLost(reason) => self.step(SourceInput::FreezeFailed(reason)),
             SourceEvent::Called(AgentCall::Moment(moment), script) => self.criu_is_at(moment, script),
             SourceEvent::Called(AgentCall::Abort, caller) => {
-                let ends = !self.machine.has_granted();
                 self.step(SourceInput::Abort);
-                // The caller may have ended.
-                let _ = caller.decide(ends && self.stays_frozen.is_none());
+                self.answer_abort(caller);
             }
             SourceEvent::Abort => self.step(SourceInput::Abort),
         }
+    }
+
+    /// Answers whether the program runs here.
+    fn answer_abort(&self, caller: WaitingScript) {
+        // The caller may have ended.
+        let _ = caller.decide(!self.machine.has_granted() && self.stays_frozen.is_none());
     }
 
     fn criu_is_at(&mut self, moment: CriuMoment, script: WaitingScript) {
@@ -310,7 +355,9 @@ impl SourceAgent<'_> {
 
     /// Looks at CRIU and at the limits.
     fn look(&mut self) {
-        if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
+        if !self.machine.has_granted()
+            && let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure)
+        {
             self.step(SourceInput::FreezeFailed(reason));
         }
         if let Some(reason) = self.passed_limit() {
@@ -320,13 +367,16 @@ impl SourceAgent<'_> {
 
     fn passed_limit(&self) -> Option<String> {
         let has_granted = self.machine.has_granted();
-        let before_grant = self.options.give_up_after.unwrap_or(LOST_LIMIT);
+        let before_grant = self.options.lost_limit();
         let limit = if has_granted { GIVE_UP_LIMIT } else { before_grant };
         if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
             return Some(format!("no connection to {} for {} s", self.entry.to, limit.as_secs()));
         }
         if has_granted {
             return None;
+        }
+        if self.machine.is_comparing() && self.begun.elapsed() > COMPARE_LIMIT.max(before_grant) {
+            return Some(format!("{} has not answered the offer", self.entry.to));
         }
         if self.frozen_since.is_some_and(|since| since.elapsed() > FROZEN_LIMIT) {
             let limit = FROZEN_LIMIT.as_secs();
@@ -402,6 +452,7 @@ impl SourceAgent<'_> {
 
     fn freeze(&mut self) -> anyhow::Result<()> {
         self.entry.cgroup.freeze()?;
+        self.entry.cgroup.expect_tree(self.options.tree)?;
         self.frozen_since = Some(Instant::now());
         self.open_memory()
     }
@@ -415,19 +466,31 @@ impl SourceAgent<'_> {
     /// Sends in another thread: an abort can end it.
     fn send_metadata(&mut self) {
         let Some(link) = self.link.clone() else { return };
-        let images = self.folder.images();
-        let metadata = FromSource::Metadata { all_first: self.options.goal.all_first };
+        let (images, sender) = (self.folder.images(), self.sender.clone());
+        let metadata = Frame::Source(FromSource::Metadata { all_first: self.options.goal.all_first });
         thread::spawn(move || {
-            let sent = image_files::send(&images, &link).and_then(|()| link.send(&Frame::Source(metadata)));
-            if let Err(error) = sent {
-                tracing::warn!("sending the image: {error:#}");
-                // The rest would be taken for the whole.
-                link.close();
+            let sent = image_files::send(&images, &link)
+                .and_then(|()| link.send(&metadata).map_err(SendFailure::Disconnected));
+            match sent {
+                Ok(()) => {}
+                Err(SendFailure::Unreadable(error)) => {
+                    // The agent may have ended.
+                    let _ = sender.send(SourceEvent::ImageLost(format!("sending the image: {error:#}")));
+                }
+                Err(SendFailure::Disconnected(error)) => {
+                    tracing::warn!("sending the image: {error:#}");
+                    // The rest would be taken for the whole.
+                    link.close();
+                }
             }
         });
     }
 
     fn write_grant(&mut self) {
+        if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
+            self.step(SourceInput::WriteFailed(reason));
+            return;
+        }
         let entry = SourceEntry { record: SourceRecord::Granted, ..self.entry.clone() };
         match self.folder.write(&WrittenRecord::Source(entry.clone())) {
             Ok(()) => {
@@ -438,17 +501,24 @@ impl SourceAgent<'_> {
         }
     }
 
-    /// Ends CRIU's command, which releases the tree, and then lets it run.
+    /// Thaws the tree, and ends CRIU's command. The tree is stopped until CRIU releases it. In this order it runs on if
+    /// this process is killed meanwhile.
     fn thaw(&mut self) {
         self.shared.pre_copy.end();
         *self.shared.frozen() = None;
+        let thawed = self.entry.cgroup.thaw();
         if let Some(dump) = self.dump.take() {
+            let aborts = &mut self.aborts;
             dump.release(|| match self.events.recv_timeout(TICK) {
                 Ok(SourceEvent::Called(AgentCall::Moment(CriuMoment::PostDump), script)) => Some(script),
+                Ok(SourceEvent::Called(AgentCall::Abort, caller)) => {
+                    aborts.push(caller);
+                    None
+                }
                 _ => None,
             });
         }
-        match self.entry.cgroup.thaw() {
+        match thawed {
             Ok(()) => self.entry.cgroup.release(),
             Err(error) => self.stays_frozen = Some(format!("{error:#}")),
         }

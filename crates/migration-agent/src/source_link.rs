@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The connection of a source: it is made again when it is lost, and page requests are answered on it.
 
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::sleep;
 use std::time::Duration;
@@ -26,6 +26,8 @@ pub(crate) enum SourceEvent {
     Received(FromDestination),
     /// Pre-copy has ended: false if the migration had, or why the program cannot move.
     PreCopied(Result<bool, String>),
+    /// The files of the image cannot be read.
+    ImageLost(String),
     Called(AgentCall, WaitingScript),
     Abort,
 }
@@ -49,7 +51,7 @@ pub(crate) fn keep_connected(
     mut peer: DestinationPeer,
     mut dialed: Option<PeerStream>,
     id: &MigrationId,
-    sender: &Sender<SourceEvent>,
+    sender: &SyncSender<SourceEvent>,
     shared: &SharedMemory,
 ) {
     loop {
@@ -87,7 +89,7 @@ pub(crate) fn connect(
 fn serve(
     mut stream: PeerStream,
     writer: &FrameWriter,
-    sender: &Sender<SourceEvent>,
+    sender: &SyncSender<SourceEvent>,
     shared: &SharedMemory,
 ) -> anyhow::Result<()> {
     while let Some(frame) = Frame::read(&mut stream)? {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 
 use anyhow::{Context as _, ensure};
-use rewake_migration::blocks::{BLOCK, BlockAnswer, BlockDigest, BlockPlace, SourceBlocks};
+use rewake_migration::blocks::{BLOCK, BLOCK_LEN, BlockAnswer, BlockDigest, BlockPlace, SourceBlocks};
 use rewake_page_protocol::PageRun;
 use rewake_process::proc;
 
@@ -23,7 +23,7 @@ const FILE_OR_SHARED: u64 = 1 << 61;
 const ENTRY: usize = 8;
 
 /// The bytes of a block.
-pub(crate) type BlockBytes = Box<[u8; BLOCK as usize]>;
+pub(crate) type BlockBytes = Box<[u8; BLOCK_LEN]>;
 
 /// Open files of the memory of each task, by the number that the image gives it.
 #[derive(Debug)]
@@ -100,7 +100,7 @@ impl TaskMemory {
         while done < bytes.len() {
             let first = vaddr + done as u64;
             let place = BlockPlace { task: self.number, vaddr: first / BLOCK * BLOCK };
-            let room = (place.vaddr + BLOCK - first) as usize;
+            let room = BLOCK_LEN - offset(first);
             let piece = &bytes[done..bytes.len().min(done + room)];
             done += piece.len();
             let known = candidates.filter(|blocks| blocks.has_candidate(place));
@@ -125,15 +125,15 @@ impl TaskMemory {
             return digest(piece);
         }
         let mut bytes = self.block(place.vaddr).unwrap_or_else(zeros);
-        let offset = (first - place.vaddr) as usize;
-        bytes[offset..offset + piece.len()].copy_from_slice(piece);
+        let start = offset(first);
+        bytes[start..start + piece.len()].copy_from_slice(piece);
         digest(&bytes[..])
     }
 
     /// Reads a block: its private pages, and zeros for all others. None if it has none. A task that runs may change it
     /// meanwhile, and parts that cannot be read are zeros: the bytes are compared before they are used.
     pub(crate) fn block(&self, vaddr: u64) -> Option<BlockBytes> {
-        let mut entries = [0; BLOCK as usize / PAGE * ENTRY];
+        let mut entries = [0; BLOCK_LEN / PAGE * ENTRY];
         self.pagemap.read_exact_at(&mut entries, vaddr / PAGE as u64 * ENTRY as u64).ok()?;
         let (entries, _) = entries.as_chunks::<ENTRY>();
         let is_private = |entry: &[u8; ENTRY]| {
@@ -157,8 +157,13 @@ impl TaskMemory {
     }
 }
 
+/// The offset of an address in its block.
+fn offset(vaddr: u64) -> usize {
+    usize::try_from(vaddr % BLOCK).unwrap_or_default()
+}
+
 fn zeros() -> BlockBytes {
-    Box::new([0; BLOCK as usize])
+    Box::new([0; BLOCK_LEN])
 }
 
 /// The digest of a block.
@@ -199,8 +204,6 @@ fn private_range(line: &str) -> Option<Range<u64>> {
 mod tests {
     use super::*;
 
-    const BLOCK_LEN: usize = BLOCK as usize;
-
     #[test]
     fn blocks_of_a_process_are_read_and_answered_by_digest() {
         let mut memory = vec![7_u8; 4 * BLOCK_LEN];
@@ -219,7 +222,7 @@ mod tests {
             let place = BlockPlace { task: task.number, vaddr: first + number * BLOCK };
             blocks.pre_copy(place, digest(&task.block(place.vaddr).unwrap()[..]));
         }
-        let changed = (first - address) as usize + BLOCK_LEN;
+        let changed = usize::try_from(first - address).unwrap() + BLOCK_LEN;
         memory[changed..changed + 2].fill(8);
         let tree = TreeMemory { tasks: BTreeMap::from([(task.number, task)]) };
         let number = *tree.tasks.keys().next().unwrap();

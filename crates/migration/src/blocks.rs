@@ -9,7 +9,9 @@
 use std::collections::HashMap;
 
 /// Bytes of a block.
-pub const BLOCK: u64 = 64 << 10;
+pub const BLOCK_LEN: usize = 64 << 10;
+/// The same, for addresses.
+pub const BLOCK: u64 = BLOCK_LEN as u64;
 /// Pages of a block.
 pub const BLOCK_PAGES: u64 = BLOCK / PAGE;
 const PAGE: u64 = 4096;
@@ -53,6 +55,12 @@ impl SourceBlocks {
     /// Begins another round over all blocks. Returns its number.
     pub fn begin_round(&mut self) -> u32 {
         self.round += 1;
+        self.round
+    }
+
+    /// The number of the round that is being sent.
+    #[must_use]
+    pub fn round(&self) -> u32 {
         self.round
     }
 
@@ -108,6 +116,18 @@ pub struct DestinationBlocks {
 }
 
 impl DestinationBlocks {
+    /// The number of blocks.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
     /// Notes a candidate. The digest is that of the bytes, taken here. Returns the slot in which the bytes are to be
     /// stored; none if pages of the block are resident.
     pub fn candidate(&mut self, block: BlockPlace, digest: BlockDigest) -> Option<u64> {

@@ -192,6 +192,8 @@ impl MigrationDestination {
                 vec![DestinationOutput::Release]
             }
             DestinationInput::Compared(Ok(())) | DestinationInput::ReleaseWritten => Vec::new(),
+            // Reported twice: by CRIU's script, and by CRIU's end.
+            DestinationInput::Running if self.is_running => Vec::new(),
             DestinationInput::Running => {
                 self.is_running = true;
                 let report = [DestinationOutput::Send(FromDestination::Running)];
@@ -394,6 +396,7 @@ mod tests {
         let commit = DestinationOutput::Send(FromDestination::Commit);
         let running = DestinationOutput::Send(FromDestination::Running);
         assert_eq!(destination.step(DestinationInput::Running), [running, commit]);
+        assert_eq!(destination.step(DestinationInput::Running), []);
     }
 
     #[test]
@@ -418,7 +421,7 @@ mod tests {
     fn another_version_is_refused_by_name() {
         let mut destination = MigrationDestination::new();
         let outputs = received(&mut destination, FromSource::Hello { version: VERSION + 1 });
-        let reason = "the source speaks version 3 of the protocol, expected 2".to_owned();
+        let reason = "the source speaks version 4 of the protocol, expected 3".to_owned();
         assert!(
             outputs.contains(&DestinationOutput::End(DestinationOutcome::Aborted(reason))),
             "{outputs:?}"

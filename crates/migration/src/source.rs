@@ -159,6 +159,12 @@ impl MigrationSource {
         }
     }
 
+    /// Whether the destination has not answered the offer.
+    #[must_use]
+    pub fn is_comparing(&self) -> bool {
+        self.state == SourcePhase::Comparing
+    }
+
     /// Takes an input.
     #[must_use]
     pub fn step(&mut self, input: SourceInput) -> Vec<SourceOutput> {

@@ -19,6 +19,8 @@ use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::processes;
 use rewake_streamer::sys;
 
+/// Letters of CRIU's short options that have a value.
+const WITH_VALUE: &str = "tDovxrJLWM";
 /// Error lines of the log that are shown.
 const SHOWN: usize = 8;
 /// Bytes of the log's end that are searched.
@@ -81,20 +83,35 @@ impl CriuOptions {
 }
 
 impl CriuOptions {
-    /// Refuses options that a command gives to CRIU itself.
+    /// Refuses options that a command gives to CRIU itself, in all forms that CRIU accepts: `--tree=9`, `--tre 9`,
+    /// `-t9`, `-jt9`.
     ///
     /// # Errors
     /// One of them is given.
     pub(super) fn refuse(options: &[OsString], ours: &[&str]) -> anyhow::Result<()> {
         for option in options {
             let text = option.to_string_lossy();
-            let name = text.split_once('=').map_or(&*text, |(name, _)| name);
-            if ours.contains(&name) {
-                bail!("{name}: rewake gives this option to CRIU itself");
+            if let Some(name) = ours.iter().find(|name| is_form_of(&text, name)) {
+                bail!("{text}: rewake gives {name} to CRIU itself");
             }
         }
         Ok(())
     }
+}
+
+/// Whether CRIU may take a text for an option: `--long` or `-s`.
+fn is_form_of(text: &str, option: &str) -> bool {
+    let is_long = |text: &str| text.strip_prefix("--").is_some_and(|name| !name.is_empty());
+    if is_long(text) {
+        let name = text.split_once('=').map_or(text, |(name, _)| name);
+        return option.starts_with(name);
+    }
+    let (Some(letters), Some(letter)) = (text.strip_prefix('-'), option.strip_prefix('-')) else {
+        return false;
+    };
+    // What follows a letter with a value is the value.
+    let value = letters.find(|letter| WITH_VALUE.contains(letter)).map_or(letters.len(), |at| at + 1);
+    !is_long(option) && letters[..value].contains(letter)
 }
 
 /// One command of CRIU.
@@ -260,6 +277,20 @@ mod tests {
     fn words(command: &Command) -> String {
         let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
         words.join(" ")
+    }
+
+    #[test]
+    fn options_of_rewake_are_refused_in_all_forms() {
+        let ours = ["-t", "--tree", "-D", "--images-dir", "--ps-socket"];
+        let refused = |options: &[&str]| CriuOptions::refuse(&strings(options), &ours).is_err();
+        let forms =
+            ["-t", "-t999", "-jt999", "--tree=9", "--tre", "--tr=9", "-D/x", "--images", "--ps-socket=3"];
+        for form in forms {
+            assert!(refused(&[form]), "{form}");
+        }
+        let others =
+            ["-v4", "-j", "-L/t/D", "-vt", "--tcp-established", "--trees", "--", "-", "t", "--shell-job"];
+        assert!(!refused(&others));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::cli::{MigrateArgs, Programs};
 use crate::logging;
 
 /// Options that the migration gives to CRIU itself.
-const OURS: [&str; 12] = [
+const OURS: [&str; 19] = [
     "-t",
     "--tree",
     "-D",
@@ -29,6 +29,13 @@ const OURS: [&str; 12] = [
     "--lazy-pages",
     "--page-server",
     "--manage-cgroups",
+    "--ps-socket",
+    "--prev-images-dir",
+    "--config",
+    "--leave-running",
+    "-R",
+    "--leave-stopped",
+    "-s",
 ];
 
 /// The program is lost.

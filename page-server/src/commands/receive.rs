@@ -16,7 +16,7 @@ use crate::cli::{Programs, ReceiveArgs};
 use crate::logging;
 
 /// Options that the migration gives to CRIU itself.
-const OURS: [&str; 11] = [
+const OURS: [&str; 18] = [
     "-d",
     "--restore-detached",
     "-D",
@@ -28,6 +28,13 @@ const OURS: [&str; 11] = [
     "--action-script",
     "--lazy-pages",
     "--manage-cgroups",
+    "-t",
+    "--tree",
+    "--page-server",
+    "--ps-socket",
+    "--config",
+    "--leave-stopped",
+    "-s",
 ];
 
 /// Runs the command; gives the exit code: 0 when the program runs here with all its memory.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A server with GPU memory moves between two hosts, in the middle of an answer. Both hosts have the same GPUs.
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Child, Output};
 
 use gpu_app::shape::{Mode, Shape};
@@ -95,8 +96,17 @@ fn a_server_moves_with_its_gpu_memory() {
 fn a_failed_restore_leaves_the_server_at_work() {
     isolated(1, |_| {
         need!(queues());
-        let mut migration = GpuMigration::started(&movable(), "false");
+        // It can be compared, and its restores fail.
+        let folder = tempfile::tempdir().unwrap();
+        let (fails, mark) = (folder.path().join("criu"), folder.path().join("mark"));
+        let script = "#!/bin/sh\n[ \"$1\" = --version ] && exec criu --version\n[ \"$1\" = restore ] && ";
+        let script = format!("{script}touch {}\nexit 1\n", mark.display());
+        fs::write(&fails, script).unwrap();
+        fs::set_permissions(&fails, fs::Permissions::from_mode(0o700)).unwrap();
+        let mut migration = GpuMigration::started(&movable(), fails.to_str().unwrap());
         let migrated = migration.migrate();
+        // A restore begins when the source is frozen.
+        assert!(mark.exists(), "{}\n{}", said(&migrated), migration.received());
         assert_eq!(migrated.status.code(), Some(1), "{}\n{}", said(&migrated), migration.received());
         assert!(said(&migrated).contains("runs here: "), "{}", said(&migrated));
         assert_eq!(migration.receive.wait().unwrap().code(), Some(1), "{}", migration.received());

@@ -77,6 +77,16 @@ impl Host {
         alone
     }
 
+    /// [`Host::alone`], for a program that does not leave the caller's session: CRIU dumps whole sessions. Its shell keeps
+    /// files of the caller's above the standard ones.
+    #[must_use]
+    pub fn apart(&self, command: &Command) -> Command {
+        let mut apart = Command::new("setsid");
+        apart.args(["bash", "-c", "exec 10>&- 11>&- 12>&-; exec \"$@\"", "bash"]);
+        apart.arg(command.get_program()).args(command.get_args());
+        self.alone(&apart)
+    }
+
     /// The network of this host, which a thread can enter.
     ///
     /// # Errors
@@ -161,6 +171,13 @@ impl HostPair {
         let state = if is_cut { "down" } else { "up" };
         output(self.source.command("ip").args(["link", "set", &name, state]))?;
         Ok(())
+    }
+
+    /// Both ends of the network: a host, and the name of its device.
+    #[must_use]
+    pub fn links(&self) -> [(&Host, String); 2] {
+        let name = |end: &str, host: &Host| format!("{end}{}", host.init);
+        [(&self.source, name("rws", &self.source)), (&self.destination, name("rwd", &self.destination))]
     }
 
     /// Starts both.

@@ -3,7 +3,7 @@
 //! process on GPUs through CRIU's own plugin and through this project's. `behind`: how soon a process runs
 //! with a background load, when it answers, and the rate of the load. `engine`: the loader of GPU memory,
 //! compared with memcpy and the disk. `programs`: when a restored Python, Node, Java or redis server answers.
-//! `remote`: restores from page servers.
+//! `remote`: restores from page servers. `migrate`: live migrations.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -15,6 +15,8 @@ use anyhow::{Context as _, ensure};
 use super::plugin::{self, Profile};
 use crate::{program, repository, root, setup, vm};
 
+/// Two hosts are namespaces with a link between them.
+const NETWORK: [&str; 1] = ["iproute2"];
 /// Packages for the programs of `bench programs`. A `node` that is on the PATH already is used as it is.
 /// redis-tools has redis itself, too; the package redis-server would start it at every boot.
 const RUNTIMES: [&str; 3] = ["python3-numpy", "default-jdk-headless", "redis-tools"];
@@ -28,6 +30,13 @@ pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
 /// Ends as `rewake-bench remote`, with `more` passed through.
 pub(crate) fn remote(more: &[&str]) -> anyhow::Result<()> {
     with_criu("remote", more)
+}
+
+/// Ends as `rewake-bench migrate`, with `more` passed through.
+pub(crate) fn migrate(more: &[&str]) -> anyhow::Result<()> {
+    root::become_root()?;
+    setup::install(&NETWORK)?;
+    with_criu("migrate", more)
 }
 
 /// Ends as `rewake-bench programs`, with `more` passed through.
