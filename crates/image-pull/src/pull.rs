@@ -214,7 +214,7 @@ impl ImageCopy<'_> {
                         && is_pages_file(&file.name)
                         && let Some(ranges) = self.eager_ranges()?.remove(&file.name)
                     {
-                        chunks.need_only(ranges);
+                        chunks.need_only(&ranges);
                     }
                 }
                 Step::Leave(place, chunk) => self.leave(place, &chunk)?,
@@ -255,7 +255,9 @@ impl ImageCopy<'_> {
 
     /// Leaves a chunk to the restore, unless an earlier copy has brought it.
     fn leave(&mut self, place: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
-        if self.target.has(place, chunk, &mut self.buffer) {
+        // Where the file system has no bytes there are none to compare: that is most of a copy that was cut early.
+        let is_hole = self.target.is_hole(place, chunk.length)?;
+        if !is_hole && self.target.has(place, chunk, &mut self.buffer) {
             self.report.kept += u64::from(chunk.length);
             return Ok(());
         }

@@ -174,7 +174,7 @@ impl Target {
     }
 
     /// Whether the file system has no bytes there.
-    fn is_hole(&mut self, at: ChunkPlace, length: u32) -> anyhow::Result<bool> {
+    pub(crate) fn is_hole(&mut self, at: ChunkPlace, length: u32) -> anyhow::Result<bool> {
         let end = at.offset + u64::from(length);
         match lseek(self.file(at.file)?, i64::try_from(at.offset)?, Whence::SeekData) {
             Ok(data) => Ok(data.cast_unsigned() >= end),
