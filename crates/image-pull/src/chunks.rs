@@ -125,7 +125,8 @@ mod tests {
     use super::*;
 
     /// The offsets of the chunks of 6 MiB of memory that are fetched now. The chunks have 2 MiB less the first pages.
-    fn fetched(ranges: &[Range<u64>]) -> Vec<u64> {
+    fn fetched(ranges: &[[u64; 2]]) -> Vec<u64> {
+        let ranges: Vec<Range<u64>> = ranges.iter().map(|[start, end]| *start..*end).collect();
         let dir = tempfile::tempdir().unwrap();
         let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: None };
         write::inventory(dir.path(), &inventory).unwrap();
@@ -133,7 +134,7 @@ mod tests {
         let pages = (6 << 20) / PAGE;
         let map = Pagemap::new(1, Generation::Wide, [((2 << 20) - PAGE, pages, PageFlags(6))]);
         write::pagemap(dir.path(), 7, &map).unwrap();
-        let bytes: Vec<u8> = (0..6u32 << 20).map(|at| (at >> 12) as u8 | 1).collect();
+        let bytes: Vec<u8> = (0..6u32 << 20).map(|at| (at >> 12).to_le_bytes()[0] | 1).collect();
         fs::write(dir.path().join("pages-1.img"), bytes).unwrap();
         seal(dir.path()).unwrap();
         let mut chunks = Chunks::new(ManifestReader::open(&ImageDir::open(dir.path()).unwrap()).unwrap());
@@ -143,7 +144,7 @@ mod tests {
                 Step::File(_, file) => {
                     is_pages = file.name == "pages-1.img";
                     if is_pages {
-                        chunks.need_only(ranges);
+                        chunks.need_only(&ranges);
                     }
                 }
                 Step::Fetch(place, _) | Step::Copy(place, ..) if is_pages => found.push(place.offset),
@@ -156,14 +157,14 @@ mod tests {
     #[test]
     fn chunks_that_share_a_block_with_needed_bytes_are_needed() {
         let second = 2 << 20;
-        assert_eq!(fetched(&[0..PAGE]), [0, PAGE], "the first block has the start of the second chunk");
-        assert_eq!(fetched(&[second + 0x20000..second + 0x21000]), [second + PAGE]);
+        assert_eq!(fetched(&[[0, PAGE]]), [0, PAGE], "the first block has the start of the second chunk");
+        assert_eq!(fetched(&[[second + 0x20000, second + 0x21000]]), [second + PAGE]);
     }
 
     #[test]
     fn overlapping_ranges_are_needed_as_a_whole() {
         let (second, third) = (2 << 20, 4 << 20);
-        let ranges = [0..third + (1 << 20), PAGE..2 * PAGE, third + 0x20000..third + 0x21000];
+        let ranges = [[0, third + (1 << 20)], [PAGE, 2 * PAGE], [third + 0x20000, third + 0x21000]];
         assert_eq!(fetched(&ranges), [0, PAGE, second + PAGE, third + PAGE]);
     }
 }

@@ -66,17 +66,17 @@ pub fn pull_eager(
     copy(source, directory, expected, true)
 }
 
-/// Returns whether a directory has a complete image. `expected` is the beginning of its id.
+/// Returns the id of a directory's complete image; none without one. `expected` is the beginning of the id.
 ///
 /// # Errors
 /// The directory has another image than `expected`, or its manifest is damaged.
-pub fn has_image(directory: &Path, expected: Option<&str>) -> anyhow::Result<bool> {
+pub fn complete_image(directory: &Path, expected: Option<&str>) -> anyhow::Result<Option<Digest>> {
     if !is_complete(directory) {
-        return Ok(false);
+        return Ok(None);
     }
     let id = ManifestReader::open(&ImageDir::open(directory)?)?.id();
     check_id(id, expected, &directory.display())?;
-    Ok(true)
+    Ok(Some(id))
 }
 
 /// Puts the manifest of a copy in place whose last chunks a restore has brought. It checks each chunk first.

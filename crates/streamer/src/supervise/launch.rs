@@ -12,6 +12,7 @@ use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::PeerTls;
 use rewake_manifest::refuse_partial;
 
+use crate::fetch_peer::FetchedImage;
 use crate::gpu::plugin_folder;
 use crate::session::image::Image;
 use crate::sys;
@@ -35,8 +36,8 @@ pub struct LaunchPlan {
 pub struct ImageServerAddress {
     /// The addresses of the host.
     pub addresses: Vec<SocketAddr>,
-    /// The name of the image there.
-    pub image: String,
+    /// The image there.
+    pub image: FetchedImage,
     /// How the connection is encrypted, with absolute paths; none: it is not.
     pub tls: Option<PeerTls>,
 }
@@ -120,7 +121,7 @@ fn add_server(command: &mut Command, from: &ImageServerAddress) {
     for address in &from.addresses {
         command.arg("--from-address").arg(address.to_string());
     }
-    command.arg("--from-image").arg(&from.image);
+    command.arg("--from-image").arg(&from.image.name).arg("--from-id").arg(&from.image.id);
     let Some(PeerTls { options, host }) = &from.tls else { return };
     command.arg("--tls");
     if let Some(host) = host {

@@ -6,13 +6,13 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::fetch_peer::FetchPeer;
+use crate::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
 use rewake_fetcher::plan::{FetchedMemory, PagePeer};
 use rewake_image_io::{PresenceWriter, read_now};
-use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME};
+use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME, read_partial_checksums};
 
 use super::*;
 
@@ -385,7 +385,12 @@ fn of_a_partial_image_right_blocks_count_as_arrived() {
     let (_root, images) = partial(1, "pages-1.img");
     let image = partial_image(&images).unwrap();
     let peer = PagePeer::Tcp(Vec::new());
-    let peer = FetchPeer { peer, tls: None, connected: None, image: Some("web/1".into()) };
+    let id = read_partial_checksums(&ImageDir::open(&images).unwrap()).unwrap().id.to_string();
+    let served = |id: &str| Some(FetchedImage { name: "web/1".into(), id: id.into() });
+    let mut peer = FetchPeer { peer, tls: None, connected: None, image: served("0123") };
+    let error = image.fetch_plan(image.remote().unwrap(), &peer).unwrap_err().to_string();
+    assert!(error.contains("did another program write into the directory?"), "{error}");
+    peer.image = served(&id);
     let plan = image.fetch_plan(image.remote().unwrap(), &peer).unwrap();
     let FetchedMemory::Files { image: name, files, .. } = &plan.memory else { panic!("{plan:?}") };
     let files: Vec<_> = files.iter().map(|file| (file.first, file.len, file.number)).collect();
