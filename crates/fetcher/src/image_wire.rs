@@ -8,7 +8,7 @@ use std::rc::Rc;
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, PAGE};
 use rewake_image_io::BLOCK;
-use rewake_image_protocol::message::{MessageError, receive, send};
+use rewake_image_protocol::message::{MessageError, printable, receive, send};
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
 use rewake_image_protocol::{Data, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VERSION, hello};
@@ -220,11 +220,6 @@ impl ImageWire {
     pub(crate) fn has_more(&self) -> bool {
         self.start < self.end
     }
-}
-
-/// Replaces characters that would change the look of a log.
-fn printable(text: &str) -> String {
-    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 
 fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {

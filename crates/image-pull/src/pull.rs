@@ -143,10 +143,13 @@ fn copy(
     };
     let mut first = manifest()?;
     match first.next_record()? {
-        Some(ManifestRecord::Parent(_)) if eager => bail!(
-            "the image is incremental: copy its parent, and then the image itself, with `rewake pull`, and restore it \
-             without --from"
-        ),
+        Some(ManifestRecord::Parent(_)) if eager => {
+            copy.target.abandon();
+            bail!(
+                "the image is incremental: copy its parent, and then the image itself, with `rewake pull`, and restore \
+                 it without --from"
+            )
+        }
         Some(ManifestRecord::Parent(parent)) => copy.target.link_parent(&parent)?,
         // Read again from its start.
         _ => first = manifest()?,

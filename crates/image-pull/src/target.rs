@@ -15,7 +15,9 @@ use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use nix::unistd::{Whence, lseek};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::open_files::OpenFiles;
-use rewake_manifest::{MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent};
+use rewake_manifest::{
+    MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent, is_covered,
+};
 use rewake_process::file_lock::DirectoryLock;
 
 /// The directory.
@@ -41,8 +43,9 @@ impl Target {
     pub(crate) fn open(path: &Path, id: Digest) -> anyhow::Result<Option<Self>> {
         fs::create_dir_all(path).with_context(|| path.display().to_string())?;
         let lock = DirectoryLock::take(path).with_context(|| format!("locking {}", path.display()))?;
-        let lock =
-            lock.with_context(|| format!("{}: another program writes an image into it", path.display()))?;
+        let lock = lock.with_context(|| {
+            format!("{}: another program writes an image into it: wait until it has ended", path.display())
+        })?;
         let images = ImageDir::open(path)?;
         if is_complete(path) {
             let found = ManifestReader::open(&images)?.id();
@@ -85,6 +88,14 @@ impl Target {
         let target = Self::open(path, reader()?.id())?;
         let target = target.with_context(|| format!("{}: it has its manifest already", path.display()))?;
         Ok((target, reader()?))
+    }
+
+    /// Removes what was made for a copy that has not begun, and is not the rest of an earlier one.
+    pub(crate) fn abandon(&self) {
+        if !self.is_cut {
+            // Other files in the directory keep it.
+            let _ = fs::remove_file(self.path.join(PARTIAL_NAME)).and_then(|()| fs::remove_dir(&self.path));
+        }
     }
 
     /// Reads which parts of pages files CRIU reads itself: the pagemaps have arrived.
@@ -237,7 +248,7 @@ pub(crate) fn is_complete(path: &Path) -> bool {
 fn remove_other(path: &Path, is_partial: bool) -> anyhow::Result<()> {
     for entry in fs::read_dir(path)?.flatten() {
         let name = entry.file_name();
-        if name.as_bytes().ends_with(b".img") || name == "parent" {
+        if is_covered(name.as_bytes()) || name == "parent" {
             ensure!(
                 is_partial,
                 "{}: it has files of an image without a manifest: choose an empty directory",

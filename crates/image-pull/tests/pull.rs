@@ -210,7 +210,7 @@ fn two_copies_into_a_directory_do_not_meet() {
     let lock = fs::File::open(scene.copy()).unwrap();
     lock.lock().unwrap();
     let error = format!("{:#}", scene.pull().unwrap_err());
-    assert!(error.ends_with("another program writes an image into it"), "{error}");
+    assert!(error.ends_with("another program writes an image into it: wait until it has ended"), "{error}");
     lock.unlock().unwrap();
     scene.pull().unwrap();
 }
@@ -273,6 +273,8 @@ fn an_incremental_image_needs_its_parent_beside_it() {
     seal(&child).unwrap();
     let copy = scene.dir.path().join("copies/2");
     let go = || pull(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None);
+    let error = pull_eager(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None).unwrap_err();
+    assert!(error.to_string().contains("the image is incremental") && !copy.exists(), "{error}");
     let error = format!("{:#}", go().unwrap_err());
     assert!(error.contains("copy the parent image to"), "{error}");
     let eager = pull_eager(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None);

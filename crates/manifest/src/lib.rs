@@ -22,6 +22,7 @@ mod verify;
 
 pub use checksums::{ImageChecksums, MemoryFile, read_chain, read_checksums, read_partial_checksums};
 pub use difference::ImageDifference;
+pub use directory::is_covered;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 pub use names::{MANIFEST_NAME, PARTIAL_NAME};

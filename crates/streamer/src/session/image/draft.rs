@@ -211,7 +211,10 @@ fn lock_directory(images: &ImageDir) -> anyhow::Result<File> {
     match directory.try_lock() {
         Ok(()) => Ok(directory),
         Err(TryLockError::WouldBlock) => {
-            bail!("{}: another program writes an image into it", images.path().display())
+            bail!(
+                "{}: another program writes an image into it: wait until it has ended",
+                images.path().display()
+            )
         }
         Err(TryLockError::Error(error)) => {
             Err(error).with_context(|| format!("locking {}", images.path().display()))
