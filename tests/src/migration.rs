@@ -129,7 +129,7 @@ impl Migration {
     pub fn migrate_with(&self, destination: &str, options: &[&str]) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
         command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
-        let criu = self.source_criu.as_deref().unwrap_or(self.scene.criu().as_ref().as_ref());
+        let criu = self.source_criu.as_deref().unwrap_or_else(|| self.scene.criu().as_ref().as_ref());
         command.args(&self.security[0]).arg("--criu").arg(criu).args(options);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
