@@ -122,12 +122,10 @@ fn a_redis_under_load_moves_with_one_stall_and_every_key() {
     let hosts = HostPair::start(folder.path()).unwrap();
     let program = folder.path().join(NAME);
     symlink(REDIS, &program).unwrap();
-    // CRIU dumps whole sessions, and no file of another host: the shell before has kept some.
-    let mut redis = Command::new("setsid");
-    redis.args(["bash", "-c", "exec 10>&- 11>&- 12>&-; exec \"$@\"", "bash"]);
-    redis.arg(&program).args(["--port", &PORT.to_string(), "--save", "", "--protected-mode", "no"]);
+    let mut redis = Command::new(&program);
+    redis.args(["--port", &PORT.to_string(), "--save", "", "--protected-mode", "no"]);
     redis.args(["--enable-debug-command", "yes"]);
-    let mut redis = hosts.source.alone(&redis).spawn().unwrap();
+    let mut redis = hosts.source.apart(&redis).spawn().unwrap();
     let pid = until(MINUTE, || hosts.source.named(NAME).into_iter().min()).expect("redis");
     let pid = hosts.source.own_number(pid).unwrap().to_string();
 

@@ -7,7 +7,7 @@
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -268,7 +268,8 @@ impl SocketClient {
     fn listening(scene: &Scene, socket: UnixStream) -> Self {
         let mut command = Command::new(rewake().unwrap());
         command.args(["lazy-pages", "--page-server", "--ps-socket", "0", "-o", "lazy.log", "-D"]);
-        command.arg(scene.images()).arg("-W").arg(scene.work()).stdin(OwnedFd::from(socket));
+        command.arg(scene.images()).arg("-W").arg(scene.work());
+        command.stdin(OwnedFd::from(socket)).stderr(Stdio::null());
         let client = Self(command.spawn().unwrap());
         drop(command);
         let socket = scene.work().join("lazy-pages.socket");

@@ -7,15 +7,17 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use rewake_testkit::authority::Authority;
 use rewake_tests::daemon::{processes_naming, restore, timeline};
 use rewake_tests::export::{
     ImageExport, fetchers, messages, pull, restore_from, seal, streamer_ended, verify, with_messages_in_file,
 };
 use rewake_tests::page_server::tls_options;
-use rewake_tests::process::until;
+use rewake_tests::process::{parent, until};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::ACT;
+use rewake_tests::sessions::{own_sessions, parked, recover, served_again};
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 const MIB: usize = 16;
@@ -64,6 +66,13 @@ impl Remote {
     fn passed(&self, bytes: u64) {
         let passed = until(ACT, || (self.link.passed() >= bytes).then_some(()));
         assert!(passed.is_some(), "{} {}", self.link.passed(), messages(&self.scene));
+    }
+
+    /// Supervisor and worker.
+    fn streamers(&self) -> Vec<Pid> {
+        let streamers = processes_naming(&self.scene.work().display().to_string());
+        assert!(streamers.len() >= 2, "{}", messages(&self.scene));
+        streamers
     }
 
     /// The program has seen right bytes, and the copy is an image.
@@ -162,6 +171,45 @@ fn a_fetcher_that_is_killed_costs_no_byte() {
 }
 
 #[test]
+fn a_successor_of_a_killed_worker_uses_the_same_fetcher() {
+    let criu = need!(Criu::main());
+    let remote = Remote::new(&criu, "random", SLOW);
+    remote.restore();
+    remote.scene.go().unwrap();
+    remote.passed(6 << 20);
+    let before = fetchers(&remote.scene);
+    let streamers = remote.streamers();
+    let worker = streamers.iter().find(|pid| parent(**pid).is_some_and(|parent| streamers.contains(&parent)));
+    kill(*worker.unwrap(), Signal::SIGKILL).unwrap();
+    remote.passed(10 << 20);
+    // The fetcher belongs to another process now.
+    assert!(before.len() == 1 && kill(before[0], None).is_ok());
+    assert!(remote.streamers().iter().all(|pid| Some(pid) != worker));
+    remote.scene.stop().unwrap();
+    remote.ends_well();
+    assert!(!messages(&remote.scene).contains("starting another fetcher"));
+}
+
+#[test]
+fn recover_continues_the_session_of_a_dead_streamer() {
+    let criu = need!(Criu::main());
+    own_sessions().unwrap();
+    let remote = Remote::new(&criu, "random", SLOW);
+    remote.restore();
+    remote.scene.go().unwrap();
+    remote.scene.stop().unwrap();
+    assert!(parked(remote.scene.pid(), || remote.copy().join(WHOLE).exists()).unwrap());
+    let streamers = remote.streamers();
+    streamers.into_iter().for_each(|pid| kill(pid, Signal::SIGKILL).unwrap());
+    assert!(!remote.copy().join(WHOLE).exists(), "it is killed too late");
+    let output = recover().unwrap().output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && served_again(&output) == 1, "{text}");
+    assert_eq!(remote.scene.verdict(ACT).unwrap(), Verdict::Ok);
+    verify(&remote.copy()).unwrap();
+}
+
+#[test]
 fn a_wrong_byte_ends_the_program_and_is_never_seen() {
     let criu = need!(Criu::main());
     let remote = Remote::new(&criu, "random", SLOW);
@@ -186,9 +234,7 @@ fn a_copy_whose_session_was_killed_is_completed() {
     remote.restore();
     remote.scene.go().unwrap();
     remote.passed(6 << 20);
-    let streamers = processes_naming(&remote.scene.work().display().to_string());
-    assert!(streamers.len() >= 2, "{}", messages(&remote.scene));
-    streamers.into_iter().for_each(|pid| kill(pid, Signal::SIGKILL).unwrap());
+    remote.streamers().into_iter().for_each(|pid| kill(pid, Signal::SIGKILL).unwrap());
     remote.scene.next_round().unwrap();
 
     // The next restore fetches only what is missing.

@@ -57,6 +57,13 @@ impl Record {
         }
     }
 
+    /// Adds what another record has.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.programs.extend(other.programs);
+        self.tests.extend(other.tests);
+        self.skipped.extend(other.skipped);
+    }
+
     /// Reads all that a command prints, and prints it here too, after the prefix; returns whether it
     /// succeeded.
     ///

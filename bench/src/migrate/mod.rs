@@ -157,7 +157,7 @@ impl MigrationScene {
         let mut program = Command::new(std::env::current_exe()?);
         program.args(["migrating-writer", "--mib", &mib.to_string(), "--order", &order]);
         program.args(["--rate", &options.write_rate.to_string(), "--dir"]).arg(folder.path());
-        let program = hosts.source.alone(&program).spawn().context("start a program")?;
+        let program = hosts.source.apart(&program).spawn().context("start a program")?;
         let ready = folder.path().join("ready");
         until(MINUTE, || ready.exists().then_some(())).context("the program is not ready")?;
         let pid = hosts.source.named(NAME).into_iter().min().context("the program has ended")?;

@@ -102,11 +102,8 @@ impl Bench<'_> {
         println!("{}", table::background(&background));
         let clients = self.clients()?;
         println!("{}", table::clients(&clients, self.image.bytes()));
-        let samples = [local, slow].concat();
-        println!(
-            "{}",
-            table::memory(samples.iter().chain(background.iter().map(|one| &one.sample)), &clients)
-        );
+        let samples = local.iter().chain(&slow).chain(background.iter().map(|load| &load.sample));
+        println!("{}", table::memory(&samples.collect::<Vec<_>>(), &clients));
         Ok(())
     }
 

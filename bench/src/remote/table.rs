@@ -128,15 +128,12 @@ pub(super) fn clients(rounds: &[[ServedClients; 2]], bytes: u64) -> String {
 }
 
 /// Memory of rewake's largest processes.
-pub(super) fn memory<'a>(
-    samples: impl Iterator<Item = &'a Sample> + Clone,
-    clients: &[[ServedClients; 2]],
-) -> String {
+pub(super) fn memory(samples: &[&Sample], clients: &[[ServedClients; 2]]) -> String {
     let mib = |bytes: Option<u64>| {
         bytes.map_or_else(|| "-".to_owned(), |bytes| number(bytes as f64 / f64::from(1 << 20)))
     };
     let ours = |maker: fn(&Pairing) -> Maker| {
-        samples.clone().filter(move |sample| maker(&sample.pairing) == Maker::Rewake)
+        samples.iter().filter(move |sample| maker(&sample.pairing) == Maker::Rewake)
     };
     format!(
         "Anonymous and shared memory of rewake's largest process: client {} MiB; server of one client {} MiB, of {CLIENTS} \

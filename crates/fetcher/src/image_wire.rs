@@ -220,6 +220,7 @@ fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {
 mod tests {
     use std::io::Write as _;
     use std::os::unix::net::UnixStream;
+    use std::time::Instant;
 
     use rewake_image_io::Class;
     use rewake_image_protocol::reply_of;
@@ -235,7 +236,7 @@ mod tests {
     ];
 
     fn flight(first: u64, pages: u64) -> FlightPages {
-        FlightPages { first, pages, class: Class::Demand, readers: 0 }
+        FlightPages { first, pages, class: Class::Demand, readers: 0, sent: Instant::now() }
     }
 
     fn wire() -> (ImageWire, UnixStream) {

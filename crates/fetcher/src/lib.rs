@@ -8,8 +8,8 @@
 //! * [`plan`]: what each page of the presence map is at the peer, and where the peer is.
 //! * [`channel`]: the messages between streamer and fetcher.
 //! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire` and `image_wire`: the
-//!   protocols on it. `queue`: which pages are requested next.
-//! * [`process`]: the fetcher itself. Start here. `confine`: what it may do.
+//!   protocols on it; `peer_wire`: one of them. `queue`: which pages are requested next. `window`: how many at once.
+//! * [`process`]: the fetcher itself. Start here. `confine`: what it may do. `waiting`: for sockets.
 //! * [`unread`]: how a streamer ends a connection as a failure.
 //!
 //! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, `rewake page-server --lazy-pages`, or `rewake
@@ -19,9 +19,12 @@ pub mod channel;
 mod confine;
 mod image_wire;
 mod peer;
+mod peer_wire;
 pub mod plan;
 pub mod process;
 mod queue;
 mod stream;
 pub mod unread;
+mod waiting;
+mod window;
 mod wire;

@@ -13,8 +13,6 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
 use rewake_criu_tls::{HandshakeError, TlsClient};
 use rewake_image_io::PresenceWriter;
@@ -24,9 +22,11 @@ use crate::channel::{self, FetchOrder, MAX_READERS};
 use crate::confine::confine;
 use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
+use crate::peer_wire::PeerWire;
 use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
 use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
 use crate::stream::PageStream;
+use crate::waiting::wait;
 use crate::wire::{PageWire, PeerEnded};
 
 /// The hidden command that is the fetcher.
@@ -80,13 +80,6 @@ impl From<anyhow::Error> for FetchEnd {
     fn from(error: anyhow::Error) -> Self {
         Self::Failed { again: false, error }
     }
-}
-
-/// A connection with the protocol of its peer.
-#[derive(Debug)]
-enum PeerWire {
-    Pages(PageWire),
-    Image(ImageWire),
 }
 
 /// What the peer has, shared by the connections.
@@ -179,8 +172,11 @@ fn files(socket: BorrowedFd<'_>, count: usize) -> anyhow::Result<Vec<File>> {
 impl Fetcher {
     /// Fetches pages until the end.
     fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
+        let mut has_orders = true;
         loop {
-            self.take_orders(socket)?;
+            if has_orders {
+                self.take_orders(socket)?;
+            }
             let mut requests: [Vec<FlightPages>; LANES] = Default::default();
             let now = Instant::now();
             while let Some(flight) = self.queue.next(self.presence.map(), now)? {
@@ -193,7 +189,7 @@ impl Fetcher {
             if self.finishing && self.queue.is_idle() {
                 return self.close(socket);
             }
-            self.wait(socket)?;
+            has_orders = self.wait(socket)?;
         }
     }
 
@@ -268,8 +264,8 @@ impl Fetcher {
         Ok(Connection { wire, alive: Instant::now() })
     }
 
-    /// Waits for the streamer or the peer, and takes what the peer has sent.
-    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
+    /// Waits for the streamer or the peer, and takes what the peer has sent. Returns whether the streamer has sent orders.
+    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<bool, FetchEnd> {
         let mut limit = None;
         let (mut descriptors, mut lanes) = (vec![socket], Vec::new());
         for (lane, connection) in self.connections.iter().enumerate() {
@@ -294,7 +290,7 @@ impl Fetcher {
                 return Err(self.failed(error));
             }
         }
-        Ok(())
+        Ok(ready[0])
     }
 
     /// Takes what the peer has sent on a connection.
@@ -313,7 +309,7 @@ impl Fetcher {
 
     /// Writes the answers that have arrived into the files.
     fn take_answers(&mut self, lane: usize) -> anyhow::Result<()> {
-        let Some(Connection { wire, .. }) = &mut self.connections[lane] else { return Ok(()) };
+        let Some(Connection { wire, alive }) = &mut self.connections[lane] else { return Ok(()) };
         while let Some(expected) = self.queue.expected(lane).copied() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
@@ -327,7 +323,7 @@ impl Fetcher {
             match wire {
                 PeerWire::Pages(wire) => {
                     wire.used(pages);
-                    self.queue.answered(lane, pages);
+                    self.queue.answered(lane, pages, *alive);
                 }
                 PeerWire::Image(wire) => {
                     wire.used(pages);
@@ -348,6 +344,7 @@ impl Fetcher {
         if let PeerMemory::Pages(_) = self.memory {
             self.connect(socket, 0)?;
         }
+        let mut ended = Vec::new();
         for lane in 0..LANES {
             let Some(connection) = self.connections[lane].take() else { continue };
             let mut wire = connection.wire;
@@ -355,11 +352,11 @@ impl Fetcher {
                 let closed = end_session(wire, self.plan.peer == PagePeer::Connected);
                 closed.map_err(|error| self.failed(error))?;
             }
-            self.presence.close();
-            // The peer has received the last message: how the connection ends does not matter any more.
-            let _ = wire.into_stream().end();
+            ended.push(wire.into_stream());
         }
         self.presence.close();
+        // The peer has received the last message: how the connections end does not matter any more.
+        ended.into_iter().for_each(|stream| drop(stream.end()));
         // The streamer also sees it in the presence map.
         let _ = channel::report_closed(socket);
         Ok(())
@@ -393,53 +390,6 @@ impl Fetcher {
             Some(HandshakeError::Timeout | HandshakeError::Closed | HandshakeError::Other(_)) => !is_first,
             Some(_) => false,
             None => !(is_first && error.is::<PeerEnded>()),
-        }
-    }
-}
-
-impl PeerWire {
-    fn receive(&mut self) -> anyhow::Result<()> {
-        match self {
-            Self::Pages(wire) => wire.receive(),
-            Self::Image(wire) => wire.receive(),
-        }
-    }
-
-    /// Returns the next pages of the answer to a request, and their bytes.
-    fn answer(&mut self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
-        match self {
-            Self::Pages(wire) => wire.answer(expected),
-            Self::Image(wire) => wire.answer(expected),
-        }
-    }
-
-    fn has_more(&self) -> bool {
-        match self {
-            Self::Pages(wire) => wire.has_more(),
-            Self::Image(wire) => wire.has_more(),
-        }
-    }
-
-    fn stream(&mut self) -> &mut PageStream {
-        match self {
-            Self::Pages(wire) => &mut wire.stream,
-            Self::Image(wire) => &mut wire.stream,
-        }
-    }
-
-    fn into_stream(self) -> PageStream {
-        match self {
-            Self::Pages(wire) => wire.stream,
-            Self::Image(wire) => wire.stream,
-        }
-    }
-}
-
-impl AsFd for PeerWire {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Pages(wire) => wire.stream.as_fd(),
-            Self::Image(wire) => wire.stream.as_fd(),
         }
     }
 }
@@ -483,18 +433,4 @@ fn wake(readers: &[File], which: u64) {
         // An eventfd whose counter is full is readable all the same.
         let _ = nix::unistd::write(reader, &1u64.to_ne_bytes());
     }
-}
-
-/// Waits until one of the descriptors has something to read; which of them do.
-fn wait(descriptors: &[BorrowedFd<'_>], limit: Option<Duration>) -> anyhow::Result<Vec<bool>> {
-    let mut polled: Vec<PollFd<'_>> =
-        descriptors.iter().map(|descriptor| PollFd::new(*descriptor, PollFlags::POLLIN)).collect();
-    let limit =
-        limit.map_or(PollTimeout::NONE, |limit| PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX));
-    match poll(&mut polled, limit) {
-        Ok(_) | Err(Errno::EINTR) => {}
-        Err(error) => return Err(error).context("waiting"),
-    }
-    let ready = |polled: &PollFd<'_>| polled.revents().is_some_and(|events| !events.is_empty());
-    Ok(polled.iter().map(ready).collect())
 }

@@ -2,9 +2,9 @@
 //! Decides which pages are requested next. It does no I/O.
 //!
 //! CRIU's protocol has one connection, and answers have the order of the requests. So a demand request waits for the
-//! answers to all requests that were sent before it. That bounds what may be in flight for the background load. An image
-//! server has a connection for each class. A demand waits for no answer of the other connection: its block is requested
-//! again. But both share the link.
+//! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for the background
+//! load. An image server has a connection for each class. A demand waits for no answer of the other connection: its block
+//! is requested again. But both share the link.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_image_io::{Class, FetchRequest, PresenceMap};
+
+use crate::window::{BUSY_PAGES, BackgroundWindow, NEAR_PAGES};
 
 /// Pages of a block: a part of one cannot be checked.
 pub(crate) const BLOCK_PAGES: u64 = rewake_image_io::BLOCK as u64 / rewake_criu_images::PAGE;
@@ -35,9 +37,10 @@ pub(crate) struct FlightLimits {
     separate: bool,
 }
 
-/// For a page server: 512 KiB keep 4 Gbit/s busy over 1 ms; 64 KiB take 0.5 ms of a link of 1 Gbit/s.
+/// For a near page server: 512 KiB keep 4 Gbit/s busy over 1 ms; 64 KiB take 0.5 ms of a link of 1 Gbit/s. For a far one
+/// [`BackgroundWindow`] has others.
 pub(crate) const OF_PAGE_SERVER: FlightLimits =
-    FlightLimits { unit: 1, request: MAX_PAGES, quiet: 128, busy: 16, separate: false };
+    FlightLimits { unit: 1, request: MAX_PAGES, quiet: NEAR_PAGES, busy: BUSY_PAGES, separate: false };
 
 /// For an image server: 8 MiB keep 10 Gbit/s busy over 6 ms, in chunks; 128 KiB take 1 ms of a link of 1 Gbit/s.
 pub(crate) const OF_IMAGE_SERVER: FlightLimits =
@@ -71,6 +74,8 @@ pub(crate) struct FlightPages {
     pub(crate) class: Class,
     /// One bit for each reader to wake.
     pub(crate) readers: u64,
+    /// When it was sent.
+    pub(crate) sent: Instant,
 }
 
 impl FlightPages {
@@ -90,6 +95,7 @@ pub(crate) struct FetchQueue {
     /// By connection.
     in_flight: [VecDeque<FlightPages>; LANES],
     last_demand: Option<Instant>,
+    window: BackgroundWindow,
     /// Readers whose pages have arrived.
     pub(crate) to_wake: u64,
 }
@@ -97,7 +103,8 @@ pub(crate) struct FetchQueue {
 impl FetchQueue {
     pub(crate) fn new(runs: Vec<Range<u64>>, limits: FlightLimits) -> Self {
         let (demand, background, in_flight) = (VecDeque::new(), VecDeque::new(), Default::default());
-        Self { runs, limits, demand, background, in_flight, last_demand: None, to_wake: 0 }
+        let window = BackgroundWindow::new();
+        Self { runs, limits, demand, background, in_flight, last_demand: None, window, to_wake: 0 }
     }
 
     /// Returns the connection of a class.
@@ -160,17 +167,24 @@ impl FetchQueue {
         let demands = of(Class::Demand).count();
         let background: u64 = of(Class::Background).map(|flight| flight.pages).sum();
         if demands < MAX_DEMANDS
-            && let Some(flight) = self.take(Class::Demand, MAX_PAGES, presence)?
+            && let Some(flight) = self.take(Class::Demand, MAX_PAGES, presence, now)?
         {
             return Ok(Some(flight));
         }
         let is_busy = demands > 0 || self.last_demand.is_some_and(|last| now - last < QUIET_AFTER);
-        let FlightLimits { request, quiet, busy, .. } = self.limits;
-        let room = if is_busy { busy } else { quiet }.saturating_sub(background).min(request);
+        let FlightLimits { request, quiet, busy, separate, .. } = self.limits;
+        let window = match (separate, is_busy) {
+            (false, _) => self.window.pages(is_busy),
+            (true, true) => busy,
+            (true, false) => quiet,
+        };
+        // On one connection two are in flight at least, where the window is larger than the smallest.
+        let largest = if separate { request } else { (window / 2).clamp(busy, request) };
+        let room = window.saturating_sub(background).min(largest);
         if background > 0 && room < busy {
             return Ok(None);
         }
-        self.take(Class::Background, room, presence)
+        self.take(Class::Background, room, presence, now)
     }
 
     /// Takes the first pages of a class that are absent and not in flight.
@@ -179,6 +193,7 @@ impl FetchQueue {
         class: Class,
         most: u64,
         presence: &PresenceMap,
+        now: Instant,
     ) -> anyhow::Result<Option<FlightPages>> {
         let lane = self.lane(class);
         let Self { runs, demand, background, in_flight, to_wake, limits, .. } = self;
@@ -210,7 +225,7 @@ impl FetchQueue {
                 }
                 queue.pop_front();
             }
-            let flight = FlightPages { first, pages: end - first, class, readers };
+            let flight = FlightPages { first, pages: end - first, class, readers, sent: now };
             in_flight[lane].push_back(flight);
             return Ok(Some(flight));
         }
@@ -218,8 +233,9 @@ impl FetchQueue {
     }
 
     /// Takes the answer to the first request in flight, of its first `pages` pages. The others are requested again.
-    pub(crate) fn answered(&mut self, lane: usize, pages: u64) {
+    pub(crate) fn answered(&mut self, lane: usize, pages: u64, now: Instant) {
         let Some(flight) = self.in_flight[lane].pop_front() else { return };
+        self.window.note(now - flight.sent, flight.class == Class::Background);
         self.to_wake |= flight.readers;
         if pages < flight.pages {
             let rest = WantedPages { pages: flight.first + pages..flight.end(), readers: flight.readers };
@@ -320,7 +336,7 @@ mod tests {
         fn arrives(&mut self, pages: u64) -> u64 {
             let first = self.queue.expected(0).unwrap().first;
             self.presence.set(first, pages);
-            self.queue.answered(0, pages);
+            self.queue.answered(0, pages, self.now);
             std::mem::take(&mut self.queue.to_wake)
         }
     }

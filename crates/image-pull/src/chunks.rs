@@ -25,6 +25,8 @@ pub(crate) enum Step {
     Copy(ChunkPlace, SealedChunk, ChunkPlace),
     /// Leave a chunk to the restore.
     Leave(ChunkPlace, SealedChunk),
+    /// Make so many bytes zeros, if an earlier copy or a restore has written there.
+    Zero(ChunkPlace, u32),
 }
 
 /// The steps of a manifest.
@@ -63,11 +65,11 @@ impl Chunks {
     /// Returns the next step; `None` after the last.
     pub(crate) fn next(&mut self) -> anyhow::Result<Option<Step>> {
         loop {
-            while let Some(chunk) = self.left.next() {
+            if let Some(chunk) = self.left.next() {
                 let place = ChunkPlace { file: self.files, offset: self.offset };
                 self.offset += u64::from(chunk.length);
                 if chunk.is_zero() {
-                    continue;
+                    return Ok(Some(Step::Zero(place, chunk.length)));
                 }
                 if !self.is_needed(place.offset, self.offset) {
                     return Ok(Some(Step::Leave(place, chunk)));
@@ -86,7 +88,12 @@ impl Chunks {
                     return Ok(Some(Step::File(self.files, file)));
                 }
                 Some(ManifestRecord::Segment(segment)) => {
-                    (self.left, self.offset) = (segment.chunks.into_iter(), segment.offset);
+                    let (offset, is_zero) = (segment.offset, segment.chunks.is_empty());
+                    (self.left, self.offset) = (segment.chunks.into_iter(), offset);
+                    if is_zero {
+                        let place = ChunkPlace { file: self.files, offset };
+                        return Ok(Some(Step::Zero(place, segment.length)));
+                    }
                 }
                 // It is the first record, and has been read.
                 Some(ManifestRecord::Parent(_)) => {}

@@ -89,17 +89,28 @@ pub fn complete(directory: &Path) -> anyhow::Result<Digest> {
     while let Some(step) = chunks.next()? {
         match step {
             Step::File(_, file) => target.make(&file).with_context(|| format!("file {}", file.name))?,
-            Step::Fetch(place, chunk) | Step::Copy(place, chunk, _) | Step::Leave(place, chunk) => ensure!(
-                target.has(place, &chunk, &mut buffer),
-                "{}: the {} bytes from offset {} are not those that the manifest proves: `rewake pull` brings them",
-                target.name(place.file),
-                chunk.length,
-                place.offset
-            ),
+            Step::Fetch(place, chunk) | Step::Copy(place, chunk, _) | Step::Leave(place, chunk) => {
+                let is_here = target.has(place, &chunk, &mut buffer);
+                check_present(is_here, &target, place, chunk.length)?;
+            }
+            Step::Zero(place, length) => {
+                let is_here = target.is_zero(place, length, &mut buffer)?;
+                check_present(is_here, &target, place, length)?;
+            }
         }
     }
     target.finish()?;
     Ok(id)
+}
+
+fn check_present(is_here: bool, target: &Target, place: ChunkPlace, length: u32) -> anyhow::Result<()> {
+    ensure!(
+        is_here,
+        "{}: the {length} bytes from offset {} are not those that the manifest proves: `rewake pull` brings them",
+        target.name(place.file),
+        place.offset
+    );
+    Ok(())
 }
 
 fn copy(
@@ -207,6 +218,12 @@ impl ImageCopy<'_> {
                     }
                 }
                 Step::Leave(place, chunk) => self.leave(place, &chunk)?,
+                Step::Zero(place, length) => {
+                    if !self.target.is_zero(place, length, &mut self.buffer)? {
+                        self.buffer.fill(0);
+                        self.target.write(place, &self.buffer)?;
+                    }
+                }
                 Step::Copy(place, chunk, first) => {
                     self.steps.push_back(PendingChunk::Copied(place, chunk, first));
                     while self.steps.len() >= MAX_PENDING || self.is_copy_next() {

@@ -12,6 +12,7 @@ use crate::chunks::ChunkPlace;
 use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
+use nix::unistd::{Whence, lseek};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent};
@@ -138,6 +139,10 @@ impl Target {
         let found = made.metadata()?;
         ensure!(found.is_file(), "expected a regular file");
         self.existed = self.is_cut && found.len() == file.length;
+        if !self.existed {
+            // Bytes that are left from another file must not be taken for zeros.
+            made.set_len(0)?;
+        }
         made.set_len(file.length)?;
         self.names.push(file.name.clone());
         Ok(())
@@ -147,6 +152,37 @@ impl Target {
     pub(crate) fn has(&mut self, at: ChunkPlace, chunk: &SealedChunk, into: &mut Vec<u8>) -> bool {
         into.resize(chunk.length as usize, 0);
         self.existed && self.read(at, into).is_ok() && is_right(into, chunk)
+    }
+
+    /// Whether these bytes are zeros. They are, where no earlier copy or restore has written to the file. It must be the
+    /// file that was made last.
+    ///
+    /// # Errors
+    /// They cannot be read.
+    pub(crate) fn is_zero(
+        &mut self,
+        at: ChunkPlace,
+        length: u32,
+        into: &mut Vec<u8>,
+    ) -> anyhow::Result<bool> {
+        into.resize(length as usize, 0);
+        if !self.existed || self.is_hole(at, length)? {
+            return Ok(true);
+        }
+        self.read(at, into)?;
+        Ok(into.iter().all(|byte| *byte == 0))
+    }
+
+    /// Whether the file system has no bytes there.
+    fn is_hole(&mut self, at: ChunkPlace, length: u32) -> anyhow::Result<bool> {
+        let end = at.offset + u64::from(length);
+        match lseek(self.file(at.file)?, i64::try_from(at.offset)?, Whence::SeekData) {
+            Ok(data) => Ok(data.cast_unsigned() >= end),
+            Err(Errno::ENXIO) => Ok(true),
+            // This file system cannot say.
+            Err(Errno::EINVAL | Errno::EOPNOTSUPP) => Ok(false),
+            Err(errno) => Err(errno).with_context(|| self.name(at.file)),
+        }
     }
 
     /// Writes bytes to a file.

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rewake_criu_images::{Inventory, write};
-use rewake_image_pull::{ImageSource, PullReport, pull};
+use rewake_criu_images::{Generation, Inventory, PageFlags, Pagemap, write};
+use rewake_image_pull::{ImageSource, PullReport, complete, has_image, pull, pull_eager};
 use rewake_image_server::connection::serve;
 use rewake_image_server::exports::Exports;
 use rewake_manifest::{seal, verify};
@@ -179,6 +179,31 @@ fn what_a_cut_copy_of_another_image_left_is_not_kept() {
 }
 
 #[test]
+fn bytes_in_the_place_of_zeros_are_refused_and_mended() {
+    let scene = Scene::new();
+    let (manifest, partial) = ("rewake-manifest", "rewake-manifest.partial");
+    // A segment of zeros has no chunks.
+    fs::remove_file(scene.image().join(manifest)).unwrap();
+    fs::write(scene.image().join("pages-2.img"), vec![0; 2 * CHUNK]).unwrap();
+    seal(&scene.image()).unwrap();
+    scene.pull().unwrap();
+    for (name, offset, length) in [("pages-1.img", 2 * CHUNK, CHUNK), ("pages-2.img", 0, 2 * CHUNK)] {
+        // As a server leaves it that has sent other bytes for a block with the end of a chunk and zeros.
+        fs::rename(scene.copy().join(manifest), scene.copy().join(partial)).unwrap();
+        let file = fs::File::options().write(true).open(scene.copy().join(name)).unwrap();
+        file.write_all_at(b"x", offset as u64 + 5).unwrap();
+        let error = complete(&scene.copy()).unwrap_err().to_string();
+        let place = format!("{name}: the {length} bytes from offset {offset} are not those");
+        assert!(error.contains(&place) && scene.copy().join(partial).exists(), "{error}");
+        scene.pull().unwrap();
+        scene.assert_copied();
+    }
+    fs::rename(scene.copy().join(manifest), scene.copy().join(partial)).unwrap();
+    complete(&scene.copy()).unwrap();
+    scene.assert_copied();
+}
+
+#[test]
 fn two_copies_into_a_directory_do_not_meet() {
     let scene = Scene::new();
     fs::create_dir_all(scene.copy()).unwrap();
@@ -250,8 +275,60 @@ fn an_incremental_image_needs_its_parent_beside_it() {
     let go = || pull(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None);
     let error = format!("{:#}", go().unwrap_err());
     assert!(error.contains("copy the parent image to"), "{error}");
+    let eager = pull_eager(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None);
+    let error = eager.unwrap_err().to_string();
+    assert!(error.contains("with `rewake pull`"), "{error}");
     scene.pull().unwrap();
     go().unwrap();
     assert_eq!(fs::read_link(copy.join("parent")).unwrap(), Path::new("../1"));
     verify(&copy, |difference| panic!("{difference}")).unwrap();
+}
+
+/// Adds a pagemap: the first page is not lazy, and the first chunk of the second address is zeros.
+fn with_pagemap(scene: &Scene) -> Vec<u8> {
+    let image = scene.image();
+    fs::remove_file(image.join("rewake-manifest")).unwrap();
+    let (eager, lazy) = (PageFlags(4), PageFlags(6));
+    let chunk = CHUNK as u64;
+    let runs = [(chunk, 1, eager), (2 * chunk, 1536, lazy)];
+    let map = Pagemap::new(1, Generation::Wide, runs);
+    write::pagemap(&image, 7, &map).unwrap();
+    let memory: Vec<u8> = [1, 0, 2, 3]
+        .into_iter()
+        .zip([4096, CHUNK, CHUNK, CHUNK])
+        .flat_map(|(byte, length)| std::iter::repeat_n(byte, length))
+        .collect();
+    fs::write(image.join("pages-1.img"), &memory).unwrap();
+    seal(&image).unwrap();
+    memory
+}
+
+#[test]
+fn what_is_lazy_is_left_and_can_be_brought_by_another_program() {
+    let scene = Scene::new();
+    let memory = with_pagemap(&scene);
+    let eager =
+        || pull_eager(&mut scene.source("web/1", usize::MAX).unwrap().0, &scene.copy(), None).unwrap();
+    let first = eager();
+    assert_eq!((first.left, first.kept), (2 * CHUNK as u64, 0));
+    let pages = scene.copy().join("pages-1.img");
+    let copied = fs::read(&pages).unwrap();
+    assert!(copied.len() == memory.len() && copied[..4096] == memory[..4096]);
+    assert!(copied[4096..].iter().all(|byte| *byte == 0), "no lazy byte was sent");
+    assert!(!has_image(&scene.copy(), None).unwrap());
+    let error = complete(&scene.copy()).unwrap_err().to_string();
+    assert!(error.contains("`rewake pull` brings them"), "{error}");
+
+    // The restore has brought one of two chunks, and was killed.
+    let file = fs::File::options().write(true).open(&pages).unwrap();
+    let at = 4096 + CHUNK;
+    file.write_all_at(&memory[at..at + CHUNK], at as u64).unwrap();
+    let second = eager();
+    let manifest = fs::metadata(scene.image().join("rewake-manifest")).unwrap().len();
+    assert_eq!((second.left, second.sent), (CHUNK as u64, manifest), "nothing is sent twice");
+    file.write_all_at(&memory[at..], at as u64).unwrap();
+    assert_eq!(complete(&scene.copy()).unwrap(), first.id);
+    scene.assert_copied();
+    assert!(has_image(&scene.copy(), None).unwrap() && has_image(&scene.copy(), Some("0000")).is_err());
+    assert_eq!(eager(), PullReport { id: first.id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 });
 }

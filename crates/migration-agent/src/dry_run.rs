@@ -73,7 +73,7 @@ pub(crate) fn answer(mut stream: PeerStream, criu: &CriuChoice, is_taken: bool) 
     let writer = FrameWriter::new(stream.clone());
     // A machine that is thrown away: its outputs beside messages are not carried out.
     let mut machine = MigrationDestination::new();
-    for _ in 0..MAX_FRAMES {
+    for _ in 0..=MAX_FRAMES {
         let Some(frame) = Frame::read(&mut stream)? else { return Ok(()) };
         let Frame::Source(message) = frame else { bail!("{frame:?} in a dry run: expected an offer") };
         let mut outputs = machine.step(DestinationInput::Received(message));

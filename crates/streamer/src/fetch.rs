@@ -21,7 +21,7 @@ use nix::sys::socket::{
     AddressFamily, Shutdown, SockFlag, SockType, setsockopt, shutdown, socketpair, sockopt,
 };
 use rewake_fetcher::channel::{self, FetchReport};
-use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer, PeerTls};
+use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer};
 use rewake_fetcher::process::COMMAND;
 use rewake_fetcher::unread::leave_unread;
 use rewake_image_io::FetchSource;
@@ -29,6 +29,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
+use crate::fetch_peer::FetchPeer;
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry, peek_all};
 use crate::ledger::wants_room;
 use crate::session::Session;
@@ -50,19 +51,6 @@ const END_TIME: Duration = Duration::from_secs(1);
 /// Time to find room in the fd store, and the pause between two tries.
 const STORE_TIME: Duration = Duration::from_secs(1);
 const STORE_PAUSE: Duration = Duration::from_millis(1);
-
-/// The host that has memory of a restore.
-#[derive(Debug)]
-pub struct FetchPeer {
-    /// Where its server is.
-    pub peer: PagePeer,
-    /// How the connection is encrypted; none: it is not.
-    pub tls: Option<PeerTls>,
-    /// The connection, if the caller has made it.
-    pub connected: Option<OwnedFd>,
-    /// The name of the image there, for an image server; none: it is a page server.
-    pub image: Option<String>,
-}
 
 /// The descriptors of a fetcher that outlive it.
 #[derive(Debug)]
@@ -290,13 +278,13 @@ impl Fetch {
             io::Result::Ok(())
         });
         let Ok(Ok(())) = ended.await else {
-            return warn!("page server {}: the fetcher does not end within {END_TIME:?}", self.peer);
+            return warn!("{}: the fetcher does not end within {END_TIME:?}", self.name);
         };
         let Ok(plan) = self.files.plan.try_clone().map(File::from) else { return };
         for connection in self.connections() {
             // The peer may have ended: then it knows.
             if let Err(error) = leave_unread(connection.as_fd(), &plan) {
-                info!("page server {}: {error:#}", self.peer);
+                info!("{}: {error:#}", self.name);
             }
         }
     }

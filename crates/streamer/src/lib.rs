@@ -15,6 +15,7 @@
 pub mod control;
 pub mod cpu;
 pub mod fetch;
+pub mod fetch_peer;
 pub mod gpu;
 pub mod ledger;
 pub mod planner;

@@ -8,6 +8,7 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 pub use rewake_process::pidfd::{
@@ -239,13 +240,14 @@ pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) 
     thread.map(drop)
 }
 
-/// Makes the runtime watch a descriptor.
+/// Makes the runtime wait for what a descriptor has to read. It is not woken where there is room to write: that is after
+/// each message that the peer takes.
 ///
 /// # Errors
 /// The descriptor cannot be watched.
 pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd always gives the same descriptor and keeps it open while it lives.
-    unsafe { AsyncFd::register(fd) }.map_err(Into::into)
+    unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.map_err(Into::into)
 }
 
 /// Makes a command's program inherit no descriptors but the standard ones.

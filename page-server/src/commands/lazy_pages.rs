@@ -13,7 +13,7 @@ use super::{detach, given, host, to_notify};
 use crate::cli::{LazyPagesArgs, Remote};
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
-use rewake_streamer::fetch::FetchPeer;
+use rewake_streamer::fetch_peer::FetchPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
 

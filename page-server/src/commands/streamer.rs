@@ -10,7 +10,7 @@ use super::{directory, to_notify};
 use crate::cli::StreamerArgs;
 use crate::logging;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
-use rewake_streamer::fetch::FetchPeer;
+use rewake_streamer::fetch_peer::FetchPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor;
 

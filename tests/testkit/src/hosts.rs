@@ -77,6 +77,16 @@ impl Host {
         alone
     }
 
+    /// [`Host::alone`], for a program that does not leave the caller's session: CRIU dumps whole sessions. Its shell keeps
+    /// files of the caller's above the standard ones.
+    #[must_use]
+    pub fn apart(&self, command: &Command) -> Command {
+        let mut apart = Command::new("setsid");
+        apart.args(["bash", "-c", "exec 10>&- 11>&- 12>&-; exec \"$@\"", "bash"]);
+        apart.arg(command.get_program()).args(command.get_args());
+        self.alone(&apart)
+    }
+
     /// The network of this host, which a thread can enter.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 //! that one run finds all, and the run fails at the end. `--quick` is the part that needs no set-up.
 
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
@@ -62,13 +63,11 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
             "--exclude",
             "softgpu-tests",
         ];
-        tests(&[&arguments, &filter[..]].concat(), &environment, &mut host)
+        tests(&[&arguments, &filter[..]].concat(), &environment, &mut host, "")
     });
     report.step("end to end tests", || {
         ensure!(built, "not run: the release build failed");
-        let arguments = ["test", "--no-fail-fast", "--release", "--package", "rewake-tests"];
-        let arguments = [&arguments, &filter[..], &["--", "--test-threads=2"]];
-        tests(&arguments.concat(), &environment, &mut host)
+        end_to_end(&filter, &environment, &mut host)
     });
     let whole = name.is_none() && report.is_fine();
     report.step("tests that did not run here", || as_expected(&host, whole));
@@ -86,7 +85,7 @@ pub(crate) fn quick() -> anyhow::Result<()> {
     report.step("unit tests of every crate", || {
         let arguments =
             ["test", "--no-fail-fast", "--workspace", "--exclude", "rewake-tests", "--lib", "--bins"];
-        tests(&arguments, &[], &mut host)
+        tests(&arguments, &[], &mut host, "")
     });
     report.step("tests that did not run here", || as_expected(&host, false));
     println!("{LEFT_OUT}");
@@ -101,11 +100,52 @@ fn style(report: &mut Report) {
     });
 }
 
-/// Runs cargo's tests, and notes which ran.
-fn tests(arguments: &[&str], environment: &[(&str, String)], record: &mut Record) -> anyhow::Result<()> {
+/// Runs the end to end tests. Those of migrations have hosts of their own, and mostly wait for links that are cut: they
+/// run beside the others.
+fn end_to_end(filter: &[&str], environment: &[(&str, String)], record: &mut Record) -> anyhow::Result<()> {
+    const ALL: [&str; 5] = ["test", "--no-fail-fast", "--release", "--package", "rewake-tests"];
+    cargo(&[&ALL[..], &["--no-run"]].concat(), environment)?;
+    let (migrations, others): (Vec<_>, Vec<_>) =
+        end_to_end_programs()?.into_iter().partition(|name| name.starts_with("migrate"));
+    let migrations: Vec<&str> = migrations.iter().flat_map(|name| ["--test", name]).collect();
+    let others: Vec<&str> = others.iter().flat_map(|name| ["--test", name]).collect();
+    let threads = &["--", "--test-threads=2"][..];
+    let migrations = [&ALL[..], &migrations, filter, threads].concat();
+    let others = [&ALL[..], &["--lib", "--bins", "--examples"], &others, filter, threads].concat();
+    let mut beside = Record::default();
+    let (one, other) = thread::scope(|scope| {
+        let moved = scope.spawn(|| tests(&migrations, environment, &mut beside, "migrations| "));
+        let other = tests(&others, environment, record, "");
+        (moved.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), other)
+    });
+    record.add(beside);
+    one.and(other)
+}
+
+/// The names of the end to end test programs.
+fn end_to_end_programs() -> anyhow::Result<Vec<String>> {
+    let folder = repository::root().join("tests/tests");
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(&folder).with_context(|| format!("list {}", folder.display()))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "rs") {
+            names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Runs cargo's tests, and notes which ran; `prefix` begins each line that is shown.
+fn tests(
+    arguments: &[&str],
+    environment: &[(&str, String)],
+    record: &mut Record,
+    prefix: &str,
+) -> anyhow::Result<()> {
     let mut command = repository::cargo();
     command.args(arguments).envs(environment.iter().map(|(name, value)| (name, value)));
-    let ended = record.of(&mut command, "")?;
+    let ended = record.of(&mut command, prefix)?;
     ensure!(ended.status.success(), "`cargo {}` failed: {}", arguments.join(" "), ended.status);
     Ok(())
 }

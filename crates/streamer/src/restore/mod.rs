@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
-use crate::fetch::FetchPeer;
+use crate::fetch_peer::FetchPeer;
 use crate::gpu::{self, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome};
 use crate::record::model::State;

@@ -15,7 +15,8 @@ use rewake_plugin_protocol::{Phase, SessionNote};
 use tracing::{info, warn};
 
 use crate::cpu::{ReactorPool, address_spaces};
-use crate::fetch::{Fetch, FetchPeer};
+use crate::fetch::Fetch;
+use crate::fetch_peer::FetchPeer;
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };

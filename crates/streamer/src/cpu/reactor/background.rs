@@ -18,6 +18,9 @@ pub(super) const BATCH: usize = PIECE / BLOCK;
 /// Blocks that one reactor claims ahead, loaded or not. The I/O budget limits how many reads are in flight.
 const READ_AHEAD: usize = 3 * BATCH;
 
+/// Blocks that a reactor claims ahead and that have not arrived: the fetcher's largest window, and a batch.
+const FETCH_AHEAD: usize = 32 + BATCH;
+
 /// How long a step should take at most. While it lasts no event of the address space is read, and no page fault
 /// of this reactor's. Longer steps fill
 /// no faster.
@@ -150,7 +153,7 @@ impl Reactor {
     /// Claims blocks until the page cache has one, or enough are ready or in flight.
     fn claim_ahead(&mut self) {
         // Blocks that have not arrived are claimed in batches: adjacent ones make one request to the fetcher.
-        if self.absent_blocks.len() + BATCH > READ_AHEAD {
+        if self.absent_blocks.len() + BATCH > FETCH_AHEAD {
             return;
         }
         while (self.current.is_none() || self.is_fetched) && self.wants_more() {
@@ -166,7 +169,7 @@ impl Reactor {
 
     /// Returns whether to claim more blocks. Only reads from the disk are started ahead.
     fn wants_more(&self) -> bool {
-        if self.absent_blocks.len() >= READ_AHEAD {
+        if self.absent_blocks.len() >= FETCH_AHEAD {
             return false;
         }
         let pending = self.loads.len() + self.waiting.len();

@@ -25,7 +25,7 @@ use rewake_pager::PAGE_SIZE;
 
 use super::Image;
 use super::draft::{DraftRemote, RemotePlace};
-use crate::fetch::FetchPeer;
+use crate::fetch_peer::FetchPeer;
 
 /// Memory that arrives.
 #[derive(Debug)]

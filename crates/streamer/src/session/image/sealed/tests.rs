@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::fetch::FetchPeer;
+use crate::fetch_peer::FetchPeer;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
@@ -354,15 +354,16 @@ fn a_planner_may_return_only_files_of_the_directories_that_it_opened() {
     assert!(check(&[&own, &other]).unwrap_err().contains("pages-2.img is not a file of the image"));
 }
 
-/// A sealed image whose manifest is partial: the pages files are sparse, but for the first block of the second.
-fn partial() -> (tempfile::TempDir, PathBuf) {
+/// A sealed image whose manifest is partial, with the bytes `byte` and `byte + 1`: no byte of this pages file has
+/// arrived.
+fn partial(byte: u8, absent: &str) -> (tempfile::TempDir, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let images = root.path().join("image");
-    write_image(&images, 1);
+    write_image(&images, byte);
     rewake_manifest::seal(&images).unwrap();
     fs::rename(images.join(rewake_manifest::MANIFEST_NAME), images.join(rewake_manifest::PARTIAL_NAME))
         .unwrap();
-    let file = File::options().write(true).truncate(true).open(images.join("pages-1.img")).unwrap();
+    let file = File::options().write(true).truncate(true).open(images.join(absent)).unwrap();
     file.set_len(PAGES * PAGE_SIZE).unwrap();
     (root, images)
 }
@@ -381,7 +382,7 @@ fn partial_image(images: &Path) -> anyhow::Result<Image> {
 
 #[test]
 fn of_a_partial_image_right_blocks_count_as_arrived() {
-    let (_root, images) = partial();
+    let (_root, images) = partial(1, "pages-1.img");
     let image = partial_image(&images).unwrap();
     let peer = PagePeer::Tcp(Vec::new());
     let peer = FetchPeer { peer, tls: None, connected: None, image: Some("web/1".into()) };
@@ -391,14 +392,28 @@ fn of_a_partial_image_right_blocks_count_as_arrived() {
     // The names before: core-7, core-8, core-9, inventory, mm-7, mm-8, pagemap-7, pagemap-8.
     assert_eq!((name.as_str(), files), ("web/1", vec![(0, 3 * PAGE_SIZE, 9), (16, 3 * PAGE_SIZE, 10)]));
     assert_eq!(plan.len, 32 * PAGE_SIZE);
-    let has = |number: usize| image.files()[number].has(0, PAGE);
-    assert_eq!([has(0), has(1)], [false, true]);
+    assert_eq!(arrived(&image), [false, true]);
     assert_eq!(image.files_to_write().unwrap().len(), 2);
+}
+
+/// Whether the first page of each file has arrived.
+fn arrived(image: &Image) -> Vec<bool> {
+    image.files().iter().map(|file| file.has(0, PAGE)).collect()
+}
+
+#[test]
+fn of_a_partial_image_sealed_zeros_are_here_and_wrong_bytes_are_not() {
+    let (_root, images) = partial(0, "pages-1.img");
+    assert_eq!(arrived(&partial_image(&images).unwrap()), [true, true]);
+    let (_root, images) = partial(0, "pages-2.img");
+    assert_eq!(arrived(&partial_image(&images).unwrap()), [true, false]);
+    fs::write(images.join("pages-2.img"), vec![7; 3 * PAGE]).unwrap();
+    assert_eq!(arrived(&partial_image(&images).unwrap()), [true, false]);
 }
 
 #[test]
 fn a_partial_image_has_one_session_and_is_not_restored_without_its_server() {
-    let (_root, images) = partial();
+    let (_root, images) = partial(1, "pages-1.img");
     let error = Draft::read(&ImageDir::open(&images).unwrap()).unwrap_err().to_string();
     assert!(error.contains("is not complete"), "{error}");
     let image = partial_image(&images).unwrap();
