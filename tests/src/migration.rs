@@ -129,7 +129,7 @@ impl Migration {
     pub fn migrate_with(&self, destination: &str, options: &[&str]) -> anyhow::Result<HostAgent> {
         let mut command = self.hosts.source.command(rewake()?);
         command.args(["migrate", "-t", &self.pid.to_string(), "--to", destination]);
-        let criu = self.source_criu.as_deref().unwrap_or(self.scene.criu().as_ref().as_ref());
+        let criu = self.source_criu.as_deref().unwrap_or_else(|| self.scene.criu().as_ref().as_ref());
         command.args(&self.security[0]).arg("--criu").arg(criu).args(options);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(HostAgent { child: Some(command.spawn().context("start rewake migrate")?) })
@@ -229,12 +229,18 @@ impl Migration {
         self.scene.stop()
     }
 
+    /// The cgroup that the source's agent uses for the tree; none before a migration and after it.
+    #[must_use]
+    pub fn tree_cgroup(&self) -> Option<PathBuf> {
+        let record = self.source_record()?;
+        record["source"]["cgroup"]["path"].as_str().map(PathBuf::from)
+    }
+
     /// Whether the source's tree is frozen.
     #[must_use]
     pub fn is_frozen(&self) -> bool {
-        let record = self.source_record().unwrap_or_default();
-        let path = record["source"]["cgroup"]["path"].as_str().unwrap_or_default();
-        let events = fs::read_to_string(Path::new(path).join("cgroup.events")).unwrap_or_default();
+        let path = self.tree_cgroup().unwrap_or_default();
+        let events = fs::read_to_string(path.join("cgroup.events")).unwrap_or_default();
         events.lines().any(|line| line == "frozen 1")
     }
 

@@ -62,8 +62,10 @@ fn a_dry_run_compares_and_touches_nothing() {
         let output = migration.migrate_with(RECEIVER, &options).unwrap().ended().unwrap();
         (output.status.code(), said(&output))
     };
+    let cgroup = migration.source_cgroup().unwrap();
     let (code, text) = compared(&[]);
     assert_eq!((code, text.contains(" can move to 10.77.0.2:7700")), (Some(0), true), "{text}");
+    assert_eq!((migration.source_cgroup().unwrap(), migration.source_record()), (cgroup.clone(), None));
     migration.take_pid_at_destination().unwrap();
     let (code, text) = compared(&[]);
     let reason = "refused: 10.77.0.2:7700: pids of the program that are in use here: ";
@@ -78,7 +80,17 @@ fn a_dry_run_compares_and_touches_nothing() {
     );
     receive.ended().unwrap();
     assert_eq!((migration.processes(), migration.source_record()), ((1, 0), None));
+    assert_eq!(migration.source_cgroup().unwrap(), cgroup);
     migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn a_tree_with_a_zombie_is_compared() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "zombies", 1).unwrap();
+    let _receive = migration.receive(path(&criu)).unwrap();
+    let compared = migration.migrate_with(RECEIVER, &["--dry-run"]).unwrap().ended().unwrap();
+    assert_eq!(compared.status.code(), Some(0), "{}", said(&compared));
 }
 
 #[test]

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake migrate` sends memory while the program runs: what has not changed is compared, and not sent again.
 
+use std::fs;
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output};
 
 use rewake_tests::migration::{Migration, RECEIVER};
 use rewake_tests::process::{MINUTE, until};
+use rewake_tests::relay::SlowLink;
 use rewake_tests::{Criu, need};
 
 const MIB: usize = 64;
+/// Of a slow link: 400 Mbit/s.
+const RATE: u64 = 50_000_000;
 /// Enough that most is not yet loaded when the program runs at the destination.
 const LARGE: usize = 256;
 
@@ -99,5 +103,48 @@ fn a_restore_that_takes_too_long_leaves_the_program() {
     assert_eq!(migrated.status.code(), Some(1), "{text}");
     assert!(text.contains("runs here: the restore was not ready 2000 ms after the freeze began"), "{text}");
     receive.ended().unwrap();
+    migration.expect_right_bytes().unwrap();
+}
+
+/// It would be frozen with the tree, and killed at the end. CRIU does not dump it.
+#[test]
+fn a_process_that_joins_the_cgroup_is_not_killed() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", MIB).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
+    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
+    let cgroup = until(MINUTE, || migration.tree_cgroup()).expect("a cgroup");
+    let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
+    fs::write(cgroup.join("cgroup.procs"), other.id().to_string()).unwrap();
+    let migrated = migrate.ended().unwrap();
+    let text = said(&migrated);
+    assert_eq!(migrated.status.code(), Some(1), "{text}");
+    assert!(text.contains("runs here: process ") && text.contains(" is not in the tree of "), "{text}");
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
+    assert!(other.try_wait().unwrap().is_none(), "it was killed");
+    other.kill().unwrap();
+    other.wait().unwrap();
+    assert_eq!(migration.processes(), (1, 0));
+    migration.expect_right_bytes().unwrap();
+}
+
+/// Only CRIU would stop it: it would run at both hosts when CRIU dies.
+#[test]
+fn a_child_that_leaves_the_cgroup_ends_the_migration() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "tree", MIB).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
+    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
+    let cgroup = until(MINUTE, || migration.tree_cgroup()).expect("a cgroup");
+    let child = migration.hosts.source.named("target").into_iter().max().expect("a child");
+    let moved = || fs::write(cgroup.parent().unwrap().join("cgroup.procs"), child.to_string());
+    until(MINUTE, || moved().ok()).expect("it leaves");
+    let migrated = migrate.ended().unwrap();
+    let text = said(&migrated);
+    assert_eq!(migrated.status.code(), Some(1), "{text}");
+    assert!(text.contains("runs here: process ") && text.contains(" of the tree has left cgroup"), "{text}");
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
     migration.expect_right_bytes().unwrap();
 }

@@ -245,7 +245,8 @@ impl TreeCgroup {
         let mut reason = None;
         for _ in 0..MAX_PASSES {
             // A task that forks has children in the group.
-            for task in members(&self.path).unwrap_or_default() {
+            // 0 stands for a process of another pid namespace, and would move this one.
+            for task in members(&self.path).unwrap_or_default().into_iter().filter(|task| *task > 0) {
                 let moved = fs::write(parent.join("cgroup.procs"), task.to_string());
                 reason = moved.err().filter(|_| lives(task));
             }

@@ -13,7 +13,8 @@ use crate::criu::CriuChoice;
 use crate::frame::{Frame, FrameWriter, MigrationId};
 use crate::host::HostOffer;
 use crate::peer::DestinationPeer;
-use crate::source::{self, SourceOptions};
+use crate::source::SourceOptions;
+use crate::source_begin;
 use crate::source_link;
 
 /// The id in the greeting of a connection that belongs to no migration.
@@ -29,7 +30,7 @@ const MAX_FRAMES: usize = 3;
 /// The options are wrong, the tree does not exist, or the destination cannot be asked.
 pub fn compare(options: &SourceOptions) -> anyhow::Result<Vec<String>> {
     let mut peer = DestinationPeer::of(options)?;
-    source::start_of(options.tree)?;
+    source_begin::start_of(options.tree)?;
     let mut refusals = Vec::new();
     if let Err(error) = TreeCgroup::find(options.tree) {
         refusals.push(format!("{error:#}"));

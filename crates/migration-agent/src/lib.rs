@@ -2,6 +2,7 @@
 //! Live migration of a process tree: the agents of both hosts around CRIU. The protocol is in `rewake-migration`.
 //!
 //! * [`source`]: dumps and freezes the tree, serves its memory, kills it at the end. Start here.
+//!   `source_begin`: its group and its offer.
 //! * [`destination`]: restores the tree, and releases it after GRANT.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
@@ -35,6 +36,7 @@ mod room;
 pub mod script;
 mod sockets;
 pub mod source;
+mod source_begin;
 mod source_link;
 mod strangers;
 mod tree_memory;

@@ -141,7 +141,7 @@ impl PreCopy {
                 let Some(measured) = self.measure()? else { return Ok(false) };
                 rate = Some(measured);
             }
-            let predicted = predict(cgroup, &round, rate, goal.all_first);
+            let predicted = predict(shared_memory(cgroup), &round, rate, goal.all_first);
             let is_too_long = goal.max_downtime.is_some_and(|accepted| predicted > accepted);
             if is_last(&round, before.as_ref()) && !is_too_long {
                 return Ok(true);
@@ -303,16 +303,21 @@ fn is_last(round: &RoundResult, before: Option<&RoundResult>) -> bool {
     round.sent <= FEW_BYTES || before.is_some_and(|before| share(round) > share(before) * FALLS)
 }
 
-/// The downtime if the program were frozen now: CRIU's work, memory that travels then, and, if all memory is first, the
-/// blocks that have changed and a comparison of all others.
-fn predict(cgroup: &TreeCgroup, round: &RoundResult, rate: Option<f64>, all_first: bool) -> Duration {
+/// Bytes of a tree that are sent after the freeze.
+fn shared_memory(cgroup: &TreeCgroup) -> u64 {
     let mut size = TreeSize::default();
     for pid in cgroup.processes().unwrap_or_default() {
         // One that has ended has no memory.
         let _ = size.add(pid);
     }
+    size.shared
+}
+
+/// The downtime if the program were frozen now: CRIU's work, memory that travels then, and, if all memory is first, the
+/// blocks that have changed and a comparison of all others.
+fn predict(shared: u64, round: &RoundResult, rate: Option<f64>, all_first: bool) -> Duration {
     let (changed, compared) = if all_first { (round.sent, round.total) } else { (0, 0) };
-    let sending = rate.map_or(0.0, |rate| (size.shared + changed) as f64 / rate);
+    let sending = rate.map_or(0.0, |rate| (shared + changed) as f64 / rate);
     let scanned = round.elapsed.saturating_sub(round.sending).as_secs_f64();
     let comparing = if compared == 0 { 0.0 } else { scanned };
     FIXED_DOWNTIME + Duration::from_secs_f64(sending + comparing)
@@ -320,6 +325,9 @@ fn predict(cgroup: &TreeCgroup, round: &RoundResult, rate: Option<f64>, all_firs
 
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
 
     fn round(sent: u64) -> RoundResult {
@@ -336,13 +344,64 @@ mod tests {
     }
 
     #[test]
-    fn a_prediction_counts_changed_blocks_if_all_are_first() {
-        let Ok((group, _lock)) = TreeCgroup::for_restore() else { return };
+    fn a_prediction_counts_what_is_sent_after_the_freeze() {
         let rate = Some(50.0 * f64::from(1 << 20));
-        let post_copy = predict(&group, &round(50), rate, false);
-        assert_eq!(post_copy, FIXED_DOWNTIME);
-        let first = predict(&group, &round(50), rate, true);
-        assert_eq!(first, FIXED_DOWNTIME + Duration::from_secs(1));
-        group.release();
+        let second = Duration::from_secs(1);
+        assert_eq!(predict(0, &round(50), rate, false), FIXED_DOWNTIME);
+        assert_eq!(predict(100 << 20, &round(50), rate, false), FIXED_DOWNTIME + 2 * second);
+        assert_eq!(predict(0, &round(50), rate, true), FIXED_DOWNTIME + second);
+        // All of the round's time was spent on reading: so it is again.
+        let read = RoundResult { sending: Duration::ZERO, ..round(0) };
+        assert_eq!(predict(0, &read, rate, true), FIXED_DOWNTIME + second);
+    }
+
+    /// A connection, and the destination's end of it.
+    fn link() -> (Arc<FrameWriter>, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (Arc::new(FrameWriter::new(source.into())), listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_link_is_measured_where_a_program_has_little_memory() {
+        let (pre_copy, (link, mut destination)) = (PreCopy::default(), link());
+        pre_copy.connect(Some(link));
+        std::thread::scope(|scope| {
+            let measured = scope.spawn(|| pre_copy.measure().unwrap().unwrap());
+            let mut bytes = 0;
+            loop {
+                match Frame::read(&mut destination).unwrap().unwrap() {
+                    Frame::Probe(probe) => bytes += probe.len() as u64,
+                    Frame::RoundEnd(round) => {
+                        std::thread::sleep(Duration::from_millis(500));
+                        pre_copy.stored(round);
+                        break;
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            assert_eq!(bytes, PROBE_BYTES);
+            let rate = measured.join().unwrap();
+            assert!(rate > 0.0 && rate <= PROBE_BYTES as f64 / 0.5, "{rate}");
+        });
+    }
+
+    #[test]
+    fn a_round_waits_for_a_new_connection() {
+        let (pre_copy, (lost, _one), (new, _two)) = (PreCopy::default(), link(), link());
+        pre_copy.connect(Some(Arc::clone(&lost)));
+        let tries = AtomicU32::new(0);
+        let act = |used: &Arc<FrameWriter>| {
+            tries.fetch_add(1, Ordering::Relaxed);
+            if Arc::ptr_eq(used, &lost) { Err(RoundEnd::Disconnected) } else { Ok(()) }
+        };
+        std::thread::scope(|scope| {
+            let done = scope.spawn(|| pre_copy.on_links(act));
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!done.is_finished());
+            pre_copy.connect(Some(new));
+            assert_eq!(done.join().unwrap(), Ok(Some(())));
+        });
+        assert_eq!(tries.load(Ordering::Relaxed), 2);
     }
 }

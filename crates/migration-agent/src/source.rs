@@ -7,23 +7,21 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use rewake_criu_tls::TlsClient;
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
-use rewake_process::proc;
 
-use crate::cgroup::{self, TreeCgroup};
 use crate::criu::CriuChoice;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MAX_EVENTS, new_id};
+use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::held_dump::HeldDump;
-use crate::host::HostOffer;
 use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopyGoal;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
+use crate::source_begin::{begin, earlier, start_of};
 use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
 use crate::tree_memory::TreeMemory;
 
@@ -59,7 +57,7 @@ pub struct SourceOptions {
 
 impl SourceOptions {
     /// Time without a connection before GRANT, after which the program runs on here.
-    fn lost_limit(&self) -> Duration {
+    pub(crate) fn lost_limit(&self) -> Duration {
         self.give_up_after.unwrap_or(LOST_LIMIT)
     }
 }
@@ -152,17 +150,6 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     Ok(agent.run())
 }
 
-/// What an agent of the tree has left.
-fn earlier(folder: &MigrationFolder) -> anyhow::Result<Option<SourceEntry>> {
-    match folder.read()? {
-        Some(WrittenRecord::Source(entry)) => Ok(Some(entry)),
-        Some(WrittenRecord::Destination(_)) => {
-            bail!("{}: the record of a destination", folder.path().display())
-        }
-        None => Ok(None),
-    }
-}
-
 /// Asks the agent that migrates a tree to end the migration. Returns whether the program runs here; false if it was
 /// given away.
 ///
@@ -186,42 +173,6 @@ pub fn abort(tree: i32) -> anyhow::Result<bool> {
         }
         _ => format!("-t {tree}: no `rewake migrate` of it runs, or it has just ended"),
     })
-}
-
-/// The start time of a process, which no other one of its number has.
-pub(crate) fn start_of(pid: i32) -> anyhow::Result<String> {
-    let start = proc::stat(pid).ok().and_then(|fields| fields.get(19).cloned());
-    start.with_context(|| format!("-t {pid}: no such process"))
-}
-
-/// Gives the tree a group, writes that down, and describes the tree for the destination. An error leaves nothing.
-fn begin(options: &SourceOptions, folder: &MigrationFolder) -> anyhow::Result<(SourceEntry, String)> {
-    let cgroup = TreeCgroup::of_tree(options.tree)?;
-    let begun = describe(options, &cgroup).and_then(|offer| {
-        let (id, to) = (new_id()?, options.to.clone());
-        let entry = SourceEntry { record: SourceRecord::Started, id, to, cgroup: cgroup.clone() };
-        folder.write(&WrittenRecord::Source(entry.clone()))?;
-        Ok((entry, offer))
-    });
-    if begun.is_err() {
-        cgroup.release();
-    }
-    begun
-}
-
-/// Describes the tree for the destination.
-fn describe(options: &SourceOptions, cgroup: &TreeCgroup) -> anyhow::Result<String> {
-    // With zombies, which a group has not.
-    let processes: Vec<i32> =
-        cgroup::tree(options.tree)?.union(&cgroup.processes()?.into_iter().collect()).copied().collect();
-    let mut offer = HostOffer::of(&processes, &options.criu)?;
-    offer.give_up_after = options.lost_limit().as_secs();
-    let refusals = offer.refused_here(options);
-    ensure!(refusals.is_empty(), "{}", refusals.join("; "));
-    let offer = serde_json::to_string(&offer)?;
-    let frame = Frame::Source(FromSource::Offer(offer.clone()));
-    frame.check().context("the description of the tree's files, sockets and pids")?;
-    Ok(offer)
 }
 
 fn listen_to_scripts(folder: &MigrationFolder, sender: SyncSender<SourceEvent>) -> anyhow::Result<()> {

@@ -2,6 +2,7 @@
 //! A connection that delays, and that is cut. Each side learns of the cut in its own time.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use rewake_migration::blocks::BlockDigest;
 use rewake_migration::message::{FromDestination, FromSource};
@@ -11,12 +12,13 @@ use rewake_migration::message::{FromDestination, FromSource};
 pub(super) enum ToDestination {
     Message(FromSource),
     /// Bytes of a block, read while the program runs.
-    Candidate(usize, u64),
+    Candidate(usize, [u64; 2]),
     /// All candidates of a round were sent.
     RoundEnd(u32),
-    Digest(usize, BlockDigest),
-    /// Bytes of a block, read after the freeze.
-    Bytes(usize, u64),
+    /// For some halves of a block.
+    Digest(usize, Range<usize>, BlockDigest),
+    /// Bytes of halves of a block, read after the freeze.
+    Bytes(usize, Range<usize>, [u64; 2]),
 }
 
 /// What travels to the source, in order.
@@ -27,6 +29,7 @@ pub(super) enum ToSource {
     RoundStored(u32),
     Request {
         block: usize,
+        halves: Range<usize>,
         wants_bytes: bool,
     },
 }

@@ -3,6 +3,8 @@
 
 pub(crate) mod rules;
 
+use std::ops::Range;
+
 use rewake_migration::blocks::{
     BLOCK, BLOCK_PAGES, BlockAnswer, BlockDigest, BlockPlace, DestinationBlocks, SourceBlocks,
 };
@@ -18,6 +20,11 @@ use super::link::{Link, ToDestination, ToSource};
 
 /// Blocks of the program's memory.
 const BLOCKS: usize = 8;
+/// Each has two halves, which are read and requested one by one.
+const HALF: u64 = BLOCK_PAGES / 2;
+
+/// The bytes of a program: a number for each half of a block.
+type Memory = [[u64; 2]; BLOCKS];
 
 /// A tree on one host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,8 +52,12 @@ struct SourceHost {
     agent: Option<MigrationSource>,
     record: Option<SourceRecord>,
     tree: TreeState,
-    memory: [u64; BLOCKS],
+    memory: Memory,
     blocks: SourceBlocks,
+    /// A block whose first half was read: the program may write before the second is.
+    half_read: Option<(usize, u64)>,
+    /// The round whose report ends pre-copy.
+    last_round: Option<u32>,
     /// Metadata was sent: pages may be read.
     serves: bool,
     pre_copies: usize,
@@ -61,7 +72,7 @@ struct DestinationHost {
     agent: Option<MigrationDestination>,
     record: Option<DestinationRecord>,
     tree: TreeState,
-    memory: [u64; BLOCKS],
+    memory: Memory,
     blocks: DestinationBlocks,
     /// The restore has begun: pages may be requested.
     requests: bool,
@@ -92,17 +103,22 @@ pub(super) struct World {
     source: SourceHost,
     destination: DestinationHost,
     /// The memory when it was frozen.
-    frozen: Option<[u64; BLOCKS]>,
+    frozen: Option<Memory>,
     pending: Vec<Pending>,
     /// Something happened that may lose the program: a crash or a timeout after GRANT.
     may_be_lost: bool,
     history: Vec<String>,
 }
 
-fn digest(value: u64) -> BlockDigest {
+fn digest(halves: [u64; 2]) -> BlockDigest {
     let mut digest = BlockDigest::default();
-    digest[..8].copy_from_slice(&value.to_le_bytes());
+    digest[..16].copy_from_slice(&halves.map(u64::to_le_bytes).concat());
     digest
+}
+
+/// The pages of some halves.
+fn pages(halves: &Range<usize>) -> Range<u64> {
+    halves.start as u64 * HALF..halves.end as u64 * HALF
 }
 
 fn place(block: usize) -> BlockPlace {
@@ -110,19 +126,19 @@ fn place(block: usize) -> BlockPlace {
 }
 
 impl DestinationHost {
-    fn is_resident(&self, block: usize) -> bool {
-        self.blocks.resident(place(block), 0..BLOCK_PAGES).is_some()
+    fn is_resident(&self, block: usize, halves: Range<usize>) -> bool {
+        self.blocks.resident(place(block), pages(&halves)).is_some()
     }
 
     fn missing(&self) -> usize {
-        (0..BLOCKS).filter(|block| !self.is_resident(*block)).count()
+        (0..BLOCKS).filter(|block| !self.is_resident(*block, 0..2)).count()
     }
 }
 
 impl World {
     pub(super) fn new(seed: u64, mix: FaultMix) -> Self {
         let mut random = Random::new(seed);
-        let memory = std::array::from_fn(|_| random.number());
+        let memory = std::array::from_fn(|_| [random.number(), random.number()]);
         Self {
             mix,
             link: Link::default(),
@@ -132,6 +148,8 @@ impl World {
                 tree: TreeState::Running,
                 memory,
                 blocks: SourceBlocks::default(),
+                half_read: None,
+                last_round: None,
                 serves: false,
                 pre_copies: 0,
                 stored_round: 0,
@@ -142,7 +160,7 @@ impl World {
                 agent: Some(MigrationDestination::new()),
                 record: None,
                 tree: TreeState::None,
-                memory: [0; BLOCKS],
+                memory: Memory::default(),
                 blocks: DestinationBlocks::default(),
                 requests: false,
                 outcome: None,
@@ -181,22 +199,22 @@ impl World {
             Some(ToDestination::Message(message)) => {
                 self.step_destination(DestinationInput::Received(message));
             }
-            Some(ToDestination::Candidate(block, value))
-                if self.destination.blocks.candidate(place(block), digest(value)).is_some() =>
+            Some(ToDestination::Candidate(block, halves))
+                if self.destination.blocks.candidate(place(block), digest(halves)).is_some() =>
             {
-                self.destination.memory[block] = value;
+                self.destination.memory[block] = halves;
             }
             Some(ToDestination::Candidate(..)) => {}
             Some(ToDestination::RoundEnd(round)) => self.link.send_to_source(ToSource::RoundStored(round)),
-            Some(ToDestination::Digest(block, digest)) => {
-                if self.destination.blocks.confirm(place(block), digest, 0..BLOCK_PAGES).is_none() {
-                    self.link.send_to_source(ToSource::Request { block, wants_bytes: true });
+            Some(ToDestination::Digest(block, halves, digest)) => {
+                if self.destination.blocks.confirm(place(block), digest, pages(&halves)).is_none() {
+                    self.link.send_to_source(ToSource::Request { block, halves, wants_bytes: true });
                 }
                 self.report_residency();
             }
-            Some(ToDestination::Bytes(block, value)) => {
-                self.destination.memory[block] = value;
-                self.destination.blocks.arrived(place(block), 0..BLOCK_PAGES);
+            Some(ToDestination::Bytes(block, halves, values)) => {
+                self.destination.blocks.arrived(place(block), pages(&halves));
+                self.destination.memory[block][halves.clone()].copy_from_slice(&values[halves]);
                 self.report_residency();
             }
         }
@@ -216,21 +234,34 @@ impl World {
         match self.link.next_for_source() {
             None => {}
             Some(ToSource::Message(message)) => self.step_source(SourceInput::Received(message)),
-            Some(ToSource::RoundStored(round)) => self.source.stored_round = round,
-            Some(ToSource::Request { block, wants_bytes }) => self.answer(block, wants_bytes),
+            Some(ToSource::RoundStored(round)) => self.stored(round),
+            Some(ToSource::Request { block, halves, wants_bytes }) => self.answer(block, halves, wants_bytes),
+        }
+    }
+
+    /// The destination has stored a round. Pre-copy ends with the last one.
+    fn stored(&mut self, round: u32) {
+        self.source.stored_round = round;
+        if self.source.last_round.is_some_and(|last| last <= round) {
+            self.source.last_round = None;
+            let fails = self.mix.failures && self.random.below(8) == 0;
+            self.step_source(match fails {
+                true => SourceInput::PreCopyFailed("it changes too fast".to_owned()),
+                false => SourceInput::PreCopied,
+            });
         }
     }
 
     /// Answers a request, if pages are served.
-    fn answer(&mut self, block: usize, wants_bytes: bool) {
+    fn answer(&mut self, block: usize, halves: Range<usize>, wants_bytes: bool) {
         if !self.source.serves || self.source.tree != TreeState::Held {
             return;
         }
-        let value = self.source.memory[block];
-        let digest = digest(value);
+        let values = self.source.memory[block];
+        let digest = digest(values);
         self.link.send_to_destination(match self.source.blocks.answer(place(block), digest) {
-            BlockAnswer::Digest if !wants_bytes => ToDestination::Digest(block, digest),
-            _ => ToDestination::Bytes(block, value),
+            BlockAnswer::Digest if !wants_bytes => ToDestination::Digest(block, halves, digest),
+            _ => ToDestination::Bytes(block, halves, values),
         });
     }
 
@@ -285,7 +316,7 @@ impl World {
     /// The program writes its memory.
     fn source_program(&mut self) {
         if self.source.tree == TreeState::Running {
-            self.source.memory[self.random.below(BLOCKS)] = self.random.number();
+            self.source.memory[self.random.below(BLOCKS)][self.random.below(2)] = self.random.number();
         }
     }
 
@@ -293,11 +324,12 @@ impl World {
     fn destination_program(&mut self) {
         let first = self.random.below(BLOCKS);
         let mut all = (first..first + BLOCKS).map(|block| block % BLOCKS);
-        let missing = all.find(|block| !self.destination.is_resident(*block));
+        let halves = [0..2, 0..1, 1..2][self.random.below(3)].clone();
+        let missing = all.find(|block| !self.destination.is_resident(*block, halves.clone()));
         if self.destination.requests
             && let Some(block) = missing
         {
-            self.link.send_to_source(ToSource::Request { block, wants_bytes: false });
+            self.link.send_to_source(ToSource::Request { block, halves, wants_bytes: false });
         }
     }
 
@@ -306,18 +338,21 @@ impl World {
         if self.source.agent.is_none() || !self.link.is_connected() || self.source.pre_copies == 0 {
             return;
         }
-        let block = self.random.below(BLOCKS);
-        let value = self.source.memory[block];
-        if self.source.blocks.pre_copy(place(block), digest(value)) {
-            self.link.send_to_destination(ToDestination::Candidate(block, value));
+        let Some((block, first)) = self.source.half_read.take() else {
+            let block = self.random.below(BLOCKS);
+            self.source.half_read = Some((block, self.source.memory[block][0]));
+            return;
+        };
+        let halves = [first, self.source.memory[block][1]];
+        if self.source.blocks.pre_copy(place(block), digest(halves)) {
+            self.link.send_to_destination(ToDestination::Candidate(block, halves));
         }
         self.source.pre_copies -= 1;
         if self.source.pre_copies.is_multiple_of(BLOCKS) {
-            let next = self.source.blocks.begin_round();
-            self.link.send_to_destination(ToDestination::RoundEnd(next - 1));
-        }
-        if self.source.pre_copies == 0 {
-            self.step_source(SourceInput::PreCopied);
+            let round = self.source.blocks.round();
+            self.link.send_to_destination(ToDestination::RoundEnd(round));
+            self.source.last_round = (self.source.pre_copies == 0).then_some(round);
+            self.source.blocks.begin_round();
         }
     }
 
@@ -343,6 +378,10 @@ impl World {
             if self.random.below(2) == 0 {
                 self.source.blocks.lost_after(self.source.stored_round);
             }
+            if self.source.last_round.take().is_some() {
+                // The round is sent again.
+                self.source.pre_copies = BLOCKS;
+            }
             self.step_destination(DestinationInput::Connected);
             self.step_source(SourceInput::Connected);
         }
@@ -358,6 +397,7 @@ impl World {
             self.source.agent = Some(source);
             self.source.serves = record == SourceRecord::Granted;
             (self.source.blocks, self.source.stored_round) = (SourceBlocks::default(), 0);
+            (self.source.half_read, self.source.last_round) = (None, None);
             self.act_for_source(outputs);
         }
         if self.destination.agent.is_none() {
@@ -402,7 +442,14 @@ impl World {
 
     fn time_out(&mut self) {
         let reason = "the limit has passed".to_owned();
-        if self.link.is_connected() || self.random.below(3) > 0 {
+        if self.random.below(3) > 0 {
+            return;
+        }
+        if self.link.is_connected() {
+            // Limits of the source: of a comparison, of a round, and of the frozen time.
+            if self.source.record == Some(SourceRecord::Started) && self.rarely() {
+                self.step_source(SourceInput::TimedOut(reason));
+            }
             return;
         }
         self.may_be_lost |= self.source.record == Some(SourceRecord::Granted);
@@ -504,7 +551,7 @@ impl World {
                 SourceOutput::Send(message) => self.link.send_to_destination(ToDestination::Message(message)),
                 SourceOutput::PreCopy => {
                     self.source.blocks.begin_round();
-                    self.source.pre_copies = 1 + self.random.below(3 * BLOCKS);
+                    self.source.pre_copies = BLOCKS * (1 + self.random.below(3));
                 }
                 SourceOutput::Freeze => self.pending.push(Pending::Freeze),
                 SourceOutput::SendMetadata => {

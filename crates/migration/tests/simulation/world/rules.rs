@@ -43,10 +43,11 @@ impl World {
             self.story()
         );
         let Some(frozen) = self.frozen else { return };
-        for (block, expected) in frozen.iter().enumerate() {
+        for (block, half) in (0..frozen.len()).flat_map(|block| [(block, 0), (block, 1)]) {
             assert!(
-                !destination.is_resident(block) || destination.memory[block] == *expected,
-                "I1: block {block} is wrong at the destination\n{}",
+                !destination.is_resident(block, half..half + 1)
+                    || destination.memory[block][half] == frozen[block][half],
+                "I1: half {half} of block {block} is wrong at the destination\n{}",
                 self.story()
             );
         }
