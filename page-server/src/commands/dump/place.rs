@@ -56,7 +56,9 @@ impl DumpPlace {
 
     fn inside(target: &Path) -> anyhow::Result<Self> {
         let lock = match DirectoryLock::take(target) {
-            Ok(None) => bail!("-D {}: another dump, a copy or a restore writes into it", target.display()),
+            Ok(None) => {
+                bail!("-D {}: another dump writes into it, or a copy or a restore does", target.display())
+            }
             // Remote file systems may have no locks of directories: there is no image to protect.
             lock => lock.ok().flatten(),
         };
@@ -68,7 +70,7 @@ impl DumpPlace {
         let of_target = match DirectoryLock::take(target) {
             Ok(None) => {
                 bail!(
-                    "-D {}: another dump, a copy or a restore writes into it: wait until it has ended",
+                    "-D {}: another dump writes into it, or a copy or a restore does: wait until it has ended",
                     target.display()
                 )
             }
