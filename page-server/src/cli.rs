@@ -195,8 +195,11 @@ pub struct StreamerArgs {
     #[arg(long, value_name = "ADDR:PORT", requires_all = ["from_image", "images_dir"])]
     pub from_address: Vec<SocketAddr>,
     /// The name of the image there
-    #[arg(long, value_name = "IMAGE", requires = "from_address")]
+    #[arg(long, value_name = "IMAGE", requires_all = ["from_address", "from_id"])]
     pub from_image: Option<String>,
+    /// The id of that image
+    #[arg(long, value_name = "ID", requires = "from_image")]
+    pub from_id: Option<String>,
     /// The host that the server's certificate must be for
     #[arg(long, value_name = "HOST", requires = "tls")]
     pub from_host: Option<String>,

@@ -154,3 +154,11 @@ pub fn fetchers(scene: &Scene) -> Vec<Pid> {
     let streamers = processes_naming(&scene.work().display().to_string());
     streamers.into_iter().flat_map(children).filter(is_fetcher).collect()
 }
+
+/// The workers of the streamer of a scene's work directory.
+#[must_use]
+pub fn workers(scene: &Scene) -> Vec<Pid> {
+    let streamers = processes_naming(&scene.work().display().to_string());
+    let of_them = streamers.iter().copied().flat_map(children);
+    of_them.filter(|pid| streamers.contains(pid)).collect()
+}

@@ -12,6 +12,7 @@ use rewake_testkit::authority::Authority;
 use rewake_tests::daemon::{processes_naming, restore, timeline};
 use rewake_tests::export::{
     ImageExport, fetchers, messages, pull, restore_from, seal, streamer_ended, verify, with_messages_in_file,
+    workers,
 };
 use rewake_tests::page_server::tls_options;
 use rewake_tests::process::{parent, until};
@@ -247,6 +248,87 @@ fn a_copy_whose_session_was_killed_is_completed() {
     assert!(passed < 14 << 20, "{passed}");
 }
 
+/// A program that has all of its memory, while five sixths of its image still arrive.
+fn all_resident(criu: &Criu) -> Remote {
+    let remote = Remote::new(criu, "dense-unmap", SLOW / 2);
+    remote.restore();
+    remote.scene.go().unwrap();
+    let pid = remote.scene.pid();
+    let is_socket = |fd: fs::DirEntry| {
+        fs::read_link(fd.path()).is_ok_and(|link| link.to_string_lossy().starts_with("socket:"))
+    };
+    let depends_on_no_streamer = || {
+        let maps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+        let mut descriptors = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+        (!maps.contains(" um ") && !descriptors.any(is_socket)).then_some(())
+    };
+    assert!(until(ACT, depends_on_no_streamer).is_some(), "{}", messages(&remote.scene));
+    assert!(remote.copy().join(PARTIAL).exists());
+    remote
+}
+
+#[test]
+fn a_dump_does_not_wait_for_the_rest_of_the_image() {
+    let criu = need!(Criu::main());
+    let remote = all_resident(&criu);
+    let again = remote.scene.files().join("again");
+    fs::create_dir(&again).unwrap();
+    remote.scene.dump_with(&again, &[]).unwrap();
+    assert!(remote.copy().join(PARTIAL).exists());
+    // The streamer has no more targets, and ends when it is asked to.
+    let streamers = processes_naming(&remote.scene.work().display().to_string());
+    streamers.into_iter().for_each(|pid| kill(pid, Signal::SIGTERM).unwrap());
+    streamer_ended(&remote.scene).unwrap();
+    remote.pull_completes();
+}
+
+#[test]
+fn a_lie_after_all_is_resident_makes_no_image() {
+    let criu = need!(Criu::main());
+    let remote = all_resident(&criu);
+    remote.link.lie();
+    streamer_ended(&remote.scene).unwrap();
+    let text = messages(&remote.scene);
+    assert!(text.contains("are not those that the manifest proves: `rewake pull` brings them"), "{text}");
+    remote.scene.stop().unwrap();
+    assert_eq!(remote.scene.verdict(ACT).unwrap(), Verdict::Ok);
+    remote.pull_completes();
+}
+
+#[test]
+fn a_worker_killed_after_all_is_resident_loses_no_byte() {
+    let criu = need!(Criu::main());
+    let remote = all_resident(&criu);
+    let workers = workers(&remote.scene);
+    assert_eq!(workers.len(), 1, "{}", messages(&remote.scene));
+    kill(workers[0], Signal::SIGKILL).unwrap();
+    streamer_ended(&remote.scene).unwrap();
+    remote.scene.stop().unwrap();
+    assert_eq!(remote.scene.verdict(ACT).unwrap(), Verdict::Ok);
+    let text = messages(&remote.scene);
+    assert!(
+        text.contains("the image is not complete") && text.contains("`rewake pull` brings them"),
+        "{text}"
+    );
+    remote.pull_completes();
+}
+
+#[test]
+fn an_image_that_is_replaced_on_the_server_is_served_on() {
+    let criu = need!(Criu::main());
+    let remote = Remote::new(&criu, "random", SLOW);
+    remote.restore();
+    let (images, away) = (remote.scene.images(), remote.scene.files().join("away"));
+    fs::rename(&images, &away).unwrap();
+    fs::create_dir(&images).unwrap();
+    fs::copy(away.join("inventory.img"), images.join("inventory.img")).unwrap();
+    seal(&remote.scene).unwrap();
+    // Its page faults are the first that are requested of the server.
+    remote.scene.go().unwrap();
+    remote.scene.stop().unwrap();
+    remote.ends_well();
+}
+
 #[test]
 fn memory_travels_encrypted_and_only_from_the_right_host() {
     let criu = need!(Criu::main());
@@ -269,6 +351,6 @@ fn memory_travels_encrypted_and_only_from_the_right_host() {
     let mut command = restore_from(&criu, &remote.scene, imposter.port(), &empty, &options).unwrap();
     let output = command.output().unwrap();
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && message.contains("127.0.0.1"), "{message}");
+    assert!(!output.status.success() && message.contains("(192.0.2.9): expected 127.0.0.1"), "{message}");
     assert!(!empty.join("pages-1.img").exists());
 }

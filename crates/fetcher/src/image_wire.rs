@@ -8,7 +8,7 @@ use std::rc::Rc;
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, PAGE};
 use rewake_image_io::BLOCK;
-use rewake_image_protocol::message::{MessageError, receive, send};
+use rewake_image_protocol::message::{MessageError, printable, receive, send};
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
 use rewake_image_protocol::{Data, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VERSION, hello};
@@ -113,19 +113,14 @@ impl ImageWire {
     /// # Errors
     /// It is no reply to that request, or the server has another image by now.
     pub(crate) fn answer(&mut self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
-        let left = loop {
-            if let DueReply::Rest(left) = self.due {
-                break left;
-            }
-            if self.due == DueReply::Admission {
-                if !self.is_admitted()? {
-                    return Ok(None);
-                }
-                self.due = DueReply::Hello;
-            }
+        if !self.is_opened()? {
+            return Ok(None);
+        }
+        if self.due == DueReply::Data {
             let Some(reply) = self.reply()? else { return Ok(None) };
-            self.due = self.next_due(reply, expected)?;
-        };
+            self.due = self.next_due(reply, Some(expected))?;
+        }
+        let DueReply::Rest(left) = self.due else { return Ok(None) };
         let received = self.end - self.start;
         let whole = usize::try_from(left).ok().filter(|left| *left <= received);
         let bytes = whole.unwrap_or(received / BLOCK * BLOCK);
@@ -133,8 +128,30 @@ impl ImageWire {
         Ok((bytes > 0).then(|| (pages, &self.buffer[self.start..self.start + bytes])))
     }
 
-    /// Checks a reply. Returns what is due after it.
-    fn next_due(&self, reply: Reply, expected: &FlightPages) -> anyhow::Result<DueReply> {
+    /// Takes the replies before the first data. Returns false until the server has opened the image.
+    ///
+    /// # Errors
+    /// It refuses, or has another image.
+    pub(crate) fn is_opened(&mut self) -> anyhow::Result<bool> {
+        loop {
+            match self.due {
+                DueReply::Data | DueReply::Rest(_) => return Ok(true),
+                DueReply::Admission => {
+                    if !self.is_admitted()? {
+                        return Ok(false);
+                    }
+                    self.due = DueReply::Hello;
+                }
+                DueReply::Hello | DueReply::Opened => {
+                    let Some(reply) = self.reply()? else { return Ok(false) };
+                    self.due = self.next_due(reply, None)?;
+                }
+            }
+        }
+    }
+
+    /// Checks a reply. Returns what is due after it. `expected`: the read that data answers.
+    fn next_due(&self, reply: Reply, expected: Option<&FlightPages>) -> anyhow::Result<DueReply> {
         Ok(match (self.due, reply) {
             (_, Reply::Refused(reason)) => bail!(MessageError::Refused(printable(&reason))),
             (DueReply::Hello, Reply::Hello(theirs)) => {
@@ -150,7 +167,7 @@ impl ImageWire {
                 DueReply::Data
             }
             (DueReply::Data, Reply::Data(Data { length })) => {
-                let (file, offset, wanted) = self.range(expected)?;
+                let (file, offset, wanted) = self.range(expected.context("data that answers no read")?)?;
                 ensure!(
                     u64::from(length) == wanted,
                     "{length} bytes for a read of {wanted} from offset {offset} of file {file}"
@@ -203,11 +220,6 @@ impl ImageWire {
     pub(crate) fn has_more(&self) -> bool {
         self.start < self.end
     }
-}
-
-/// Replaces characters that would change the look of a log.
-fn printable(text: &str) -> String {
-    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 
 fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {

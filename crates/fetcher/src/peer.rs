@@ -83,6 +83,14 @@ impl PeerSocket {
         Ok(stream)
     }
 
+    /// Returns the address that it is connected to; none for a unix socket.
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(stream) => stream.peer_addr().ok(),
+            Self::Unix(_) => None,
+        }
+    }
+
     fn prepare(&self) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A connection with either protocol.
+//! A connection with the protocol of its peer.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -16,6 +16,7 @@ pub(crate) enum PeerWire {
 }
 
 impl PeerWire {
+    /// Receives what the stream has now.
     pub(crate) fn receive(&mut self) -> anyhow::Result<()> {
         match self {
             Self::Pages(wire) => wire.receive(),
@@ -31,6 +32,23 @@ impl PeerWire {
         }
     }
 
+    /// Sends requests together.
+    pub(crate) fn request(&mut self, requests: &[FlightPages]) -> anyhow::Result<()> {
+        match self {
+            Self::Pages(wire) => wire.request(requests),
+            Self::Image(wire) => wire.request(requests),
+        }
+    }
+
+    /// Takes what an image server says before the first data. Returns false until it has opened the image.
+    pub(crate) fn is_opened(&mut self) -> anyhow::Result<bool> {
+        match self {
+            Self::Pages(_) => Ok(true),
+            Self::Image(wire) => wire.is_opened(),
+        }
+    }
+
+    /// Whether bytes were received that are not used.
     pub(crate) fn has_more(&self) -> bool {
         match self {
             Self::Pages(wire) => wire.has_more(),
@@ -38,6 +56,7 @@ impl PeerWire {
         }
     }
 
+    /// Returns what carries the bytes.
     pub(crate) fn stream(&mut self) -> &mut PageStream {
         match self {
             Self::Pages(wire) => &mut wire.stream,
@@ -45,6 +64,7 @@ impl PeerWire {
         }
     }
 
+    /// [`PeerWire::stream`], at the end.
     pub(crate) fn into_stream(self) -> PageStream {
         match self {
             Self::Pages(wire) => wire.stream,

@@ -3,7 +3,8 @@
 //!
 //! Standard input is the socket to the streamer. It connects to the peer when the first page is requested: a CRIU that
 //! dumped its program serves one connection, and takes its end for success. To an image server it has a connection for
-//! page faults, and one for the background. It ends when the streamer has closed the socket, or after the last message.
+//! page faults, and one for the background, from its start on. It ends when the streamer has closed the socket, or after
+//! the last message.
 
 use std::fs::File;
 use std::io;
@@ -172,6 +173,13 @@ fn files(socket: BorrowedFd<'_>, count: usize) -> anyhow::Result<Vec<File>> {
 impl Fetcher {
     /// Fetches pages until the end.
     fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
+        if let PeerMemory::Files(_) = self.memory {
+            // Now: an image that is replaced later is served to those that have opened it. The first connection is that of
+            // page faults.
+            for lane in 0..LANES {
+                self.connect(socket, lane)?;
+            }
+        }
         let mut has_orders = true;
         loop {
             if has_orders {
@@ -199,10 +207,7 @@ impl Fetcher {
         lane: usize,
         requests: &[FlightPages],
     ) -> Result<(), FetchEnd> {
-        let sent = match &mut self.connect(socket, lane)?.wire {
-            PeerWire::Pages(wire) => wire.request(requests),
-            PeerWire::Image(wire) => wire.request(requests),
-        };
+        let sent = self.connect(socket, lane)?.wire.request(requests);
         sent.map_err(|error| self.failed(error))
     }
 
@@ -249,6 +254,12 @@ impl Fetcher {
             Ok(peer)
         };
         let peer = connect().with_context(|| self.plan.peer_name())?;
+        if let PagePeer::Tcp(addresses) = &mut self.plan.peer
+            && let Some(reached) = peer.address()
+        {
+            // The next connection is made to the same address: another one may not answer for long.
+            addresses.sort_by_key(|address| *address != reached);
+        }
         // The streamer has a duplicate by now: a peer that is refused sees an end only when the targets have ended.
         let stream = PageStream::begin(peer, self.tls.as_ref()).map_err(|error| self.failed(error.into()))?;
         let wire = match (&self.plan.memory, &self.memory) {
@@ -310,6 +321,9 @@ impl Fetcher {
     /// Writes the answers that have arrived into the files.
     fn take_answers(&mut self, lane: usize) -> anyhow::Result<()> {
         let Some(Connection { wire, alive }) = &mut self.connections[lane] else { return Ok(()) };
+        if !wire.is_opened().map_err(|error| error.context(WrongAnswer))? {
+            return Ok(());
+        }
         while let Some(expected) = self.queue.expected(lane).copied() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };

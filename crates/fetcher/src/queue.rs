@@ -172,7 +172,7 @@ impl FetchQueue {
             return Ok(Some(flight));
         }
         let is_busy = demands > 0 || self.last_demand.is_some_and(|last| now - last < QUIET_AFTER);
-        let FlightLimits { request, quiet, busy, separate, .. } = self.limits;
+        let FlightLimits { unit, request, quiet, busy, separate, .. } = self.limits;
         let window = match (separate, is_busy) {
             (false, _) => self.window.pages(is_busy),
             (true, true) => busy,
@@ -180,7 +180,8 @@ impl FetchQueue {
         };
         // On one connection two are in flight at least, where the window is larger than the smallest.
         let largest = if separate { request } else { (window / 2).clamp(busy, request) };
-        let room = window.saturating_sub(background).min(largest);
+        // The last block of a file has fewer pages: without this, the next request would end in the midst of a block.
+        let room = window.saturating_sub(background).min(largest) / unit * unit;
         if background > 0 && room < busy {
             return Ok(None);
         }
@@ -419,6 +420,16 @@ mod tests {
             scene.blocks(1, 1);
         });
         assert_eq!(scene.queue.expected(1).map(|flight| flight.first), Some(528));
+    }
+
+    #[test]
+    fn short_last_blocks_in_flight_leave_requests_whole() {
+        let mut scene = scene_with(vec![0..5, 16..1000, 1008..1024], OF_IMAGE_SERVER);
+        scene.add(Class::Background, 0, 0..5);
+        scene.queue.limits.quiet = 512;
+        scene.add(Class::Background, 0, 16..1000);
+        assert_eq!([scene.next(), scene.next()], [Some(0..5), Some(16..16 + 496)]);
+        assert_eq!(scene.next(), None, "less than is worth a request is left");
     }
 
     #[test]

@@ -172,9 +172,16 @@ impl ImageFile {
         self.source.as_ref()
     }
 
-    /// Whether the file has these bytes. Those that have not arrived must not be read.
+    /// Whether the file has these bytes, and those that must be read to check them: of a sealed file whole blocks. Bytes
+    /// that have not arrived must not be read.
     pub fn has(&self, offset: u64, len: usize) -> bool {
-        self.source.as_ref().is_none_or(|source| source.has(offset, len))
+        let Some(source) = &self.source else { return true };
+        if !self.is_sealed() {
+            return source.has(offset, len);
+        }
+        let (start, end) = (offset / BLOCK as u64 * BLOCK as u64, offset.saturating_add(len as u64));
+        let end = end.next_multiple_of(BLOCK as u64).min(self.len());
+        source.has(start, usize::try_from(end.saturating_sub(start)).unwrap_or(usize::MAX))
     }
 
     /// Whether its bytes come from another host, or may.

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 
 use rewake_criu_images::Digest;
 
-use crate::message::{MessageError, closed, receive, send};
+use crate::message::{MessageError, closed, printable, receive, send};
 use crate::{Data, MAX_OUTSTANDING, MAX_READ, Open, Opened, Reply, Request, VERSION, hello};
 use crate::{reply::What as Replied, request::What as Requested};
 
@@ -114,7 +114,7 @@ fn ask(stream: &mut impl Write, what: Requested) -> Result<(), MessageError> {
 fn reply(stream: &mut impl Read) -> Result<Replied, MessageError> {
     let reply: Reply = receive(stream)?.ok_or(MessageError::Closed)?;
     match reply.what {
-        Some(Replied::Refused(reason)) => Err(MessageError::Refused(reason)),
+        Some(Replied::Refused(reason)) => Err(MessageError::Refused(printable(&reason))),
         Some(what) => Ok(what),
         None => Err(MessageError::Unexpected { expected: "a reply", found: "nothing".into() }),
     }

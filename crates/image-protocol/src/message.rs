@@ -112,6 +112,12 @@ pub(crate) fn closed(error: io::Error) -> MessageError {
     }
 }
 
+/// Replaces characters that would change the look of a log or terminal.
+#[must_use]
+pub fn printable(text: &str) -> String {
+    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

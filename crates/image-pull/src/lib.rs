@@ -12,5 +12,5 @@ mod pull;
 mod source;
 mod target;
 
-pub use pull::{PullReport, complete, has_image, pull, pull_eager};
+pub use pull::{PullReport, complete, complete_image, pull, pull_eager};
 pub use source::ImageSource;

@@ -8,11 +8,11 @@ use std::path::Path;
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::MAX_READ;
-use rewake_manifest::{MANIFEST_NAME, ManifestReader, ManifestRecord, SealedChunk};
+use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
 
 use crate::chunks::{ChunkPlace, Chunks, Step};
 use crate::source::ImageSource;
-use crate::target::{Target, is_right};
+use crate::target::{Target, is_complete, is_right};
 
 /// The fewest digits of an image id that identify an image.
 const ID_DIGITS: usize = 16;
@@ -66,17 +66,17 @@ pub fn pull_eager(
     copy(source, directory, expected, true)
 }
 
-/// Returns whether a directory has a complete image. `expected` is the beginning of its id.
+/// Returns the id of a directory's complete image; none without one. `expected` is the beginning of the id.
 ///
 /// # Errors
 /// The directory has another image than `expected`, or its manifest is damaged.
-pub fn has_image(directory: &Path, expected: Option<&str>) -> anyhow::Result<bool> {
-    if !directory.join(MANIFEST_NAME).exists() {
-        return Ok(false);
+pub fn complete_image(directory: &Path, expected: Option<&str>) -> anyhow::Result<Option<Digest>> {
+    if !is_complete(directory) {
+        return Ok(None);
     }
     let id = ManifestReader::open(&ImageDir::open(directory)?)?.id();
     check_id(id, expected, &directory.display())?;
-    Ok(true)
+    Ok(Some(id))
 }
 
 /// Puts the manifest of a copy in place whose last chunks a restore has brought. It checks each chunk first.
@@ -143,10 +143,13 @@ fn copy(
     };
     let mut first = manifest()?;
     match first.next_record()? {
-        Some(ManifestRecord::Parent(_)) if eager => bail!(
-            "the image is incremental: copy its parent, and then the image itself, with `rewake pull`, and restore it \
-             without --from"
-        ),
+        Some(ManifestRecord::Parent(_)) if eager => {
+            copy.target.abandon();
+            bail!(
+                "the image is incremental: copy its parent, and then the image itself, with `rewake pull`, and restore \
+                 it without --from"
+            )
+        }
         Some(ManifestRecord::Parent(parent)) => copy.target.link_parent(&parent)?,
         // Read again from its start.
         _ => first = manifest()?,
@@ -214,7 +217,7 @@ impl ImageCopy<'_> {
                         && is_pages_file(&file.name)
                         && let Some(ranges) = self.eager_ranges()?.remove(&file.name)
                     {
-                        chunks.need_only(ranges);
+                        chunks.need_only(&ranges);
                     }
                 }
                 Step::Leave(place, chunk) => self.leave(place, &chunk)?,
@@ -255,7 +258,9 @@ impl ImageCopy<'_> {
 
     /// Leaves a chunk to the restore, unless an earlier copy has brought it.
     fn leave(&mut self, place: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
-        if self.target.has(place, chunk, &mut self.buffer) {
+        // Where the file system has no bytes there are none to compare: that is most of a copy that was cut early.
+        let is_hole = self.target.is_hole(place, chunk.length)?;
+        if !is_hole && self.target.has(place, chunk, &mut self.buffer) {
             self.report.kept += u64::from(chunk.length);
             return Ok(());
         }

@@ -15,7 +15,9 @@ use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use nix::unistd::{Whence, lseek};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::open_files::OpenFiles;
-use rewake_manifest::{MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent};
+use rewake_manifest::{
+    MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent, is_covered,
+};
 use rewake_process::file_lock::DirectoryLock;
 
 /// The directory.
@@ -41,10 +43,11 @@ impl Target {
     pub(crate) fn open(path: &Path, id: Digest) -> anyhow::Result<Option<Self>> {
         fs::create_dir_all(path).with_context(|| path.display().to_string())?;
         let lock = DirectoryLock::take(path).with_context(|| format!("locking {}", path.display()))?;
-        let lock =
-            lock.with_context(|| format!("{}: another program writes an image into it", path.display()))?;
+        let lock = lock.with_context(|| {
+            format!("{}: another program writes an image into it: wait until it has ended", path.display())
+        })?;
         let images = ImageDir::open(path)?;
-        if path.join(MANIFEST_NAME).exists() {
+        if is_complete(path) {
             let found = ManifestReader::open(&images)?.id();
             ensure!(
                 found == id,
@@ -85,6 +88,14 @@ impl Target {
         let target = Self::open(path, reader()?.id())?;
         let target = target.with_context(|| format!("{}: it has its manifest already", path.display()))?;
         Ok((target, reader()?))
+    }
+
+    /// Removes what was made for a copy that has not begun, and is not the rest of an earlier one.
+    pub(crate) fn abandon(&self) {
+        if !self.is_cut {
+            // Other files in the directory keep it.
+            let _ = fs::remove_file(self.path.join(PARTIAL_NAME)).and_then(|()| fs::remove_dir(&self.path));
+        }
     }
 
     /// Reads which parts of pages files CRIU reads itself: the pagemaps have arrived.
@@ -174,7 +185,7 @@ impl Target {
     }
 
     /// Whether the file system has no bytes there.
-    fn is_hole(&mut self, at: ChunkPlace, length: u32) -> anyhow::Result<bool> {
+    pub(crate) fn is_hole(&mut self, at: ChunkPlace, length: u32) -> anyhow::Result<bool> {
         let end = at.offset + u64::from(length);
         match lseek(self.file(at.file)?, i64::try_from(at.offset)?, Whence::SeekData) {
             Ok(data) => Ok(data.cast_unsigned() >= end),
@@ -225,6 +236,11 @@ impl Target {
     }
 }
 
+/// Whether a directory has a complete image. With both manifests it has not: an incomplete copy was sealed.
+pub(crate) fn is_complete(path: &Path) -> bool {
+    path.join(MANIFEST_NAME).exists() && !path.join(PARTIAL_NAME).exists()
+}
+
 /// Removes what a cut copy of another image has left: its bytes must not be taken for those of this image.
 ///
 /// # Errors
@@ -232,7 +248,7 @@ impl Target {
 fn remove_other(path: &Path, is_partial: bool) -> anyhow::Result<()> {
     for entry in fs::read_dir(path)?.flatten() {
         let name = entry.file_name();
-        if name.as_bytes().ends_with(b".img") || name == "parent" {
+        if is_covered(name.as_bytes()) || name == "parent" {
             ensure!(
                 is_partial,
                 "{}: it has files of an image without a manifest: choose an empty directory",

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rewake_criu_images::{Generation, Inventory, PageFlags, Pagemap, write};
-use rewake_image_pull::{ImageSource, PullReport, complete, has_image, pull, pull_eager};
+use rewake_image_pull::{ImageSource, PullReport, complete, complete_image, pull, pull_eager};
 use rewake_image_server::connection::serve;
 use rewake_image_server::exports::Exports;
 use rewake_manifest::{seal, verify};
@@ -210,7 +210,7 @@ fn two_copies_into_a_directory_do_not_meet() {
     let lock = fs::File::open(scene.copy()).unwrap();
     lock.lock().unwrap();
     let error = format!("{:#}", scene.pull().unwrap_err());
-    assert!(error.ends_with("another program writes an image into it"), "{error}");
+    assert!(error.ends_with("another program writes an image into it: wait until it has ended"), "{error}");
     lock.unlock().unwrap();
     scene.pull().unwrap();
 }
@@ -273,6 +273,8 @@ fn an_incremental_image_needs_its_parent_beside_it() {
     seal(&child).unwrap();
     let copy = scene.dir.path().join("copies/2");
     let go = || pull(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None);
+    let error = pull_eager(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None).unwrap_err();
+    assert!(error.to_string().contains("the image is incremental") && !copy.exists(), "{error}");
     let error = format!("{:#}", go().unwrap_err());
     assert!(error.contains("copy the parent image to"), "{error}");
     let eager = pull_eager(&mut scene.source("web/2", usize::MAX).unwrap().0, &copy, None);
@@ -315,7 +317,7 @@ fn what_is_lazy_is_left_and_can_be_brought_by_another_program() {
     let copied = fs::read(&pages).unwrap();
     assert!(copied.len() == memory.len() && copied[..4096] == memory[..4096]);
     assert!(copied[4096..].iter().all(|byte| *byte == 0), "no lazy byte was sent");
-    assert!(!has_image(&scene.copy(), None).unwrap());
+    assert_eq!(complete_image(&scene.copy(), None).unwrap(), None);
     let error = complete(&scene.copy()).unwrap_err().to_string();
     assert!(error.contains("`rewake pull` brings them"), "{error}");
 
@@ -329,6 +331,7 @@ fn what_is_lazy_is_left_and_can_be_brought_by_another_program() {
     file.write_all_at(&memory[at..], at as u64).unwrap();
     assert_eq!(complete(&scene.copy()).unwrap(), first.id);
     scene.assert_copied();
-    assert!(has_image(&scene.copy(), None).unwrap() && has_image(&scene.copy(), Some("0000")).is_err());
+    assert_eq!(complete_image(&scene.copy(), None).unwrap(), Some(first.id));
+    assert!(complete_image(&scene.copy(), Some("0000")).is_err());
     assert_eq!(eager(), PullReport { id: first.id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 });
 }

@@ -38,8 +38,9 @@ pub fn run(exports: Exports, admission: Admission, listener: &TcpListener) -> ! 
             error!("client {peer}: turned away, MAX_CONNECTIONS = {MAX_CONNECTIONS} are connected");
             continue;
         }
-        let (server, clients) = (Arc::clone(&server), Arc::clone(&clients));
-        thread::spawn(move || {
+        let (server, slot) = (Arc::clone(&server), ClientSlot(Arc::clone(&clients)));
+        let serve = move || {
+            let _slot = slot;
             let began = Instant::now();
             let (exports, admission) = &*server;
             match client(exports, admission, stream, &peer.to_string()) {
@@ -48,8 +49,19 @@ pub fn run(exports: Exports, admission: Admission, listener: &TcpListener) -> ! 
                 }
                 Err(error) => error!("client {peer}: {error:#}"),
             }
-            clients.fetch_sub(1, Ordering::Relaxed);
-        });
+        };
+        if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(serve) {
+            error!("client {peer}: turned away, it gets no thread: {error}");
+        }
+    }
+}
+
+/// One of the [`MAX_CONNECTIONS`]: free again when this is dropped, also by a panic.
+struct ClientSlot(Arc<AtomicUsize>);
+
+impl Drop for ClientSlot {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -56,12 +56,17 @@ impl ImageChecksums {
     }
 }
 
-/// Reads the checksums of an image's memory; `None` if the image is not sealed.
+/// Reads the checksums of an image's memory, also those of a partial copy; `None` if the image is not sealed.
 ///
 /// # Errors
 /// The manifest is damaged. Or the directory has other files than were sealed, files of another length, or another
 /// parent. Or a file that says where memory belongs has other bytes.
 pub fn read_checksums(images: &ImageDir) -> Result<Option<ImageChecksums>> {
+    match read_partial_checksums(images) {
+        // The manifest of a copy that is complete by now has its name since then.
+        Err(ManifestError::NotSealed { .. }) => {}
+        read => return read.map(Some),
+    }
     let manifest = match ManifestReader::open(images) {
         Ok(manifest) => manifest,
         Err(ManifestError::NotSealed { .. }) => return Ok(None),

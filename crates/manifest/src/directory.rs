@@ -37,7 +37,8 @@ pub(crate) fn covered_files(images: &ImageDir) -> Result<BTreeSet<String>> {
 }
 
 /// Whether a manifest covers files of this name.
-pub(crate) fn is_covered(name: &[u8]) -> bool {
+#[must_use]
+pub fn is_covered(name: &[u8]) -> bool {
     name.ends_with(b".img") || name == DUPLICATES.as_bytes()
 }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use rewake_criu_images::{Digest, ImageError};
 
 use crate::difference::ImageDifference;
-use crate::names::MANIFEST_NAME;
+use crate::names::{MANIFEST_NAME, PARTIAL_NAME};
 
 /// Why an image was not sealed, or not verified. Every message has the file, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +20,16 @@ pub enum ManifestError {
         directory.display()
     )]
     NotSealed {
+        /// The image directory.
+        directory: PathBuf,
+    },
+    /// The directory has the manifest of a partial copy: some of its bytes may be zeros that are not the image's.
+    #[error(
+        "{}: a copy of an image that is not complete ({PARTIAL_NAME}): `rewake pull` or `rewake restore --from` \
+         completes it",
+        directory.display()
+    )]
+    Partial {
         /// The image directory.
         directory: PathBuf,
     },

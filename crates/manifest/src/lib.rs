@@ -22,9 +22,10 @@ mod verify;
 
 pub use checksums::{ImageChecksums, MemoryFile, read_chain, read_checksums, read_partial_checksums};
 pub use difference::ImageDifference;
+pub use directory::is_covered;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 pub use names::{MANIFEST_NAME, PARTIAL_NAME};
-pub use seal::{SealReport, seal};
+pub use seal::{SealReport, refuse_partial, seal};
 pub use segment::{SealedChunk, SealedSegment};
 pub use verify::{VerifyReport, verify};

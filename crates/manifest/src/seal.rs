@@ -19,7 +19,7 @@ use rewake_image_io::FileState;
 use crate::directory::{covered_files, open, parent_link, sync, sync_files};
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestWriter, SealedFile, SealedParent};
-use crate::names::MANIFEST_NAME;
+use crate::names::{MANIFEST_NAME, PARTIAL_NAME};
 use crate::parallel::Workers;
 use crate::segment::{Cutter, MAX_FILE, SealedChunk, SealedSegment, SegmentExtent};
 
@@ -50,11 +50,12 @@ pub struct SealReport {
 /// Seals an image directory. Files and manifest are on the disk when it returns.
 ///
 /// # Errors
-/// The directory is no image or is sealed already, a file changes meanwhile, or cannot be read or written. It
+/// The directory is no image, a partial copy, or sealed already; a file changes meanwhile, or cannot be read or written. It
 /// has no manifest then.
 pub fn seal(directory: &Path) -> Result<SealReport> {
     let images = ImageDir::open(directory)?;
     images.inventory()?;
+    refuse_partial(&images)?;
     if open(&images, MANIFEST_NAME)?.is_some() {
         return Err(ManifestError::AlreadySealed { directory: images.path().to_owned() });
     }
@@ -65,6 +66,17 @@ pub fn seal(directory: &Path) -> Result<SealReport> {
         let _ = unlinkat(images.as_fd(), UNFINISHED, UnlinkatFlags::NoRemoveDir);
     }
     sealed
+}
+
+/// Refuses a directory that an image is being copied into.
+///
+/// # Errors
+/// It is one: [`ManifestError::Partial`].
+pub fn refuse_partial(images: &ImageDir) -> Result<()> {
+    match open(images, PARTIAL_NAME)? {
+        Some(_) => Err(ManifestError::Partial { directory: images.path().to_owned() }),
+        None => Ok(()),
+    }
 }
 
 fn write(images: &ImageDir, names: &BTreeSet<String>) -> Result<SealReport> {

@@ -15,6 +15,7 @@ use crate::directory::{covered_files, open, parent_link};
 use crate::error::{ManifestError, Result};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::parallel::Workers;
+use crate::seal::refuse_partial;
 use crate::segment::{SealedSegment, SegmentExtent};
 
 /// Differences whose place in memory is searched for: each search reads the pagemaps.
@@ -37,9 +38,10 @@ pub struct VerifyReport {
 /// read: only that it is the one that was sealed.
 ///
 /// # Errors
-/// The image is not sealed, the manifest is damaged, or the directory cannot be read.
+/// The image is not sealed, or a partial copy; the manifest is damaged, or the directory cannot be read.
 pub fn verify(directory: &Path, report: impl FnMut(&ImageDifference)) -> Result<VerifyReport> {
     let images = ImageDir::open(directory)?;
+    refuse_partial(&images)?;
     let manifest = ManifestReader::open(&images)?;
     let names = covered_files(&images)?;
     let id = manifest.id();

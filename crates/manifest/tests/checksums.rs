@@ -7,7 +7,9 @@ use std::path::Path;
 
 use rewake_criu_images::{Generation, ImageDir, Inventory, PageFlags, Pagemap, write};
 use rewake_image_io::{block_checksum, checksum_of_zeros};
-use rewake_manifest::{ImageChecksums, MANIFEST_NAME, ManifestError, read_chain, read_checksums, seal};
+use rewake_manifest::{
+    ImageChecksums, MANIFEST_NAME, ManifestError, PARTIAL_NAME, read_chain, read_checksums, seal,
+};
 
 const BLOCK: usize = 65_536;
 /// More than two segments, with zeros in the second one, and a short block at the end.
@@ -55,6 +57,9 @@ fn each_block_of_memory_has_its_checksum_also_in_segments_of_zeros() {
     let has = |name, length| image.of(name, length).is_some();
     assert!(has("pages-1.img", LENGTH as u64));
     assert!(!has("pages-1.img", LENGTH as u64 - 1) && !has("pages-2.img", LENGTH as u64));
+    // Of a partial copy, too: its GPU memory has been copied, and is checked as that of any image.
+    fs::rename(dir.path().join(MANIFEST_NAME), dir.path().join(PARTIAL_NAME)).unwrap();
+    assert_eq!(read(dir.path()).unwrap().unwrap(), image);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rewake_criu_images::{Generation, Inventory, MemoryPlace, PageFlags, Pagemap, write};
 use rewake_manifest::{
-    ImageDifference, MANIFEST_NAME, ManifestError, SealReport, VerifyReport, seal, verify,
+    ImageDifference, MANIFEST_NAME, ManifestError, PARTIAL_NAME, SealReport, VerifyReport, seal, verify,
 };
 
 const PAGE: usize = 4096;
@@ -239,6 +239,20 @@ fn a_directory_without_an_inventory_and_a_sealed_one_are_refused() {
     let dir = sealed(4);
     let error = seal(dir.path()).unwrap_err();
     assert!(matches!(error, ManifestError::AlreadySealed { .. }), "{error}");
+}
+
+#[test]
+fn a_partial_copy_is_neither_sealed_nor_verified() {
+    let dir = sealed(4);
+    let (whole, partial) = (dir.path().join(MANIFEST_NAME), dir.path().join(PARTIAL_NAME));
+    fs::rename(&whole, &partial).unwrap();
+    let error = seal(dir.path()).unwrap_err();
+    assert!(matches!(error, ManifestError::Partial { .. }), "{error}");
+    assert!(!whole.exists());
+    // As an earlier release has sealed it.
+    fs::copy(&partial, &whole).unwrap();
+    let error = verify(dir.path(), |_| ()).unwrap_err();
+    assert!(matches!(error, ManifestError::Partial { .. }), "{error}");
 }
 
 #[test]

@@ -109,5 +109,7 @@ fn answered(link: &mut TlsLink) -> io::Result<Option<String>> {
     }
     let mut reason = vec![0; len];
     link.read_exact(&mut reason)?;
-    Ok((len > 0).then(|| String::from_utf8_lossy(&reason).into_owned()))
+    // It is shown on terminals, and the server may be any program.
+    let printable = |char: char| if char.is_control() { ' ' } else { char };
+    Ok((len > 0).then(|| String::from_utf8_lossy(&reason).chars().map(printable).collect()))
 }

@@ -77,9 +77,11 @@ pub(crate) struct Fetch {
     socket: RefCell<Arc<AsyncFd<OwnedFd>>>,
     /// This worker's child, if it started the fetcher.
     child: RefCell<Option<Child>>,
+    /// The session is closed: it has no fd store any more.
+    is_closed: Cell<bool>,
     /// Counts fetchers, over all workers.
     number: Cell<u32>,
-    /// Whether a fetcher has had a connection.
+    /// Whether a fetcher has had a connection, or what copied the first part of an image.
     connected: Cell<bool>,
     ends: RefCell<Vec<Instant>>,
 }
@@ -120,7 +122,10 @@ impl Fetch {
         if let Some(connection) = connected {
             put(store, EntryKind::Peer, 0, &[connection.as_raw_fd()]).await?;
         }
-        let started = launch(false, &files, connected.map(|socket| socket.as_fd()), &readers)?;
+        // An image server serves several connections, and the copy of what CRIU reads was one: it may be started again at
+        // any time.
+        let again = server.image.is_some();
+        let started = launch(again, &files, connected.map(|socket| socket.as_fd()), &readers)?;
         let fetch = Self::of(session, &remote.source, files, readers, plan, started.1, 0)?;
         *fetch.child.borrow_mut() = Some(started.0);
         fetch.use_it().await?;
@@ -161,7 +166,7 @@ impl Fetch {
         let _ = channel::send_readers(socket.as_fd(), &borrowed(&readers));
         remote.source.use_fetcher(socket.try_clone()?);
         let fetch = Self::of(session, &remote.source, files, readers, plan, socket, number)?;
-        fetch.connected.set(connected);
+        fetch.connected.set(connected || fetch.is_image);
         Ok(Some(fetch))
     }
 
@@ -175,6 +180,7 @@ impl Fetch {
         number: u32,
     ) -> anyhow::Result<Self> {
         let socket = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        let is_image = matches!(plan.memory, FetchedMemory::Files { .. });
         Ok(Self {
             session: Arc::clone(session),
             files,
@@ -182,36 +188,42 @@ impl Fetch {
             readers,
             name: plan.peer_name(),
             // The fetcher needs its extents, and this process does not.
-            is_image: matches!(plan.memory, FetchedMemory::Files { .. }),
+            is_image,
             peer: plan.peer,
             socket: RefCell::new(socket),
             child: RefCell::default(),
+            is_closed: Cell::new(false),
             number: Cell::new(number),
-            connected: Cell::new(false),
+            connected: Cell::new(is_image),
             ends: RefCell::default(),
         })
     }
 
     /// Puts the fetcher's socket into the fd store, in the place of an earlier one's, and sends requests to it.
     async fn use_it(&self) -> anyhow::Result<()> {
-        let store = self.session.store().context("a session without an fd store")?;
         let (socket, number) = (Arc::clone(&self.socket.borrow()), self.number.get());
-        put(store, EntryKind::Fetcher, number, &[socket.as_raw_fd()]).await?;
+        if let Some(store) = self.store() {
+            put(store, EntryKind::Fetcher, number, &[socket.as_raw_fd()]).await?;
+        }
         self.source.use_fetcher(socket.get_ref().try_clone()?);
         for reader in &self.readers {
             // What was requested from the fetcher before is requested from this one.
             sys::write_eventfd(reader);
         }
-        self.forget(EntryKind::Fetcher)
+        self.forget(EntryKind::Fetcher);
+        Ok(())
+    }
+
+    /// Returns the fd store; none when the session is closed.
+    fn store(&self) -> Option<&FdStore> {
+        self.session.store().filter(|_| !self.is_closed.get())
     }
 
     /// Removes what earlier fetchers have left in the fd store.
-    fn forget(&self, kind: EntryKind) -> anyhow::Result<()> {
-        let store = self.session.store().context("a session without an fd store")?;
+    fn forget(&self, kind: EntryKind) {
         let number = self.number.get();
         // Without room they stay until the session ends.
-        let _ = store.retain(|entry| entry.kind != kind || entry.index >= number);
-        Ok(())
+        let _ = self.store().map(|store| store.retain(|entry| entry.kind != kind || entry.index >= number));
     }
 
     /// Whether the peer is an image server.
@@ -227,8 +239,8 @@ impl Fetch {
         }
     }
 
-    /// Has the fetcher end, as all memory is resident. It sends a page server the last message, or fetches what the image
-    /// still lacks.
+    /// Has the fetcher end, as all memory is resident. It sends a page server the last message. Or it fetches what an image
+    /// still lacks: the session is closed then.
     ///
     /// # Errors
     /// The page server has not confirmed it, or not all of the image has arrived.
@@ -237,6 +249,7 @@ impl Fetch {
             return Ok(());
         }
         if self.is_image {
+            self.is_closed.set(true);
             // If it has ended, that is found by its socket. The time is limited by that of each answer.
             let _ = channel::send_finish(self.socket.borrow().as_fd());
             return self.run(true).await;
@@ -331,11 +344,12 @@ impl Fetch {
                 Ok(Some(FetchReport::Connected(connection))) => {
                     info!("connected to {}", self.name);
                     self.connected.set(true);
-                    let store = self.session.store().context("a session without an fd store")?;
-                    put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
+                    if let Some(store) = self.store() {
+                        put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
+                    }
                     // Not before: `criu dump --lazy-pages` takes the end of its connection for a failed restore,
                     // and resumes the program, while the targets run.
-                    self.forget(EntryKind::Peer)?;
+                    self.forget(EntryKind::Peer);
                 }
                 Ok(Some(FetchReport::Closed)) => return Ok(FetcherEnd::Closed),
                 Ok(Some(FetchReport::Failed { again, reason })) => {

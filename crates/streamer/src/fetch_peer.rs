@@ -14,6 +14,15 @@ pub struct FetchPeer {
     pub tls: Option<PeerTls>,
     /// The connection, if the caller has made it.
     pub connected: Option<OwnedFd>,
-    /// The name of the image there, for an image server; none: it is a page server.
-    pub image: Option<String>,
+    /// The image there, for an image server; none: it is a page server.
+    pub image: Option<FetchedImage>,
+}
+
+/// An image of an image server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FetchedImage {
+    /// Its name there.
+    pub name: String,
+    /// Its id, in full.
+    pub id: String,
 }

@@ -2,7 +2,7 @@
 //! `rewake pull`: copies a sealed image from another host.
 
 use std::io::{self, Write as _};
-use std::net::{TcpStream, ToSocketAddrs as _};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -27,6 +27,11 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     let (start, port) = (Instant::now(), options.port);
     let what = format!("{host}:{image}");
     let tls = options.tls.client(&host)?;
+    if tls.is_none() {
+        let addresses: Vec<SocketAddr> =
+            (host.as_str(), port).to_socket_addrs().with_context(|| what.clone())?.collect();
+        warn_unencrypted(&host, &addresses);
+    }
     let connect = move || Ok(Box::new(connect(&host, port, tls.as_ref())?) as _);
     let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
     let report =
@@ -43,6 +48,15 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
         "{directory}: {files} files, {bytes} in {time}: {sent} were sent, {kept} were here; image {id:.16}"
     )?;
     Ok(0)
+}
+
+/// Says that the connection is not encrypted, if it is one with another host.
+pub(super) fn warn_unencrypted(host: &str, addresses: &[SocketAddr]) {
+    if addresses.iter().any(|address| !address.ip().is_loopback()) {
+        eprintln!(
+            "rewake: the image travels unencrypted from {host}, and any host in between can read and change it: use --tls"
+        );
+    }
 }
 
 pub(super) fn connect(host: &str, port: u16, tls: Option<&TlsClient>) -> io::Result<PeerStream> {

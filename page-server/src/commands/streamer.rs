@@ -10,7 +10,7 @@ use super::{directory, to_notify};
 use crate::cli::StreamerArgs;
 use crate::logging;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
-use rewake_streamer::fetch_peer::FetchPeer;
+use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor;
 
@@ -26,11 +26,11 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         work: directory(&options.work_dir, "-W")?,
         records_working_set: options.record,
         keeps_record: true,
-        server: options.from_image.clone().map(|image| FetchPeer {
+        server: options.from_image.clone().zip(options.from_id.clone()).map(|(name, id)| FetchPeer {
             peer: PagePeer::Tcp(options.from_address.clone()),
             tls: options.tls.options().map(|tls| PeerTls { options: tls, host: options.from_host.clone() }),
             connected: None,
-            image: Some(image),
+            image: Some(FetchedImage { name, id }),
         }),
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;

@@ -25,6 +25,8 @@ pub enum SessionState {
     Running = 4,
     /// All its memory is resident, or its processes have ended. Some may still have its fd store.
     Closing = 5,
+    /// No process depends on it or has its fd store: its image is a copy whose last bytes arrive.
+    Completing = 6,
 }
 
 impl SessionState {
@@ -35,6 +37,7 @@ impl SessionState {
             3 => Self::Restoring,
             4 => Self::Running,
             5 => Self::Closing,
+            6 => Self::Completing,
             _ => Self::Free,
         }
     }
@@ -57,6 +60,8 @@ pub enum SessionOutcome {
 pub struct SessionSlot {
     state: AtomicU32,
     outcome: AtomicU32,
+    /// 1 when all memory of an address space has become resident.
+    resident: AtomicU32,
     /// How many tasks have reported, zombies included.
     pub tasks: AtomicU32,
     /// The listening socket, or [`NO_FD`].
@@ -103,6 +108,17 @@ impl SessionSlot {
             2 => SessionOutcome::Failed,
             _ => SessionOutcome::Open,
         }
+    }
+
+    /// Notes that all memory of an address space has become resident.
+    pub fn note_resident(&self) {
+        self.resident.store(1, Ordering::Release);
+    }
+
+    /// Returns whether all memory of an address space has become resident, under this worker or one before it.
+    #[must_use]
+    pub fn any_resident(&self) -> bool {
+        self.resident.load(Ordering::Acquire) != 0
     }
 
     /// Notes how the session ended.
@@ -152,9 +168,14 @@ impl SessionSlot {
 
     /// Ends the session, when no process has its fd store any more.
     pub fn free(&self) {
+        self.end(SessionState::Free);
+    }
+
+    /// [`SessionSlot::free`], in this state.
+    pub(crate) fn end(&self, state: SessionState) {
         drop(self.take_store());
         self.inode.store(0, Ordering::Release);
-        self.set_state(SessionState::Free);
+        self.set_state(state);
     }
 
     /// Sets the state. A successor that sees it also sees everything that was written before.

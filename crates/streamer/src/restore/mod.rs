@@ -24,9 +24,10 @@ use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
 use crate::fetch_peer::FetchPeer;
 use crate::gpu::{self, StreamOptions, plugin_folder};
-use crate::ledger::{Ledger, SessionOutcome};
+use crate::ledger::{Ledger, SessionOutcome, SessionState};
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
+use crate::session::complete;
 use crate::session::serve::{SessionSummary, Worker};
 use crate::supervise::supervisor::{STOPPED, Start};
 use crate::supervise::worker::{self, AskedToStop};
@@ -108,7 +109,13 @@ impl StreamedRestore {
     fn answers(self: &Arc<Self>, start: &Start, timeline: &Timeline) -> Option<Answers> {
         let (restore, ledger) = (Arc::clone(self), start.ledger);
         let connected = move || restore.is_connected(ledger);
-        let stop = stop(start.supervisor);
+        let end = stop(start.supervisor);
+        // A client asks for the end of a streamer without work, when CRIU has ended.
+        let stop = move || {
+            if ledger.session().state() != SessionState::Completing {
+                end();
+            }
+        };
         let answers = self.status.answer(timeline.clone(), connected, stop);
         answers.inspect_err(|error| warn!("no client can follow this restore: {error:#}")).ok()
     }
@@ -209,6 +216,10 @@ impl StreamedRestore {
         }
         let Some(mut session) = worker.open(images, &self.options.work, self.options.server.as_ref()).await?
         else {
+            // A worker that died has served it.
+            if self.options.server.as_ref().is_some_and(|server| server.image.is_some()) {
+                complete::complete(images).await;
+            }
             return Ok(());
         };
         timeline.brings(&session.session);

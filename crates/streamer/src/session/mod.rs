@@ -2,6 +2,7 @@
 //! The state of a session, which the control thread and the reactors share.
 
 pub mod address;
+pub(crate) mod complete;
 pub mod gpu_pinned;
 pub mod image;
 pub mod open;
@@ -38,7 +39,6 @@ pub struct Session {
     running_ns: AtomicU64,
     failure: OnceLock<String>,
     open_spaces: AtomicUsize,
-    any_resident: AtomicBool,
     changed: Notify,
 }
 
@@ -56,7 +56,6 @@ impl Session {
             running_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
             open_spaces: AtomicUsize::new(0),
-            any_resident: AtomicBool::new(false),
             changed: Notify::new(),
         }
     }
@@ -165,17 +164,6 @@ impl Session {
     /// Counts one more address space to serve.
     pub fn space_opened(&self) {
         self.open_spaces.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// Notes that all memory of an address space has become resident.
-    pub fn note_resident(&self) {
-        self.any_resident.store(true, Ordering::Release);
-    }
-
-    /// Returns whether all memory of an address space has become resident.
-    #[must_use]
-    pub fn any_resident(&self) -> bool {
-        self.any_resident.load(Ordering::Acquire)
     }
 
     /// Counts one address space less. The last one ends the session.

@@ -37,8 +37,8 @@ pub struct OpenSession {
     pub(crate) note: Option<SessionNote>,
     /// Whether a dead worker has handled the message in the inbox, and died before it could note that.
     pub(crate) arrived: bool,
-    /// Whether all blocks of an image that another host has have arrived.
-    pub(crate) is_whole: bool,
+    /// Whether what the image still lacks is fetched when the session is closed.
+    pub(crate) fetches_rest: bool,
 }
 
 impl OpenSession {
@@ -94,7 +94,7 @@ impl OpenSession {
     }
 
     /// Closes the sockets, takes the fd store out of the processes that have it, and frees the slot.
-    pub(crate) async fn close(self) {
+    pub(crate) async fn close(&mut self) {
         self.slot.listener.store(NO_FD, Ordering::Release);
         self.slot.connection.store(NO_FD, Ordering::Release);
         // From here on a successor only takes the store back.
@@ -109,7 +109,7 @@ impl OpenSession {
                 parking::unpark(inode, store, writer).await;
             }
         }
-        self.slot.free();
+        self.slot.end(if self.fetches_rest { SessionState::Completing } else { SessionState::Free });
     }
 }
 

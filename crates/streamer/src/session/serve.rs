@@ -23,7 +23,7 @@ use crate::ledger::{
 use crate::session::image::{Image, LazyMemory, TaskPlan};
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
-use crate::session::{Session, socket};
+use crate::session::{Session, complete, socket};
 use crate::supervise::parking;
 use crate::sys;
 
@@ -124,8 +124,8 @@ impl Worker {
             images.display()
         );
         let listener = Some(listener);
-        let (connection, arrived, is_whole) = (None, false, false);
-        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, is_whole })
+        let (connection, arrived, fetches_rest) = (None, false, false);
+        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, fetches_rest })
     }
 
     /// Takes over the session of a dead worker; none if there is nothing to serve.
@@ -139,6 +139,10 @@ impl Worker {
             SessionState::Free => return Ok(None),
             SessionState::Closing => {
                 open::finish_closing(slot, self.notes.clone(), self.starter.folder.clone());
+                return Ok(None);
+            }
+            SessionState::Completing => {
+                slot.free();
                 return Ok(None);
             }
             SessionState::Listening
@@ -181,8 +185,8 @@ impl Worker {
         let fetch = Fetch::inherit(&session, &image, self.pool.wakers()?)?.map(Rc::new);
         let note = self.publish(&session);
         info!("taken over in state {:?}", slot.state());
-        let is_whole = false;
-        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, is_whole })
+        let fetches_rest = false;
+        Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, fetches_rest })
     }
 
     /// Writes the session's note. Returns none, and logs a warning, when it cannot be written.
@@ -192,7 +196,7 @@ impl Worker {
             let phase = match slot.state() {
                 SessionState::Free | SessionState::Listening => Phase::Listening,
                 SessionState::Handshake | SessionState::Restoring => Phase::Restoring,
-                SessionState::Running | SessionState::Closing => Phase::Running,
+                SessionState::Running | SessionState::Closing | SessionState::Completing => Phase::Running,
             };
             let note = session_store::note(slot, store, &self.starter, &slot.paths().1, phase)?;
             note.write(&self.notes)?;
@@ -237,8 +241,16 @@ impl Worker {
             }
             bail!("{reason}");
         }
-        if let Some(fetch) = fetch {
-            self.finish_fetch(open, &fetch).await?;
+        match fetch {
+            Some(fetch) if !fetch.is_image() => fetch.finish().await?,
+            // Of a program that has ended early, no process waits for the rest.
+            Some(_) if !open.slot.any_resident() => {
+                let images = session.images.display();
+                info!(
+                    "{images}: the program has ended, and the image is not complete: `rewake pull` completes it"
+                );
+            }
+            fetch => open.fetches_rest = fetch.is_some(),
         }
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Ok(SessionSummary {
@@ -250,41 +262,17 @@ impl Worker {
         })
     }
 
-    /// Ends the fetcher, as no address space is left to serve. What an image lacks is fetched only if memory of a process
-    /// became resident: of a program that has ended early, no process waits for the rest.
-    async fn finish_fetch(&self, open: &mut OpenSession, fetch: &Fetch) -> anyhow::Result<()> {
-        if !fetch.is_image() {
-            return fetch.finish().await;
-        }
-        if !open.session.any_resident() {
-            info!("{}: the program has ended, and the image is not complete", open.session.images.display());
-            return Ok(());
-        }
-        match fetch.finish().await {
-            Ok(()) => open.is_whole = true,
-            Err(error) => warn!(
-                "all memory is resident, but not all of the image has arrived: `rewake pull` completes it: {error:#}"
-            ),
-        }
-        Ok(())
-    }
-
-    /// Closes the session when it has ended. An image whose missing blocks have arrived becomes complete then.
-    pub async fn close(&self, open: OpenSession) {
-        let note = open.note.clone();
-        let whole = open.is_whole.then(|| open.session.images.clone());
+    /// Closes the session when it has ended. What the image of another host still lacks is fetched after that.
+    pub async fn close(&self, mut open: OpenSession) {
         open.close().await;
-        if let Some(images) = whole {
-            match rewake_image_pull::complete(&images) {
-                Ok(id) => info!("{}: image {id:.16} is complete", images.display()),
-                Err(error) => warn!("{}: the image is not complete: {error:#}", images.display()),
-            }
-        }
         // As long as a process has the store, a plugin must be able to identify it.
-        if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
+        if let Some(Err(error)) = open.note.take().map(|note| note.remove(&self.notes)) {
             warn!(%error, "removing the session's note");
         }
         self.pool.collapse_huge_pages();
+        if open.fetches_rest {
+            complete::fetch_rest(open).await;
+        }
     }
 
     async fn follow(&self, open: &mut OpenSession) -> anyhow::Result<()> {

@@ -6,11 +6,13 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
+use rewake_criu_images::ImageDir;
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::PeerTls;
-use rewake_manifest::{MANIFEST_NAME, PARTIAL_NAME};
+use rewake_manifest::refuse_partial;
 
+use crate::fetch_peer::FetchedImage;
 use crate::gpu::plugin_folder;
 use crate::session::image::Image;
 use crate::sys;
@@ -34,8 +36,8 @@ pub struct LaunchPlan {
 pub struct ImageServerAddress {
     /// The addresses of the host.
     pub addresses: Vec<SocketAddr>,
-    /// The name of the image there.
-    pub image: String,
+    /// The image there.
+    pub image: FetchedImage,
     /// How the connection is encrypted, with absolute paths; none: it is not.
     pub tls: Option<PeerTls>,
 }
@@ -49,11 +51,10 @@ impl LaunchPlan {
     /// # Errors
     /// The image cannot be served.
     pub fn of(images: &Path) -> anyhow::Result<Self> {
-        ensure!(
-            !images.join(PARTIAL_NAME).exists() || images.join(MANIFEST_NAME).exists(),
-            "{}: the copy of this image is not complete: `rewake pull` or `rewake restore --from` completes it",
-            images.display()
-        );
+        // Before all else: this is also said of an image whose CPU memory CRIU loads itself.
+        let directory = ImageDir::open(images)?;
+        refuse_partial(&directory)?;
+        directory.ancestors().iter().try_for_each(refuse_partial)?;
         let gpus =
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
         let checked = if gpus { holds_calls() } else { Ok(()) };
@@ -120,7 +121,7 @@ fn add_server(command: &mut Command, from: &ImageServerAddress) {
     for address in &from.addresses {
         command.arg("--from-address").arg(address.to_string());
     }
-    command.arg("--from-image").arg(&from.image);
+    command.arg("--from-image").arg(&from.image.name).arg("--from-id").arg(&from.image.id);
     let Some(PeerTls { options, host }) = &from.tls else { return };
     command.arg("--tls");
     if let Some(host) = host {

@@ -97,6 +97,7 @@ pub fn take_up(ledger: Ledger) -> RecoveryReport {
     slot.forget_numbers();
     match slot.state() {
         SessionState::Free => {}
+        SessionState::Completing => slot.free(),
         // No restore has connected, or no page is missing.
         SessionState::Listening | SessionState::Closing => {
             parking::unpark_slot(slot);

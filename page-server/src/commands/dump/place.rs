@@ -56,7 +56,7 @@ impl DumpPlace {
 
     fn inside(target: &Path) -> anyhow::Result<Self> {
         let lock = match DirectoryLock::take(target) {
-            Ok(None) => bail!("-D {}: another dump writes into it", target.display()),
+            Ok(None) => bail!("-D {}: another dump, a copy or a restore writes into it", target.display()),
             // Remote file systems may have no locks of directories: there is no image to protect.
             lock => lock.ok().flatten(),
         };
@@ -67,7 +67,10 @@ impl DumpPlace {
         let being_removed = || format!("-D {}: another dump is removing it", target.display());
         let of_target = match DirectoryLock::take(target) {
             Ok(None) => {
-                bail!("-D {}: another dump writes into it: wait until it has ended", target.display())
+                bail!(
+                    "-D {}: another dump, a copy or a restore writes into it: wait until it has ended",
+                    target.display()
+                )
             }
             lock => lock.ok().flatten(),
         };

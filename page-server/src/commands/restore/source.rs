@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake restore --from`: copies what CRIU itself reads of another host's image, and leaves the rest to the streamer.
 
-use std::net::ToSocketAddrs as _;
+use std::cell::Cell;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::{PathBuf, absolute};
+use std::rc::Rc;
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::PeerTls;
 use rewake_image_pull::{ImageSource, pull, pull_eager};
+use rewake_streamer::fetch_peer::FetchedImage;
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{ImageServerAddress, LaunchPlan};
 use rewake_streamer::units;
 
 use super::view::View;
 use crate::cli::{RemoteImage, RestoreArgs, TlsArgs};
-use crate::commands::pull::connect;
+use crate::commands::pull::{connect, warn_unencrypted};
 
 /// Copies the part of the image that is needed first. Returns how the image is served; none if no host is needed: it was
 /// not asked for, or the directory has the whole image.
@@ -29,15 +32,26 @@ pub(super) fn prepare(options: &RestoreArgs) -> anyhow::Result<Option<LaunchPlan
     let (directory, id, port) = (&options.images_dir, options.source.id.as_deref(), options.source.port);
     let view = View::new(options.quiet);
     let what = format!("--from {host}:{image}");
-    if rewake_image_pull::has_image(directory, id)? {
+    if let Some(id) = rewake_image_pull::complete_image(directory, id)? {
+        let directory = directory.display();
+        view.say(&format!("{directory}: it has image {id:.16} already: {host} was not asked\n"));
         return Ok(None);
     }
-    let addresses = (host.as_str(), port).to_socket_addrs().with_context(|| what.clone())?.collect();
+    let addresses = (host.as_str(), port).to_socket_addrs().with_context(|| what.clone())?;
+    let mut addresses: Vec<SocketAddr> = addresses.collect();
     let tls = peer_tls(&options.source.tls, &host)?;
     let client = tls.as_ref().map(PeerTls::client).transpose()?;
-    let mut source =
-        ImageSource::open(move || Ok(Box::new(connect(&host, port, client.as_ref())?) as _), &image)
-            .with_context(|| what.clone())?;
+    if tls.is_none() {
+        warn_unencrypted(&host, &addresses);
+    }
+    let reached = Rc::new(Cell::new(None));
+    let last = Rc::clone(&reached);
+    let connect = move || {
+        let stream = connect(&host, port, client.as_ref())?;
+        last.set(stream.socket().peer_addr().ok());
+        Ok(Box::new(stream) as _)
+    };
+    let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
     let report = pull_eager(&mut source, directory, id).with_context(|| what.clone())?;
     if report.left == 0 {
         return Ok(None);
@@ -51,6 +65,9 @@ pub(super) fn prepare(options: &RestoreArgs) -> anyhow::Result<Option<LaunchPlan
         pull(&mut source, directory, id).with_context(|| what.clone())?;
         return Ok(None);
     }
+    // The fetcher tries them in turn, and page faults wait.
+    addresses.sort_by_key(|address| Some(*address) != reached.get());
+    let image = FetchedImage { name: image, id: report.id.to_string() };
     Ok(Some(LaunchPlan::from_server(gpus, ImageServerAddress { addresses, image, tls })))
 }
 

@@ -449,7 +449,7 @@ impl Reactor {
             self.shared.huge_pages.note(&space);
         }
         if !space.is_gone() && !space.session.has_failed() {
-            space.session.note_resident();
+            self.shared.ledger.session().note_resident();
         }
         // No reactor reads its events from here on. A fill that the kernel refuses until one is read would be
         // tried for ever, and would keep the descriptor open.

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan};
 use rewake_image_io::{BLOCK, FileState};
-use rewake_manifest::{ImageChecksums, MANIFEST_NAME, PARTIAL_NAME, read_chain, read_partial_checksums};
+use rewake_manifest::{ImageChecksums, read_chain, read_partial_checksums, refuse_partial};
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
@@ -84,9 +84,9 @@ impl Draft {
     /// # Errors
     /// Fails when a file is missing, damaged or truncated, or when the image lacks pages.
     pub(crate) fn read(images: &ImageDir) -> anyhow::Result<Self> {
-        refuse_partial(images)?;
         let parents = images.ancestors();
         let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
+        chain.iter().try_for_each(|images| refuse_partial(images))?;
         let mut draft = Self { leases: leases(&chain)?, ..Self::of(images)? }.tasks(images)?;
         draft.add_checksums(read_chain(&chain)?)?;
         Ok(draft)
@@ -205,23 +205,16 @@ impl DraftRemote {
     }
 }
 
-/// Refuses a directory that an image is being copied into.
-fn refuse_partial(images: &ImageDir) -> anyhow::Result<()> {
-    ensure!(
-        images.file(PARTIAL_NAME)?.is_none() || images.file(MANIFEST_NAME)?.is_some(),
-        "{}: the copy of this image is not complete: `rewake pull` or `rewake restore --from` completes it",
-        images.path().display()
-    );
-    Ok(())
-}
-
 /// Locks a directory against other programs that write an image into it.
 fn lock_directory(images: &ImageDir) -> anyhow::Result<File> {
     let directory = File::from(images.as_fd().try_clone_to_owned()?);
     match directory.try_lock() {
         Ok(()) => Ok(directory),
         Err(TryLockError::WouldBlock) => {
-            bail!("{}: another program writes an image into it", images.path().display())
+            bail!(
+                "{}: another program writes an image into it: wait until it has ended",
+                images.path().display()
+            )
         }
         Err(TryLockError::Error(error)) => {
             Err(error).with_context(|| format!("locking {}", images.path().display()))

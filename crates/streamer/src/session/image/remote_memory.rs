@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};
@@ -149,7 +149,7 @@ impl Image {
     /// on.
     ///
     /// # Errors
-    /// The presence map cannot be mapped.
+    /// The presence map cannot be mapped. Or the image has another id than the peer's.
     pub(crate) fn fetch_plan(&self, remote: &RemoteMemory, peer: &FetchPeer) -> anyhow::Result<FetchPlan> {
         let memory = match &remote.copy {
             LocalCopy::Cache { layout, .. } => {
@@ -157,7 +157,13 @@ impl Image {
             }
             LocalCopy::Files { id, numbers } => {
                 let image = peer.image.clone().context("an image server without the name of an image")?;
-                FetchedMemory::Files { image, id: *id, files: self.sparse_files(numbers) }
+                // The directory was not locked for a moment, and this is what the user has asked for.
+                ensure!(
+                    id.to_string() == image.id,
+                    "a copy of image {id:.16}, not of {:.16}: did another program write into the directory?",
+                    image.id
+                );
+                FetchedMemory::Files { image: image.name, id: *id, files: self.sparse_files(numbers) }
             }
         };
         let runs: Vec<(u64, u64)> = match &memory {

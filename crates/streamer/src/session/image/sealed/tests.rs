@@ -6,12 +6,13 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::fetch_peer::FetchPeer;
+use crate::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
 use rewake_fetcher::plan::{FetchedMemory, PagePeer};
-use rewake_image_io::read_now;
+use rewake_image_io::{PresenceWriter, read_now};
+use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME, read_partial_checksums};
 
 use super::*;
 
@@ -361,8 +362,7 @@ fn partial(byte: u8, absent: &str) -> (tempfile::TempDir, PathBuf) {
     let images = root.path().join("image");
     write_image(&images, byte);
     rewake_manifest::seal(&images).unwrap();
-    fs::rename(images.join(rewake_manifest::MANIFEST_NAME), images.join(rewake_manifest::PARTIAL_NAME))
-        .unwrap();
+    fs::rename(images.join(MANIFEST_NAME), images.join(PARTIAL_NAME)).unwrap();
     let file = File::options().write(true).truncate(true).open(images.join(absent)).unwrap();
     file.set_len(PAGES * PAGE_SIZE).unwrap();
     (root, images)
@@ -385,7 +385,12 @@ fn of_a_partial_image_right_blocks_count_as_arrived() {
     let (_root, images) = partial(1, "pages-1.img");
     let image = partial_image(&images).unwrap();
     let peer = PagePeer::Tcp(Vec::new());
-    let peer = FetchPeer { peer, tls: None, connected: None, image: Some("web/1".into()) };
+    let id = read_partial_checksums(&ImageDir::open(&images).unwrap()).unwrap().id.to_string();
+    let served = |id: &str| Some(FetchedImage { name: "web/1".into(), id: id.into() });
+    let mut peer = FetchPeer { peer, tls: None, connected: None, image: served("0123") };
+    let error = image.fetch_plan(image.remote().unwrap(), &peer).unwrap_err().to_string();
+    assert!(error.contains("did another program write into the directory?"), "{error}");
+    peer.image = served(&id);
     let plan = image.fetch_plan(image.remote().unwrap(), &peer).unwrap();
     let FetchedMemory::Files { image: name, files, .. } = &plan.memory else { panic!("{plan:?}") };
     let files: Vec<_> = files.iter().map(|file| (file.first, file.len, file.number)).collect();
@@ -393,6 +398,12 @@ fn of_a_partial_image_right_blocks_count_as_arrived() {
     assert_eq!((name.as_str(), files), ("web/1", vec![(0, 3 * PAGE_SIZE, 9), (16, 3 * PAGE_SIZE, 10)]));
     assert_eq!(plan.len, 32 * PAGE_SIZE);
     assert_eq!(arrived(&image), [false, true]);
+    let remote = image.remote().unwrap();
+    let presence = PresenceWriter::open(remote.presence.as_fd(), remote.len).unwrap();
+    presence.set(0, 1);
+    assert_eq!(arrived(&image), [false, true], "a part of a block cannot be checked");
+    presence.set(1, 2);
+    assert_eq!(arrived(&image), [true, true]);
     assert_eq!(image.files_to_write().unwrap().len(), 2);
 }
 
@@ -409,6 +420,21 @@ fn of_a_partial_image_sealed_zeros_are_here_and_wrong_bytes_are_not() {
     assert_eq!(arrived(&partial_image(&images).unwrap()), [true, false]);
     fs::write(images.join("pages-2.img"), vec![7; 3 * PAGE]).unwrap();
     assert_eq!(arrived(&partial_image(&images).unwrap()), [true, false]);
+}
+
+#[test]
+fn a_partial_image_is_refused_also_as_a_parent_or_sealed() {
+    let (root, images) = partial(1, "pages-1.img");
+    let child = root.path().join("child");
+    write_image(&child, 1);
+    std::os::unix::fs::symlink(&images, child.join("parent")).unwrap();
+    let refused = |directory: &Path| {
+        let error = Draft::read(&ImageDir::open(directory).unwrap()).unwrap_err();
+        matches!(error.downcast_ref(), Some(ManifestError::Partial { .. }))
+    };
+    assert!(refused(&images) && refused(&child));
+    fs::copy(images.join(PARTIAL_NAME), images.join(MANIFEST_NAME)).unwrap();
+    assert!(refused(&images) && refused(&child));
 }
 
 #[test]
