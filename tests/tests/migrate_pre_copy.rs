@@ -115,7 +115,7 @@ fn a_process_that_joins_the_cgroup_is_not_killed() {
     let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
     let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
     let cgroup = until(MINUTE, || migration.tree_cgroup()).expect("a cgroup");
-    let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
+    let mut other = Command::new("sleep").arg("60").spawn().unwrap();
     fs::write(cgroup.join("cgroup.procs"), other.id().to_string()).unwrap();
     let migrated = migrate.ended().unwrap();
     let text = said(&migrated);
