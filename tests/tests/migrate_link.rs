@@ -33,10 +33,11 @@ fn cut(link: &SlowLink) {
     link.join();
 }
 
-/// The bytes of candidates that the destination has stored. Both hosts share the disk.
-fn candidates() -> u64 {
-    let folders = fs::read_dir("/var/tmp").into_iter().flatten().flatten();
-    let files = folders.map(|folder| folder.path().join("candidates"));
+/// The bytes of candidates that the destination has stored. Its folder on the disk has the name of its record.
+fn candidates(migration: &Migration) -> u64 {
+    let records = fs::read_dir(migration.hosts.destination.path("/run/rewake/migrations"));
+    let names = records.into_iter().flatten().flatten().map(|record| record.file_name());
+    let files = names.map(|name| format!("/var/tmp/rewake-{}/candidates", name.to_string_lossy()));
     files.filter_map(|file| fs::metadata(file).ok()).map(|file| file.len()).sum()
 }
 
@@ -48,9 +49,8 @@ fn a_slow_link_that_is_cut_in_each_phase_pauses_only() {
     let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
     migration.go().unwrap();
     let to = format!("127.0.0.1:{}", link.port());
-    let before = candidates();
     let mut migrate = migration.migrate_with(&to, &["--give-up-after", "20"]).unwrap();
-    until(MINUTE, || (candidates() > before + (4 << 20)).then_some(())).expect("candidates");
+    until(MINUTE, || (candidates(&migration) > 4 << 20).then_some(())).expect("candidates");
     cut(&link);
     migration.restoring().unwrap();
     cut(&link);
@@ -70,10 +70,9 @@ fn a_link_that_stays_cut_before_grant_leaves_the_program() {
     let _receive = migration.receive(path(&criu)).unwrap();
     let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
     migration.go().unwrap();
-    let before = candidates();
     let to = format!("127.0.0.1:{}", link.port());
     let mut migrate = migration.migrate_with(&to, &["--give-up-after", "2"]).unwrap();
-    until(MINUTE, || (candidates() > before + (4 << 20)).then_some(())).expect("candidates");
+    until(MINUTE, || (candidates(&migration) > 4 << 20).then_some(())).expect("candidates");
     link.part();
     let migrated = migrate.ended().unwrap();
     assert_eq!(migrated.status.code(), Some(1));

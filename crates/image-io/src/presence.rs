@@ -84,6 +84,14 @@ impl PresenceMap {
         page < self.pages && self.bits(page).load(Ordering::Acquire) & 1 << (page % BITS) != 0
     }
 
+    /// Returns the number of pages that have arrived.
+    #[must_use]
+    pub fn arrived(&self) -> u64 {
+        (1..self.map.len() / WORD)
+            .map(|word| u64::from(self.word(word).load(Ordering::Relaxed).count_ones()))
+            .sum()
+    }
+
     /// Returns whether the peer knows that nothing more is needed of it.
     #[must_use]
     pub fn is_closed(&self) -> bool {
@@ -175,6 +183,7 @@ mod tests {
         let set: Vec<u64> = (0..PAGES + 10).filter(|page| map.has_page(*page)).collect();
         let expected: Vec<u64> = [0].into_iter().chain(60..130).chain([199]).collect();
         assert_eq!(set, expected);
+        assert_eq!(map.arrived(), expected.len() as u64);
     }
 
     #[test]

@@ -268,6 +268,8 @@ impl DestinationAgent<'_> {
             let failure = client.failure(status);
             self.client = None;
             match status.success() {
+                // The client also ends well when no process needs it any more.
+                true if !self.cgroup.has_processes() => self.step(DestinationInput::TreeEnded),
                 true => self.step(DestinationInput::Resident),
                 false => self.step(DestinationInput::MemoryLost(failure)),
             }

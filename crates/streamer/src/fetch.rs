@@ -41,6 +41,9 @@ use crate::sys;
 /// How many fetchers may end within [`WINDOW`] before the session ends: another one does not help if each fails at once.
 const MAX_FETCHERS: usize = 8;
 const WINDOW: Duration = Duration::from_secs(10);
+/// How many fetchers in a row may end without a page that has arrived. Each waits 30 s for an answer: a migration's link
+/// may be cut for 300 s, and this limit is longer.
+const MAX_FRUITLESS: u32 = 16;
 /// The pause before the second fetcher of those; the first is started at once, and each further pause is twice as long:
 /// 3 s in all.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -84,6 +87,8 @@ pub(crate) struct Fetch {
     /// Whether a fetcher has had a connection, or what copied the first part of an image.
     connected: Cell<bool>,
     ends: RefCell<Vec<Instant>>,
+    /// Pages that had arrived when the last fetcher ended, and how many have ended since without another one.
+    fruitless: Cell<(u64, u32)>,
 }
 
 /// How a fetcher ended.
@@ -196,6 +201,7 @@ impl Fetch {
             number: Cell::new(number),
             connected: Cell::new(is_image),
             ends: RefCell::default(),
+            fruitless: Cell::default(),
         })
     }
 
@@ -326,6 +332,9 @@ impl Fetch {
             if self.peer == PagePeer::Connected && self.connected.get() {
                 bail!("{reason}: the connection of --ps-socket cannot be made again");
             }
+            if self.is_fruitless() {
+                bail!("{reason}: {MAX_FRUITLESS} connections in a row have brought no page");
+            }
             let Some(pause) = self.pause() else {
                 bail!("{reason}: {MAX_FETCHERS} fetchers ended within {} s", WINDOW.as_secs());
             };
@@ -364,6 +373,15 @@ impl Fetch {
                 }
             }
         }
+    }
+
+    /// Counts the end of a fetcher. Returns whether no other one would bring a page.
+    fn is_fruitless(&self) -> bool {
+        let (arrived, count) = self.fruitless.get();
+        let now = self.source.presence().arrived();
+        let count = if now == arrived { count + 1 } else { 0 };
+        self.fruitless.set((now, count));
+        count >= MAX_FRUITLESS
     }
 
     /// Returns the time to wait before another fetcher is started: none if no other one would help.

@@ -51,16 +51,19 @@ impl LaunchPlan {
     /// # Errors
     /// The image cannot be served.
     pub fn of(images: &Path) -> anyhow::Result<Self> {
-        // Before all else: this is also said of an image whose CPU memory CRIU loads itself.
         let directory = ImageDir::open(images)?;
         refuse_partial(&directory)?;
-        directory.ancestors().iter().try_for_each(refuse_partial)?;
         let gpus =
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
         let checked = if gpus { holds_calls() } else { Ok(()) };
         let checked = checked.and_then(|()| Image::open(images).map(drop));
         match checked {
-            Err(error) if gpus => Ok(Self { gpus, eager: Some(format!("{error:#}")), from: None }),
+            Err(error) if gpus => {
+                // CRIU would read the holes of a partial parent. The planner refuses them in all other cases: only it may
+                // wait for the parent's file system.
+                directory.ancestors().iter().try_for_each(refuse_partial)?;
+                Ok(Self { gpus, eager: Some(format!("{error:#}")), from: None })
+            }
             checked => checked.map(|()| Self { gpus, eager: None, from: None }),
         }
     }
