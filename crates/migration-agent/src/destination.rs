@@ -269,7 +269,7 @@ impl DestinationAgent<'_> {
             self.client = None;
             match status.success() {
                 // The client also ends well when no process needs it any more.
-                true if !self.cgroup.has_processes() => self.step(DestinationInput::TreeEnded),
+                true if !self.entry.cgroup.has_processes() => self.step(DestinationInput::TreeEnded),
                 true => self.step(DestinationInput::Resident),
                 false => self.step(DestinationInput::MemoryLost(failure)),
             }
