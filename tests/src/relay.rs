@@ -84,6 +84,8 @@ impl SlowLink {
                 if refuses.load(Ordering::Relaxed) {
                     continue;
                 }
+                // A link does not keep the end of an answer back until the one before is acknowledged.
+                let _ = [&client, &server].map(|end| end.set_nodelay(true));
                 let [client, server] = [client, server].map(Arc::new);
                 let both = [&client, &server].map(Arc::downgrade);
                 kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
