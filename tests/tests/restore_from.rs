@@ -36,6 +36,16 @@ struct Remote {
 }
 
 impl Remote {
+    /// The link lies until the streamer has ended. One lie is not enough: a block that both connections bring is used once.
+    fn lies_to_the_end(&self) {
+        let work = self.scene.work().display().to_string();
+        let ended = until(MINUTE, || {
+            self.link.lie();
+            processes_naming(&work).is_empty().then_some(())
+        });
+        assert!(ended.is_some(), "{}", messages(&self.scene));
+    }
+
     fn new(criu: &Criu, scenario: &str, rate: u64) -> Self {
         Self::with(criu, scenario, rate, &[])
     }
@@ -217,7 +227,7 @@ fn a_wrong_byte_ends_the_program_and_is_never_seen() {
     remote.restore();
     remote.scene.go().unwrap();
     remote.passed(6 << 20);
-    remote.link.lie();
+    remote.lies_to_the_end();
     let verdict = remote.scene.verdict(ACT).unwrap();
     assert!(verdict.killed(), "{verdict:?}");
     streamer_ended(&remote.scene).unwrap();
@@ -286,13 +296,7 @@ fn a_dump_does_not_wait_for_the_rest_of_the_image() {
 fn a_lie_after_all_is_resident_makes_no_image() {
     let criu = need!(Criu::main());
     let remote = all_resident(&criu);
-    let work = remote.scene.work().display().to_string();
-    // Again and again: blocks that a page fault has brought before are dropped.
-    let ended = until(MINUTE, || {
-        remote.link.lie();
-        processes_naming(&work).is_empty().then_some(())
-    });
-    assert!(ended.is_some(), "{}", messages(&remote.scene));
+    remote.lies_to_the_end();
     let text = messages(&remote.scene);
     assert!(text.contains("are not those that the manifest proves: `rewake pull` brings them"), "{text}");
     remote.scene.stop().unwrap();
