@@ -2,7 +2,6 @@
 //! A connection to an image server, whose replies are taken as they arrive: whole blocks of them, before the rest of a
 //! reply has come. Requests are sent before the server has said hello. A reply that is not the next one is an error.
 
-use std::io::ErrorKind;
 use std::rc::Rc;
 
 use anyhow::{Context as _, bail, ensure};
@@ -15,8 +14,9 @@ use rewake_image_protocol::{Data, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VER
 
 use crate::plan::SparseFile;
 use crate::queue::FlightPages;
+use crate::received::ReceivedBytes;
 use crate::stream::PageStream;
-use crate::wire::{PeerEnded, explained};
+use crate::wire::explained;
 
 /// Bytes of the length before a message.
 const LENGTH: usize = 4;
@@ -43,10 +43,7 @@ pub(crate) struct ImageWire {
     id: Digest,
     files: Rc<[SparseFile]>,
     due: DueReply,
-    buffer: Box<[u8]>,
-    /// Bytes before `start` are used, those before `end` are received.
-    start: usize,
-    end: usize,
+    received: ReceivedBytes,
 }
 
 impl ImageWire {
@@ -62,7 +59,7 @@ impl ImageWire {
         let messages = messages.into_iter().collect::<Result<Vec<_>, _>>()?;
         stream.send(&messages).map_err(explained).context("opening the image")?;
         let due = if stream.is_encrypted() { DueReply::Admission } else { DueReply::Hello };
-        Ok(Self { stream, id, files, due, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 })
+        Ok(Self { stream, id, files, due, received: ReceivedBytes::new(BUFFER) })
     }
 
     /// Returns the file of a page, the offset there, and the bytes of these pages: fewer at the end of the file.
@@ -91,20 +88,7 @@ impl ImageWire {
     /// # Errors
     /// The connection has ended.
     pub(crate) fn receive(&mut self) -> anyhow::Result<()> {
-        if self.start > 0 {
-            self.buffer.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-        }
-        let count = loop {
-            match self.stream.receive(&mut self.buffer[self.end..]) {
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                received => break received.map_err(explained).context("receiving a reply")?,
-            }
-        };
-        ensure!(count > 0, PeerEnded);
-        self.end += count;
-        Ok(())
+        self.received.receive(&mut self.stream, "receiving a reply")
     }
 
     /// Returns the next whole blocks of the reply to the oldest request, and their number of pages; none if the next
@@ -121,11 +105,11 @@ impl ImageWire {
             self.due = self.next_due(reply, Some(expected))?;
         }
         let DueReply::Rest(left) = self.due else { return Ok(None) };
-        let received = self.end - self.start;
+        let received = self.received.bytes().len();
         let whole = usize::try_from(left).ok().filter(|left| *left <= received);
         let bytes = whole.unwrap_or(received / BLOCK * BLOCK);
         let pages = (bytes as u64).div_ceil(PAGE);
-        Ok((bytes > 0).then(|| (pages, &self.buffer[self.start..self.start + bytes])))
+        Ok((bytes > 0).then(|| (pages, &self.received.bytes()[..bytes])))
     }
 
     /// Takes the replies before the first data. Returns false until the server has opened the image.
@@ -183,19 +167,19 @@ impl ImageWire {
     /// # Errors
     /// It is a refusal.
     fn is_admitted(&mut self) -> anyhow::Result<bool> {
-        let received = &self.buffer[self.start..self.end];
+        let received = self.received.bytes();
         let Some((length, rest)) = received.split_first_chunk() else { return Ok(false) };
         let length = usize::from(u16::from_le_bytes(*length));
         let Some(reason) = rest.get(..length) else { return Ok(false) };
         let reason = printable(&String::from_utf8_lossy(reason));
         ensure!(length == 0, "refused by the server: {reason}");
-        self.start += size_of::<u16>();
+        self.received.used(size_of::<u16>());
         Ok(true)
     }
 
     /// Takes a message, if all of it was received.
     fn reply(&mut self) -> anyhow::Result<Option<Reply>> {
-        let received = &self.buffer[self.start..self.end];
+        let received = self.received.bytes();
         let Some(length) = received.first_chunk().map(|length| u32::from_le_bytes(*length) as usize) else {
             return Ok(None);
         };
@@ -204,7 +188,8 @@ impl ImageWire {
         }
         let mut rest = received;
         let reply: rewake_image_protocol::Reply = receive(&mut rest)?.ok_or(MessageError::Closed)?;
-        self.start = self.end - rest.len();
+        let used = received.len() - rest.len();
+        self.received.used(used);
         Ok(Some(reply.what.context("an empty reply")?))
     }
 
@@ -212,13 +197,13 @@ impl ImageWire {
     pub(crate) fn used(&mut self, pages: u64) {
         let DueReply::Rest(left) = self.due else { return };
         let bytes = (pages * PAGE).min(left);
-        self.start = self.end.min(self.start + usize::try_from(bytes).unwrap_or(usize::MAX / 2));
+        self.received.used(usize::try_from(bytes).unwrap_or(usize::MAX));
         self.due = if bytes == left { DueReply::Data } else { DueReply::Rest(left - bytes) };
     }
 
     /// Whether bytes were received that are not used.
     pub(crate) fn has_more(&self) -> bool {
-        self.start < self.end
+        !self.received.bytes().is_empty()
     }
 }
 
@@ -239,6 +224,7 @@ mod tests {
 
     use super::*;
     use crate::peer::PeerSocket;
+    use crate::wire::PeerEnded;
 
     const ID: Digest = Digest([9; 32]);
     /// A file of three blocks and 100 bytes, after one of a page.

@@ -12,6 +12,7 @@ use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN,
 
 use crate::plan::FetchExtent;
 use crate::queue::{FlightPages, MAX_PAGES};
+use crate::received::ReceivedBytes;
 use crate::stream::PageStream;
 
 /// Bytes of the longest answer.
@@ -24,10 +25,7 @@ pub(crate) struct PageWire {
     pub(crate) stream: PageStream,
     layout: HeaderLayout,
     extents: Rc<[FetchExtent]>,
-    buffer: Box<[u8]>,
-    /// Bytes before `start` are used, those before `end` are received.
-    start: usize,
-    end: usize,
+    received: ReceivedBytes,
 }
 
 /// Marks an error: the peer has ended the connection, or another host between has.
@@ -42,7 +40,7 @@ impl std::fmt::Display for PeerEnded {
 
 impl PageWire {
     pub(crate) fn new(stream: PageStream, layout: HeaderLayout, extents: Rc<[FetchExtent]>) -> Self {
-        Self { stream, layout, extents, buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 }
+        Self { stream, layout, extents, received: ReceivedBytes::new(BUFFER) }
     }
 
     /// Returns the task of pages in flight, and where they are in its memory.
@@ -74,20 +72,7 @@ impl PageWire {
     /// # Errors
     /// The connection has ended.
     pub(crate) fn receive(&mut self) -> anyhow::Result<()> {
-        if self.start > 0 {
-            self.buffer.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-        }
-        let count = loop {
-            match self.stream.receive(&mut self.buffer[self.end..]) {
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                received => break received.map_err(explained).context("receiving an answer")?,
-            }
-        };
-        ensure!(count > 0, PeerEnded);
-        self.end += count;
-        Ok(())
+        self.received.receive(&mut self.stream, "receiving an answer")
     }
 
     /// Returns the number of pages of the next answer, and their bytes, if all of it was received. `expected` is the
@@ -96,7 +81,7 @@ impl PageWire {
     /// # Errors
     /// It is no answer to that request.
     pub(crate) fn answer(&self, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
-        let received = &self.buffer[self.start..self.end];
+        let received = self.received.bytes();
         let Some((header, rest)) = received.split_at_checked(self.layout.len()) else { return Ok(None) };
         let mut bytes = [0; WIDE_LEN];
         bytes[..header.len()].copy_from_slice(header);
@@ -125,12 +110,12 @@ impl PageWire {
     /// Drops the answer that [`PageWire::answer`] returned.
     pub(crate) fn used(&mut self, pages: u64) {
         let len = self.layout.len() + usize::try_from(pages * PAGE).unwrap_or(usize::MAX);
-        self.start = self.end.min(self.start.saturating_add(len));
+        self.received.used(len);
     }
 
     /// Whether bytes were received that are not used.
     pub(crate) fn has_more(&self) -> bool {
-        self.start < self.end
+        !self.received.bytes().is_empty()
     }
 
     /// Returns whether the answer to the last message was received.
@@ -138,7 +123,7 @@ impl PageWire {
     /// # Errors
     /// It is another answer.
     pub(crate) fn is_closed(&self) -> anyhow::Result<bool> {
-        let received = &self.buffer[self.start..self.end];
+        let received = self.received.bytes();
         ensure!(
             CLOSED.starts_with(received) || received.starts_with(&CLOSED),
             "{received:?} in answer to the last message: expected {CLOSED:?}"
