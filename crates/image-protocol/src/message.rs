@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn messages_and_data_arrive_as_they_were_sent() {
         let mut stream = Slow::default();
-        let data = Reply { what: Some(reply::What::Data(Data { length: 3 })) };
+        let data = Reply { what: Some(reply::What::Data(Data { length: 3, compressed: false })) };
         let ask = Request { what: Some(request::What::Hello(hello())) };
         send(&mut stream, &data, b"abc").unwrap();
         send(&mut stream, &ask, b"").unwrap();

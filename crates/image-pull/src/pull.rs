@@ -198,11 +198,10 @@ impl ImageCopy<'_> {
         while offset < length {
             let part = u32::try_from(length - offset).unwrap_or(MAX_READ).min(MAX_READ);
             self.source.request(0, offset, part)?;
-            self.source.next_data(&mut self.buffer).context("the manifest")?;
+            self.report.sent += self.source.next_data(&mut self.buffer).context("the manifest")?;
             file.write_all_at(&self.buffer, offset).context("writing the manifest")?;
             offset += u64::from(part);
         }
-        self.report.sent += length;
         Ok(())
     }
 
@@ -292,8 +291,7 @@ impl ImageCopy<'_> {
         let (place, chunk) = match self.steps.pop_front() {
             None => bail!("more reads are outstanding than chunks"),
             Some(PendingChunk::Fetched(place, chunk)) => {
-                self.source.next_data(&mut self.buffer)?;
-                self.report.sent += u64::from(chunk.length);
+                self.report.sent += self.source.next_data(&mut self.buffer)?;
                 (place, chunk)
             }
             Some(PendingChunk::Copied(place, chunk, first)) => {

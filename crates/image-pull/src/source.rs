@@ -84,14 +84,14 @@ impl ImageSource {
         }
     }
 
-    /// Receives the bytes of the oldest outstanding read.
-    pub(crate) fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<()> {
+    /// Receives the bytes of the oldest outstanding read. Returns how many travelled.
+    pub(crate) fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64> {
         loop {
             match self.client.next_data(into) {
-                Ok(_) => {
+                Ok(travelled) => {
                     self.outstanding.pop_front();
                     self.failures = 0;
-                    return Ok(());
+                    return Ok(travelled);
                 }
                 Err(error) => self.reconnect(error)?,
             }
