@@ -180,9 +180,9 @@ fn read_frames(
             Frame::Pages { pid, vaddr, parts } => {
                 state.relay().context("the source sent pages without a request")?.answer(pid, vaddr, parts)
             }
-            Frame::Candidate { pid, vaddr, bytes } => {
-                let taken = state.intake().candidate(state.store.len());
-                taken.and_then(|()| state.store.candidate(pid, vaddr, &bytes))
+            Frame::Candidate { pid, vaddr, pages, bytes } => {
+                let taken = state.intake().candidate(state.store.size());
+                taken.and_then(|()| state.store.candidate(pid, vaddr, pages, &bytes))
             }
             Frame::RoundEnd(round) => writer.send(&Frame::RoundStored(round)),
             Frame::Probe(_) => Ok(()),

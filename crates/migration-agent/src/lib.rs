@@ -9,8 +9,8 @@
 //! * `earlier`: what agents of this host have left that were killed.
 //! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy restore, over that connection.
 //! * `host`: what hosts compare, with `room` and `sockets`. [`dry_run`]: that alone.
-//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_memory`: its blocks and pages. `candidates`: where they
-//!   wait for a comparison.
+//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_blocks`: their order. `tree_memory`: blocks and pages.
+//!   `candidates`: where they wait for a comparison.
 //! * `strangers`: connections that have sent no greeting.
 //! * `intake`: how much a source may send before the restore begins.
 //! * `held_dump`, `image_files`, [`criu`]: what their names say.
@@ -39,4 +39,5 @@ pub mod source;
 mod source_begin;
 mod source_link;
 mod strangers;
+mod tree_blocks;
 mod tree_memory;

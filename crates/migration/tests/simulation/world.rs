@@ -6,7 +6,7 @@ pub(crate) mod rules;
 use std::ops::Range;
 
 use rewake_migration::blocks::{
-    BLOCK, BLOCK_PAGES, BlockAnswer, BlockDigest, BlockPlace, DestinationBlocks, SourceBlocks,
+    BLOCK, BLOCK_PAGES, BlockAnswer, BlockDigest, BlockPlace, DestinationBlocks, PageMask, SourceBlocks,
 };
 use rewake_migration::destination::{
     DestinationInput, DestinationOutcome, DestinationOutput, MigrationDestination,
@@ -200,7 +200,11 @@ impl World {
                 self.step_destination(DestinationInput::Received(message));
             }
             Some(ToDestination::Candidate(block, halves))
-                if self.destination.blocks.candidate(place(block), digest(halves)).is_some() =>
+                if self
+                    .destination
+                    .blocks
+                    .candidate(place(block), digest(halves), PageMask::MAX)
+                    .is_some() =>
             {
                 self.destination.memory[block] = halves;
             }
