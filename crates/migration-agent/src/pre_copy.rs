@@ -157,7 +157,8 @@ impl PreCopy {
                 let Some(measured) = self.measure()? else { return Ok(false) };
                 rate = Some(measured);
             }
-            let predicted = predict(shared_memory(cgroup), &round, rate, goal.all_first);
+            let shared = TreeSize::of(cgroup).unwrap_or_default().shared;
+            let predicted = predict(shared, &round, rate, goal.all_first);
             let is_too_long = goal.max_downtime.is_some_and(|accepted| predicted > accepted);
             if (round.is_in_vain || is_last(&round, before.as_ref())) && !is_too_long {
                 return Ok(true);
@@ -333,16 +334,6 @@ impl PreCopy {
 fn is_last(round: &RoundResult, before: Option<&RoundResult>) -> bool {
     let share = |round: &RoundResult| round.sent as f64 / round.total.max(1) as f64;
     round.sent <= FEW_BYTES || before.is_some_and(|before| share(round) > share(before) * FALLS)
-}
-
-/// Bytes of a tree that are sent after the freeze.
-fn shared_memory(cgroup: &TreeCgroup) -> u64 {
-    let mut size = TreeSize::default();
-    for pid in cgroup.processes().unwrap_or_default() {
-        // One that has ended has no memory.
-        let _ = size.add(pid);
-    }
-    size.shared
 }
 
 /// The downtime if the program were frozen now: CRIU's work, memory that travels then, and, if all memory is first, the
