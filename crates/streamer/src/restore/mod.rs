@@ -24,7 +24,8 @@ use tracing::{error, info, warn};
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
 use crate::fetch_peer::FetchPeer;
-use crate::gpu::{self, StreamOptions, plugin_folder};
+use crate::gpu::fetched_files::{FetchedGpuFiles, SessionGpuFiles};
+use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome, SessionState};
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
@@ -152,10 +153,12 @@ impl StreamedRestore {
         let served = worker::block_on(start, async |worker| {
             *answers = self.answers(start, timeline);
             self.prepare(start, timeline)?;
-            let mut over: Option<watch::Receiver<bool>> = None;
+            let mut over: Option<watch::Receiver<GpuLoad>> = None;
+            let fetched = SessionGpuFiles::default();
             if !start.successor && self.plugin.is_some() {
-                let (sender, receiver) = watch::channel(false);
-                gpus = Some(self.load_gpus(start, worker.pool.pace(), timeline, sender)?);
+                let (sender, receiver) = watch::channel(GpuLoad::Running);
+                let budget = worker.pool.pace();
+                gpus = Some(self.load_gpus(start, (budget, Arc::clone(&fetched)), timeline, sender)?);
                 over = Some(receiver);
             }
             if self.options.images.is_none() {
@@ -166,7 +169,7 @@ impl StreamedRestore {
                 start.ready();
             }
             tokio::select! {
-                done = self.serve_cpus(start, worker, timeline, over.clone()) => done,
+                done = self.serve_cpus(start, worker, timeline, (over.clone(), fetched)) => done,
                 () = without_cpus(start.ledger, over) => Ok(()),
             }
         });
@@ -208,7 +211,7 @@ impl StreamedRestore {
         start: &Start,
         worker: &Worker,
         timeline: &Timeline,
-        over: Option<watch::Receiver<bool>>,
+        (over, fetched): (Option<watch::Receiver<GpuLoad>>, SessionGpuFiles),
     ) -> anyhow::Result<()> {
         let Some(images) = &self.options.images else { return std::future::pending().await };
         if start.ledger.session().outcome() != SessionOutcome::Open {
@@ -224,31 +227,37 @@ impl StreamedRestore {
             return Ok(());
         };
         timeline.brings(&session.session);
+        // Before a restore is started: its plugin finds the session open.
+        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?));
         start.ready();
-        let outcome = worker.serve(&mut session).await;
+        let outcome = worker.serve(&mut session, over.clone()).await;
         if let Ok(summary) = &outcome {
             report(summary);
         }
         if let Some(mut over) = over {
             // An error means that the thread has ended, however it went.
-            let _ = over.wait_for(|over| *over).await;
+            let ended = over.wait_for(|load| load.is_over()).await;
+            if !ended.is_ok_and(|load| *load == GpuLoad::Done) {
+                // The program was killed, and does not need the rest of its image.
+                session.fetches_rest = false;
+            }
         }
         worker.close(session).await;
         outcome.map(drop)
     }
 
-    /// Loads GPU memory in a thread; `over` gets true when it has ended.
+    /// Loads GPU memory in a thread; `over` says when it has ended.
     fn load_gpus(
         self: &Arc<Self>,
         start: &Start,
-        budget: Arc<IoBudget>,
+        (budget, fetched): (Arc<IoBudget>, SessionGpuFiles),
         timeline: &Timeline,
-        over: watch::Sender<bool>,
+        over: watch::Sender<GpuLoad>,
     ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
         let cpus = self.options.images.is_some().then_some(budget);
         let images = self.options.images.as_deref().map(ImageDir::open).transpose()?;
         let record = self.options.records_working_set;
-        let options = StreamOptions { cpus, images, marks: blocked_calls(start), record };
+        let options = StreamOptions { cpus, images, marks: blocked_calls(start), record, fetched };
         let (restore, ledger, timeline) = (Arc::clone(self), start.ledger, timeline.clone());
         let load = move || {
             let done =
@@ -258,7 +267,7 @@ impl StreamedRestore {
                 ledger.gates().end_all();
             }
             // No one listens any more when all CPU memory is resident.
-            let _ = over.send(true);
+            let _ = over.send(if done.is_ok() { GpuLoad::Done } else { GpuLoad::Failed });
             done
         };
         thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
@@ -326,9 +335,9 @@ fn stop(supervisor: i32) -> impl Fn() + Send + Sync + 'static {
 
 /// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was
 /// missing, or CRIU has failed.
-async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<bool>>) {
+async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<GpuLoad>>) {
     if let Some(mut over) = over
-        && over.wait_for(|over| *over).await.is_ok()
+        && over.wait_for(|load| load.is_over()).await.is_ok()
         && !ledger.session().is_under_way()
     {
         return;
