@@ -240,7 +240,7 @@ fn another_image_than_the_expected_one_is_refused() {
     };
     for wrong in ["0123456789abcdef", &id[..15], ""] {
         let error = go(wrong).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("the server has image {id}, expected {wrong:?}")), "{error}");
+        assert!(error.starts_with(&format!("the source has image {id}, expected {wrong:?}")), "{error}");
         assert!(!scene.copy().exists());
     }
     go(&id[..16]).unwrap();

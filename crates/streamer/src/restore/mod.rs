@@ -4,6 +4,7 @@
 
 mod own_session;
 
+use std::os::fd::AsRawFd as _;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::{Pid, getpid, getppid};
+use nix::unistd::getpid;
 use own_session::OwnSession;
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::IoBudget;
@@ -324,9 +325,11 @@ pub fn report(summary: &SessionSummary) {
 /// Ends this worker when nothing depends on it. The supervisor forwards the signal, so that it starts no successor.
 fn stop(supervisor: i32) -> impl Fn() + Send + Sync + 'static {
     move || {
-        // While it is this process's parent, no other process has its number.
-        let supervised = getppid().as_raw() == supervisor;
-        let _ = kill(if supervised { Pid::from_raw(supervisor) } else { getpid() }, Signal::SIGTERM);
+        let supervisor = sys::parent_process(supervisor).ok().flatten();
+        let _ = match supervisor {
+            Some(pidfd) => sys::pidfd_signal(pidfd.as_raw_fd(), libc::SIGTERM),
+            None => kill(getpid(), Signal::SIGTERM).map_err(Into::into),
+        };
     }
 }
 
