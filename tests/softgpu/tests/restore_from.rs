@@ -15,8 +15,9 @@ use rewake_testkit::process::{MINUTE, children, output, processes_naming};
 use rewake_testkit::programs::rewake;
 use rewake_testkit::relay::SlowLink;
 use rewake_testkit::{soon, until};
-use softgpu_tests::criu::{Criu, Plugin, Version};
+use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, is_paused, pages, unreached};
+use softgpu_tests::streamer::recover;
 use softgpu_tests::toucher::{BYTES, Large};
 use softgpu_tests::{Toucher, isolated};
 
@@ -165,6 +166,28 @@ fn a_wrong_byte_of_gpu_memory_reaches_no_queue() {
         pull.args(["pull", "--port", &remote.server.port().to_string(), &remote.name()]).arg(remote.copy());
         output(&mut pull).unwrap();
         remote.is_complete();
+    });
+}
+
+#[test]
+fn the_next_restore_completes_the_copy_of_a_killed_session() {
+    isolated(1, |_| {
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
+        let (pid, remote) = (dumped.server.pid, Remote::of(dumped.criu.images()));
+        remote.restore();
+        remote.passes(4 << 20);
+        assert!(is_paused(pid), "GPU memory is missing: {}", remote.messages());
+        let streamers = processes_naming(&remote.work().display().to_string());
+        streamers.into_iter().for_each(|pid| kill(pid, Signal::SIGKILL).unwrap());
+        let (_, said) = recover().unwrap();
+        wait_for_the_end_of(pid).unwrap_or_else(|error| panic!("{error:#}\n{said}"));
+        assert!(remote.copy().join("rewake-manifest.partial").exists());
+
+        fs::remove_dir_all(remote.work()).unwrap();
+        fs::create_dir(remote.work()).unwrap();
+        remote.restore();
+        remote.is_complete();
+        dumped.server.ends_well();
     });
 }
 
