@@ -37,7 +37,7 @@ pub mod migration;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;
-pub mod relay;
+pub use rewake_testkit::relay;
 pub mod scene;
 pub mod seaweedfs;
 pub mod server;

@@ -2,6 +2,7 @@
 //! `rewake migrate` and `rewake receive`: a program moves between two hosts. It runs on one of them at most, and it
 //! sees right bytes only.
 
+use std::fs;
 use std::path::Path;
 use std::process::Output;
 use std::thread::sleep;
@@ -82,6 +83,27 @@ fn a_dry_run_compares_and_touches_nothing() {
     assert_eq!((migration.processes(), migration.source_record()), ((1, 0), None));
     assert_eq!(migration.source_cgroup().unwrap(), cgroup);
     migration.expect_right_bytes().unwrap();
+}
+
+/// Pages of it that the program has not written do not travel.
+#[test]
+fn another_version_of_the_program_is_refused_by_name() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", 1).unwrap();
+    let _receive = migration.receive(path(&criu)).unwrap();
+    let pid = migration.hosts.source.named("target").into_iter().min().unwrap();
+    let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();
+    let mut bytes = fs::read(&program).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    let folder = tempfile::tempdir().unwrap();
+    let other = folder.path().join("other");
+    fs::write(&other, bytes).unwrap();
+    let mut mount = migration.hosts.destination.command("mount");
+    assert!(mount.arg("--bind").args([&other, &program]).status().unwrap().success());
+    let compared = migration.migrate_with(RECEIVER, &["--dry-run"]).unwrap().ended().unwrap();
+    let reason = "refused: 10.77.0.2:7700: files that the program has mapped, and that differ here: ";
+    let expected = format!("{reason}{} (other contents here)\n", program.display());
+    assert_eq!((compared.status.code(), said(&compared)), (Some(1), expected));
 }
 
 #[test]

@@ -22,6 +22,12 @@ const ARRIVED: usize = 33 << 10;
 pub struct PeerCertificate(CertificateDer<'static>);
 
 impl PeerCertificate {
+    /// Its bytes, DER.
+    #[must_use]
+    pub fn as_der(&self) -> &[u8] {
+        &self.0
+    }
+
     /// Checks whether it is for this name.
     ///
     /// # Errors

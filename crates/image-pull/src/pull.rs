@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_images::{Digest, ImageDir};
+use rewake_criu_images::{Digest, GPU_HEADER, ImageDir, is_gpu_pages_file};
 use rewake_image_protocol::MAX_READ;
 use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
 
@@ -54,7 +54,7 @@ pub fn pull(
 }
 
 /// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that have pages
-/// which are not lazy. Space for the others is reserved. If none is left, the directory has the image then.
+/// which are not lazy, and the headers of files with GPU memory. Space for the others is reserved. If none is left, the directory has the image then.
 ///
 /// # Errors
 /// As for [`pull`]. Or the image is incremental.
@@ -198,11 +198,10 @@ impl ImageCopy<'_> {
         while offset < length {
             let part = u32::try_from(length - offset).unwrap_or(MAX_READ).min(MAX_READ);
             self.source.request_manifest(offset, part)?;
-            self.source.next_data(&mut self.buffer).context("the manifest")?;
+            self.report.sent += self.source.next_data(&mut self.buffer).context("the manifest")?;
             file.write_all_at(&self.buffer, offset).context("writing the manifest")?;
             offset += u64::from(part);
         }
-        self.report.sent += length;
         Ok(())
     }
 
@@ -213,10 +212,7 @@ impl ImageCopy<'_> {
                     self.target.make(&file).with_context(|| format!("file {}", file.name))?;
                     self.report.files += 1;
                     self.report.bytes += file.length;
-                    if self.eager
-                        && is_pages_file(&file.name)
-                        && let Some(ranges) = self.eager_ranges()?.remove(&file.name)
-                    {
+                    if let Some(ranges) = self.needed(&file.name)? {
                         chunks.need_only(&ranges);
                     }
                 }
@@ -244,6 +240,19 @@ impl ImageCopy<'_> {
             self.finish_step()?;
         }
         Ok(())
+    }
+
+    /// Returns which parts of a file a restore needs at its start; none: all of it.
+    fn needed(&mut self, name: &str) -> anyhow::Result<Option<Vec<Range<u64>>>> {
+        if !self.eager {
+            return Ok(None);
+        }
+        if is_pages_file(name) {
+            return Ok(self.eager_ranges()?.remove(name));
+        }
+        // CRIU's plugin compares the header when it opens the file.
+        let header = Range { start: 0, end: GPU_HEADER };
+        Ok(is_gpu_pages_file(name).then(|| vec![header]))
     }
 
     /// Returns what CRIU reads itself, by pages file.
@@ -292,8 +301,7 @@ impl ImageCopy<'_> {
         let (place, chunk) = match self.steps.pop_front() {
             None => bail!("more reads are outstanding than chunks"),
             Some(PendingChunk::Fetched(place, chunk)) => {
-                self.source.next_data(&mut self.buffer)?;
-                self.report.sent += u64::from(chunk.length);
+                self.report.sent += self.source.next_data(&mut self.buffer)?;
                 (place, chunk)
             }
             Some(PendingChunk::Copied(place, chunk, first)) => {

@@ -45,11 +45,11 @@ pub trait ChunkSource {
     /// The source is lost for long.
     fn request_chunk(&mut self, place: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()>;
 
-    /// Receives the bytes of the oldest outstanding read.
+    /// Receives the bytes of the oldest outstanding read. Returns how many travelled: fewer if they were compressed.
     ///
     /// # Errors
     /// The source is lost for long, or has not these bytes.
-    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<()>;
+    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64>;
 }
 
 /// A stream to an image server.
@@ -158,13 +158,13 @@ impl ChunkSource for ImageSource {
         self.request(place.file, place.offset, chunk.length)
     }
 
-    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<()> {
+    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64> {
         loop {
             match self.client.next_data(into) {
-                Ok(_) => {
+                Ok(travelled) => {
                     self.outstanding.pop_front();
                     self.failures = 0;
-                    return Ok(());
+                    return Ok(travelled);
                 }
                 Err(error) => self.reconnect(error)?,
             }

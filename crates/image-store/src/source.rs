@@ -24,8 +24,11 @@ pub struct StoreSource {
     store: ImageStore,
     image: StoredImage,
     reader: Arc<ChunkReader>,
-    outstanding: VecDeque<JoinHandle<Result<Vec<u8>>>>,
+    outstanding: VecDeque<JoinHandle<Result<TravelledBytes>>>,
 }
+
+/// Bytes of a read, and how many travelled for them.
+type TravelledBytes = (Vec<u8>, u64);
 
 impl StoreSource {
     /// Opens an image.
@@ -57,20 +60,25 @@ impl ChunkSource for StoreSource {
         let (store, version) = (self.store.clone(), self.image.version.clone());
         self.outstanding.push_back(self.runtime.spawn(async move {
             let range = offset..offset + u64::from(length);
-            store.get_range(MANIFESTS, &version, range).await.map(Vec::from)
+            let bytes = store.get_range(MANIFESTS, &version, range).await?;
+            Ok((bytes.into(), length.into()))
         }));
         Ok(())
     }
 
     fn request_chunk(&mut self, _: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
         let (reader, SealedChunk { length, digest }) = (Arc::clone(&self.reader), *chunk);
-        self.outstanding.push_back(self.runtime.spawn(async move { reader.chunk(digest, length).await }));
+        self.outstanding.push_back(self.runtime.spawn(async move {
+            let bytes = reader.chunk(digest, length).await?;
+            Ok((bytes, reader.locate(digest)?.stored_length().into()))
+        }));
         Ok(())
     }
 
-    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<()> {
+    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64> {
         let read = self.outstanding.pop_front().context("no read is outstanding")?;
-        *into = self.runtime.block_on(read).context("a read ended early")??;
-        Ok(())
+        let (bytes, travelled) = self.runtime.block_on(read).context("a read ended early")??;
+        *into = bytes;
+        Ok(travelled)
     }
 }

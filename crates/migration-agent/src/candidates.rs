@@ -8,13 +8,15 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, ensure};
-use rewake_migration::blocks::{BLOCK, BLOCK_LEN, BlockDigest, BlockPlace, DestinationBlocks};
+use rewake_migration::blocks::{
+    BLOCK, BLOCK_LEN, BlockDigest, BlockPlace, BlockSlot, DestinationBlocks, PageMask,
+};
 use rewake_page_protocol::PageRun;
 
 use crate::tree_memory::digest;
 
-const PAGE: u64 = 4096;
-static ZEROS: [u8; BLOCK_LEN] = [0; BLOCK_LEN];
+const PAGE_LEN: usize = 4096;
+const PAGE: u64 = PAGE_LEN as u64;
 
 /// The stored blocks of one migration.
 #[derive(Debug)]
@@ -32,19 +34,39 @@ impl CandidateStore {
         Ok(Self { file, blocks: Mutex::default() })
     }
 
-    /// Stores a candidate; no bytes stand for zeros.
-    pub(crate) fn candidate(&self, task: u32, vaddr: u64, bytes: &[u8]) -> anyhow::Result<()> {
-        let bytes = if bytes.is_empty() { &ZEROS[..] } else { bytes };
-        let is_block = vaddr.is_multiple_of(BLOCK) && bytes.len() as u64 == BLOCK;
-        ensure!(is_block, "a candidate of {} bytes at {vaddr:#x}: expected a block of {BLOCK}", bytes.len());
+    /// Stores a candidate: the bytes of these pages, one after the other. Its other pages are zeros.
+    pub(crate) fn candidate(
+        &self,
+        task: u32,
+        vaddr: u64,
+        pages: PageMask,
+        bytes: &[u8],
+    ) -> anyhow::Result<()> {
+        let is_block = vaddr.is_multiple_of(BLOCK) && bytes.len() == pages.count_ones() as usize * PAGE_LEN;
+        ensure!(
+            is_block,
+            "a candidate of {} bytes at {vaddr:#x} for pages {pages:#x} of a block",
+            bytes.len()
+        );
+        let mut block = [0; BLOCK_LEN];
+        for (number, page) in page_numbers(pages).zip(bytes.chunks_exact(PAGE_LEN)) {
+            block[number * PAGE_LEN..][..PAGE_LEN].copy_from_slice(page);
+        }
         let mut blocks = self.blocks();
-        let slot = blocks.candidate(BlockPlace { task, vaddr }, digest(bytes));
-        slot.map_or(Ok(()), |slot| self.write(bytes, slot * BLOCK))
+        let Some(slot) = blocks.candidate(BlockPlace { task, vaddr }, digest(&block), pages) else {
+            return Ok(());
+        };
+        // Pages that had bytes before are zeros now.
+        page_runs(pages | slot.written).try_for_each(|run| {
+            let offset = slot.number * BLOCK + (run.start * PAGE_LEN) as u64;
+            self.write(&block[run.start * PAGE_LEN..run.end * PAGE_LEN], offset)
+        })
     }
 
-    /// The number of blocks.
-    pub(crate) fn len(&self) -> u64 {
-        self.blocks().len()
+    /// The number of blocks, and of pages that have a place in the file.
+    pub(crate) fn size(&self) -> (u64, u64) {
+        let blocks = self.blocks();
+        (blocks.len(), blocks.pages())
     }
 
     /// Compares a block with its digest after the freeze: its pages are those of the frozen program then. Returns false
@@ -85,11 +107,17 @@ impl CandidateStore {
         Ok(Some(bytes))
     }
 
-    fn read(&self, slot: u64, pages: &Range<u64>) -> anyhow::Result<Vec<u8>> {
-        let mut bytes = vec![0; usize::try_from((pages.end - pages.start) * PAGE)?];
-        self.file
-            .read_exact_at(&mut bytes, slot * BLOCK + pages.start * PAGE)
-            .context("reading the candidates")?;
+    fn read(&self, slot: BlockSlot, pages: &Range<u64>) -> anyhow::Result<Vec<u8>> {
+        let (first, end) = (usize::try_from(pages.start)?, usize::try_from(pages.end)?);
+        let mut bytes = vec![0; (end - first) * PAGE_LEN];
+        for run in page_runs(slot.written) {
+            let run = run.start.max(first)..run.end.min(end);
+            if !run.is_empty() {
+                let target = &mut bytes[(run.start - first) * PAGE_LEN..(run.end - first) * PAGE_LEN];
+                let offset = slot.number * BLOCK + (run.start * PAGE_LEN) as u64;
+                self.file.read_exact_at(target, offset).context("reading the candidates")?;
+            }
+        }
         Ok(bytes)
     }
 
@@ -100,6 +128,23 @@ impl CandidateStore {
     fn blocks(&self) -> MutexGuard<'_, DestinationBlocks> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The numbers of pages, in ascending order.
+fn page_numbers(pages: PageMask) -> impl Iterator<Item = usize> {
+    (0..BLOCK_LEN / PAGE_LEN).filter(move |number| pages & 1 << number != 0)
+}
+
+/// The runs of neighbouring pages.
+fn page_runs(pages: PageMask) -> impl Iterator<Item = Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for number in page_numbers(pages) {
+        match runs.last_mut() {
+            Some(run) if run.end == number => run.end += 1,
+            _ => runs.push(number..number + 1),
+        }
+    }
+    runs.into_iter()
 }
 
 /// The block of an address, and its pages up to an end.
@@ -115,6 +160,8 @@ fn pieces(task: u32, run: PageRun) -> impl Iterator<Item = (BlockPlace, Range<u6
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
 
     fn run(first: u64, pages: u64) -> PageRun {
@@ -126,15 +173,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = CandidateStore::make(folder.path()).unwrap();
         let bytes: Vec<u8> = (0..16).flat_map(|page| [page; 4096]).collect();
-        store.candidate(3, 0, &bytes).unwrap();
-        store.candidate(3, BLOCK, &[]).unwrap();
+        store.candidate(3, 0, PageMask::MAX, &bytes).unwrap();
+        store.candidate(3, BLOCK, 0, &[]).unwrap();
         assert_eq!(store.resident(3, run(0, 1)).unwrap(), None);
-        assert!(!store.confirm(3, run(2, 1), digest(&ZEROS)).unwrap());
+        assert!(!store.confirm(3, run(2, 1), digest(&[0; BLOCK_LEN])).unwrap());
         assert_eq!(store.resident(3, run(2, 1)).unwrap(), None);
         assert!(store.confirm(3, run(2, 2), digest(&bytes)).unwrap());
         assert_eq!(store.resident(3, run(2, 2)).unwrap().unwrap(), bytes[2 * 4096..4 * 4096]);
         assert!(store.has(3, run(2, 2)) && !store.has(3, run(1, 2)) && !store.has(4, run(2, 1)));
-        assert!(store.confirm(3, run(16, 1), digest(&ZEROS)).unwrap());
+        assert!(store.confirm(3, run(16, 1), digest(&[0; BLOCK_LEN])).unwrap());
         assert_eq!(store.resident(3, run(16, 1)).unwrap().unwrap(), [0; 4096]);
         assert!(store.confirm(3, run(15, 1), digest(&bytes)).unwrap());
         let both = store.resident(3, run(15, 2)).unwrap().unwrap();
@@ -155,7 +202,35 @@ mod tests {
     fn candidates_that_are_no_blocks_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let store = CandidateStore::make(folder.path()).unwrap();
-        assert!(store.candidate(3, 4096, &ZEROS).is_err());
-        assert!(store.candidate(3, 0, &[1; 4096]).is_err());
+        assert!(store.candidate(3, 4096, PageMask::MAX, &[0; BLOCK_LEN]).is_err());
+        assert!(store.candidate(3, 0, 0b11, &[1; 4096]).is_err());
+        assert!(store.candidate(3, 0, 0b1, &[1; 8192]).is_err());
+    }
+
+    #[test]
+    fn a_page_of_a_block_needs_the_room_of_a_page() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = CandidateStore::make(folder.path()).unwrap();
+        for number in 0..256 {
+            store.candidate(3, number * BLOCK, 0b100, &[7; PAGE_LEN]).unwrap();
+        }
+        assert_eq!(store.size(), (256, 256));
+        let used = store.file.metadata().unwrap().blocks() * 512;
+        assert!((256 * PAGE..512 * PAGE).contains(&used), "{used} bytes of disk space");
+        let block = [vec![0; 2 * PAGE_LEN], vec![7; PAGE_LEN], vec![0; 13 * PAGE_LEN]].concat();
+        assert!(store.confirm(3, run(16, 16), digest(&block)).unwrap());
+        assert_eq!(store.resident(3, run(16, 16)).unwrap().unwrap(), block);
+    }
+
+    #[test]
+    fn a_page_that_is_zeros_again_reads_as_zeros() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = CandidateStore::make(folder.path()).unwrap();
+        store.candidate(3, 0, 0b11, &[7; 2 * PAGE_LEN]).unwrap();
+        store.candidate(3, 0, 0b10, &[8; PAGE_LEN]).unwrap();
+        let block = [vec![0; PAGE_LEN], vec![8; PAGE_LEN], vec![0; 14 * PAGE_LEN]].concat();
+        assert!(store.confirm(3, run(0, 16), digest(&block)).unwrap());
+        assert_eq!(store.resident(3, run(0, 16)).unwrap().unwrap(), block);
+        assert_eq!(store.size(), (1, 2));
     }
 }

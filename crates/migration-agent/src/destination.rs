@@ -33,6 +33,7 @@ use crate::frame::{Frame, FrameWriter, MAX_EVENTS, new_name};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::intake::Intake;
+use crate::peer::certificate_digest;
 use crate::relay::PageRelay;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 use crate::strangers::Strangers;
@@ -150,7 +151,7 @@ fn begin(folder: &MigrationFolder, work: &Path) -> anyhow::Result<DestinationPla
     let store = CandidateStore::make(work)?;
     let scripts = folder.listen()?;
     let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
-    let entry = DestinationEntry { record: DestinationRecord::Started, id: None, cgroup };
+    let entry = DestinationEntry { record: DestinationRecord::Started, id: None, peer: None, cgroup };
     if let Err(error) = folder.write(&WrittenRecord::Destination(entry.clone())) {
         entry.cgroup.release();
         return Err(error);
@@ -392,9 +393,11 @@ impl DestinationAgent<'_> {
 
     /// Writes down which migration this is: a later agent then answers its source.
     fn note_source(&mut self) {
-        let id = self.state.id.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(id, _)| *id);
+        let known = self.state.id.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (id, peer) =
+            known.map_or((None, None), |(id, peer)| (Some(id), peer.as_ref().map(certificate_digest)));
         if self.entry.id != id
-            && let Err(reason) = self.write(DestinationEntry { id, ..self.entry.clone() })
+            && let Err(reason) = self.write(DestinationEntry { id, peer, ..self.entry.clone() })
         {
             self.step(DestinationInput::WriteFailed(reason));
         }
@@ -437,7 +440,7 @@ mod tests {
     fn a_destination_waits_longer_than_its_source() {
         let offer = |seconds: u64| {
             format!(
-                r#"{{"architecture":"","cpu_features":[],"criu":[4,2],"pids":[],"files":[],"gpus":[],"sockets":[],
+                r#"{{"architecture":"","cpu_features":[],"criu":[4,2],"pids":[],"files":{{}},"gpus":[],"sockets":[],
                     "size":{{"resident":0,"anonymous":0,"shared":0}},"give_up_after":{seconds}}}"#
             )
         };

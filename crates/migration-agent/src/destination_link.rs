@@ -20,12 +20,14 @@ use crate::earlier::EarlierMigration;
 use crate::frame::{Frame, FrameWriter, MigrationId, greeted, set_limits};
 use crate::image_files;
 use crate::intake::Intake;
+use crate::peer::{CertificateDigest, certificate_digest};
 use crate::relay::PageRelay;
 use crate::script::{CriuMoment, WaitingScript};
 use crate::strangers::Strangers;
 
 /// Time that a connection has for its greeting.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
+const OTHER_CERTIFICATE: &str = "its certificate is not that of the connection before";
 /// Time after a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
@@ -74,10 +76,16 @@ impl ConnectionState {
         self.earlier.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take_earlier(&self, id: &MigrationId) -> Option<EarlierMigration> {
+    /// Takes the migration of this id, for its own source.
+    fn take_earlier(
+        &self,
+        id: &MigrationId,
+        peer: Option<CertificateDigest>,
+    ) -> anyhow::Result<Option<EarlierMigration>> {
         let mut earlier = self.earlier();
-        let index = earlier.iter().position(|migration| migration.id == *id)?;
-        Some(earlier.remove(index))
+        let Some(index) = earlier.iter().position(|migration| migration.id == *id) else { return Ok(None) };
+        ensure!(earlier[index].peer == peer, OTHER_CERTIFICATE);
+        Ok(Some(earlier.remove(index)))
     }
 }
 
@@ -138,7 +146,7 @@ fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<Option<Pe
         let is_taken = state.id.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         return dry_run::answer(stream, &state.criu, is_taken).map(|()| None);
     }
-    if let Some(earlier) = state.take_earlier(&id) {
+    if let Some(earlier) = state.take_earlier(&id, stream.peer().map(certificate_digest))? {
         let answered = earlier.answer(stream);
         match &answered {
             Ok(()) => earlier.forget(),
@@ -150,7 +158,7 @@ fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<Option<Pe
     let mut known = state.id.lock().unwrap_or_else(PoisonError::into_inner);
     let (known, first) = known.get_or_insert_with(|| (id, certificate.cloned()));
     ensure!(*known == id, "another migration: this agent takes one program");
-    ensure!(first.as_ref() == certificate, "its certificate is not that of the connection before");
+    ensure!(first.as_ref() == certificate, OTHER_CERTIFICATE);
     stream.socket().set_read_timeout(None)?;
     Ok(Some(stream))
 }
@@ -180,9 +188,9 @@ fn read_frames(
             Frame::Pages { pid, vaddr, parts } => {
                 state.relay().context("the source sent pages without a request")?.answer(pid, vaddr, parts)
             }
-            Frame::Candidate { pid, vaddr, bytes } => {
-                let taken = state.intake().candidate(state.store.len());
-                taken.and_then(|()| state.store.candidate(pid, vaddr, &bytes))
+            Frame::Candidate { pid, vaddr, pages, bytes } => {
+                let taken = state.intake().candidate(state.store.size());
+                taken.and_then(|()| state.store.candidate(pid, vaddr, pages, &bytes))
             }
             Frame::RoundEnd(round) => writer.send(&Frame::RoundStored(round)),
             Frame::Probe(_) => Ok(()),

@@ -10,11 +10,14 @@ use rewake_peer_stream::PeerStream;
 
 use crate::folder::{self, MigrationFolder};
 use crate::frame::{Frame, FrameWriter, MigrationId};
+use crate::peer::CertificateDigest;
 
 /// A migration whose source may still ask for its program.
 #[derive(Debug)]
 pub(crate) struct EarlierMigration {
     pub(crate) id: MigrationId,
+    /// The certificate of its source, which has TLS.
+    pub(crate) peer: Option<CertificateDigest>,
     record: DestinationRecord,
     folder: MigrationFolder,
 }
@@ -48,7 +51,7 @@ impl EarlierMigration {
                 );
             }
         }
-        Some(Self { id, record: entry.record, folder })
+        Some(Self { id, peer: entry.peer, record: entry.record, folder })
     }
 
     /// Answers the source on one connection, and returns when it has read the answer.

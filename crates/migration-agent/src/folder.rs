@@ -2,6 +2,7 @@
 //! The folder of one migration on one host, below `/run/rewake/migrations`: its record, the image, and the socket
 //! of CRIU's action script. It lives as long as the host runs, as the tree does.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cgroup::TreeCgroup;
 use crate::frame::MigrationId;
+use crate::peer::CertificateDigest;
 
 /// Where a destination's CRIU works: on a disk, because it has the candidates and the cache file of all lazy pages.
 pub(crate) const WORK: &str = "/var/tmp";
@@ -42,6 +44,8 @@ pub(crate) struct SourceEntry {
     pub(crate) id: MigrationId,
     /// The destination's address.
     pub(crate) to: String,
+    /// The processes of the frozen tree; none before the freeze.
+    pub(crate) tasks: BTreeSet<i32>,
     pub(crate) cgroup: TreeCgroup,
 }
 
@@ -51,6 +55,8 @@ pub(crate) struct DestinationEntry {
     pub(crate) record: DestinationRecord,
     /// None before a source has connected.
     pub(crate) id: Option<MigrationId>,
+    /// The certificate of the source, which has TLS.
+    pub(crate) peer: Option<CertificateDigest>,
     pub(crate) cgroup: TreeCgroup,
 }
 
@@ -237,12 +243,11 @@ mod tests {
             }
             path
         };
-        let destination =
-            r#"{"destination":{"record":"released","id":null,"cgroup":{"path":"/g","is_made":true}}}"#;
+        let destination = r#"{"destination":{"record":"released","id":null,"peer":null,"cgroup":{"path":"/g","is_made":true}}}"#;
         let source = |group: &str| {
             let id = [0; 16];
             format!(
-                r#"{{"source":{{"record":"granted","id":{id:?},"to":"","cgroup":{{"path":"{group}","is_made":true}}}}}}"#
+                r#"{{"source":{{"record":"granted","id":{id:?},"to":"","tasks":[],"cgroup":{{"path":"{group}","is_made":true}}}}}}"#
             )
         };
         let left = add("destination-1", destination);

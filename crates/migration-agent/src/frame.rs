@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_migration::blocks::{BLOCK_PAGES, BlockDigest};
+use rewake_migration::blocks::{BLOCK_PAGES, BlockDigest, PageMask};
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_page_protocol::PageRun;
 use rewake_peer_stream::{PROMPT, PeerStream, watch_peer};
@@ -27,6 +27,8 @@ const MAX_BODY: usize = (4 << 20) + (4 << 10);
 /// Bytes of a file in one frame.
 pub(crate) const FILE_PIECE: usize = 1 << 20;
 const PAGE: usize = 4096;
+/// Pages of zeros in one part at most: as many as one answer has.
+const MAX_ZEROS: u64 = 1024;
 /// How a refusal of TLS begins. No message of an agent is as long as these bytes would say.
 const TLS_ALERT: [u8; 5] = [0x15, 3, 3, 0, 2];
 
@@ -85,10 +87,11 @@ pub(crate) enum Frame {
     },
     /// The answer to a request whose bytes cannot be read.
     PagesLost(String),
-    /// A block that was read while the program runs; no bytes stand for zeros.
+    /// Pages of a block that was read while the program runs: all others are zeros.
     Candidate {
         pid: u32,
         vaddr: u64,
+        pages: PageMask,
         bytes: Vec<u8>,
     },
     /// All candidates of a round were sent.
@@ -103,6 +106,8 @@ pub(crate) enum Frame {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum PagePart {
     Bytes(Vec<u8>),
+    /// So many pages of zeros.
+    Zeros(u64),
     /// Pages of one block, which has this digest: that of the candidate that was sent last.
     Unchanged {
         pages: u64,
@@ -114,6 +119,7 @@ impl PagePart {
     pub(crate) fn pages(&self) -> u64 {
         match self {
             Self::Bytes(bytes) => (bytes.len() / PAGE) as u64,
+            Self::Zeros(pages) => *pages,
             Self::Unchanged { pages, .. } => *pages,
         }
     }
@@ -125,6 +131,7 @@ impl PagePart {
                 body.push(part::BYTES);
                 body.extend(bytes);
             }
+            Self::Zeros(_) => body.push(part::ZEROS),
             Self::Unchanged { digest, .. } => {
                 body.push(part::UNCHANGED);
                 body.extend(digest);
@@ -142,11 +149,18 @@ impl PagePart {
                 *rest = after;
                 Ok(Self::Bytes(bytes.to_vec()))
             }
+            [part::ZEROS] => {
+                ensure!(
+                    (1..=MAX_ZEROS).contains(&pages),
+                    "{pages} pages of zeros: expected {MAX_ZEROS} at most"
+                );
+                Ok(Self::Zeros(pages))
+            }
             [part::UNCHANGED] => {
                 ensure!((1..=BLOCK_PAGES).contains(&pages), "{pages} pages of one block");
                 Ok(Self::Unchanged { pages, digest: take(rest)? })
             }
-            [kind] => bail!("pages of kind {kind}: expected 0 or 1"),
+            [kind] => bail!("pages of kind {kind}: expected 0 to 2"),
         }
     }
 }
@@ -167,6 +181,7 @@ mod kind {
 mod part {
     pub(super) const BYTES: u8 = 0;
     pub(super) const UNCHANGED: u8 = 1;
+    pub(super) const ZEROS: u8 = 2;
 }
 
 impl Frame {
@@ -189,8 +204,9 @@ impl Frame {
                 (kind::PAGES, body)
             }
             Self::PagesLost(reason) => (kind::PAGES_LOST, reason.as_bytes().to_vec()),
-            Self::Candidate { pid, vaddr, bytes } => {
-                (kind::CANDIDATE, [&pid.to_le_bytes()[..], &vaddr.to_le_bytes(), bytes].concat())
+            Self::Candidate { pid, vaddr, pages, bytes } => {
+                let place = [&pid.to_le_bytes()[..], &vaddr.to_le_bytes(), &pages.to_le_bytes()].concat();
+                (kind::CANDIDATE, [&place, &bytes[..]].concat())
             }
             Self::RoundEnd(round) => (kind::ROUND_END, round.to_le_bytes().to_vec()),
             Self::RoundStored(round) => (kind::ROUND_STORED, round.to_le_bytes().to_vec()),
@@ -258,7 +274,8 @@ impl Frame {
             kind::PAGES_LOST => Self::PagesLost(String::from_utf8_lossy(body).into_owned()),
             kind::CANDIDATE => {
                 let (pid, vaddr) = place(&mut rest)?;
-                Self::Candidate { pid, vaddr, bytes: rest.to_vec() }
+                let pages = PageMask::from_le_bytes(take(&mut rest)?);
+                Self::Candidate { pid, vaddr, pages, bytes: rest.to_vec() }
             }
             kind::ROUND_END => Self::RoundEnd(u32::from_le_bytes(take(&mut rest)?)),
             kind::ROUND_STORED => Self::RoundStored(u32::from_le_bytes(take(&mut rest)?)),
@@ -357,11 +374,12 @@ mod tests {
                 parts: vec![
                     PagePart::Bytes(vec![5; PAGE]),
                     PagePart::Unchanged { pages: 16, digest: [7; 32] },
+                    PagePart::Zeros(3),
                     PagePart::Bytes(vec![6; 2 * PAGE]),
                 ],
             },
             Frame::PagesLost("gone".into()),
-            Frame::Candidate { pid: 9, vaddr: 0x10000, bytes: vec![1; 65536] },
+            Frame::Candidate { pid: 9, vaddr: 0x10000, pages: 0x81, bytes: vec![1; 2 * PAGE] },
             Frame::RoundEnd(3),
             Frame::RoundStored(3),
             Frame::Probe(vec![0; 9]),
@@ -386,6 +404,7 @@ mod tests {
         refused(&[&[12, 0, 0, 0, 5][..], &[0; 12]].concat(), "an answer without pages");
         refused(&[&[22, 0, 0, 0, 5][..], &[0; 12], &[1], &[0; 9]].concat(), "1 pages in 1 bytes");
         refused(&[&[21, 0, 0, 0, 5][..], &[0; 12], &[17, 0, 0, 0, 0, 0, 0, 0, 1]].concat(), "of one block");
+        refused(&[&[21, 0, 0, 0, 5][..], &[0; 12], &[1, 4, 0, 0, 0, 0, 0, 0, 2]].concat(), "of zeros");
         refused(&[2, 0, 0, 0, 1, b'{'], "reading a frame");
         refused(&[0x15, 3, 3, 0, 2, 2, 40], "the peer uses TLS: add --tls");
     }
@@ -397,7 +416,7 @@ mod tests {
         set_limits(&stream).unwrap();
         let writer = FrameWriter::new(stream.into());
         let start = std::time::Instant::now();
-        let frame = Frame::Candidate { pid: 1, vaddr: 0, bytes: vec![0; 64 * PAGE] };
+        let frame = Frame::Candidate { pid: 1, vaddr: 0, pages: 0, bytes: vec![0; 64 * PAGE] };
         std::thread::scope(|scope| {
             // The peer reads nothing.
             let sends = scope.spawn(|| while writer.send(&frame).is_ok() {});

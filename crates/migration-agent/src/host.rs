@@ -11,6 +11,7 @@ use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
 use crate::criu::{CriuChoice, CriuRelease};
+use crate::program_files::ProgramFiles;
 use crate::room::{self, TreeSize};
 use crate::sockets::{self, TreeSocket};
 use crate::source::SourceOptions;
@@ -29,8 +30,7 @@ pub(crate) struct HostOffer {
     criu: CriuRelease,
     /// Pids that the tree will have.
     pids: BTreeSet<i32>,
-    /// Files that the tree has open or mapped.
-    files: BTreeSet<PathBuf>,
+    files: ProgramFiles,
     /// Device files of GPUs that the tree has open.
     gpus: BTreeSet<PathBuf>,
     /// What the destination must be able to bind: none of a tree that has its own network.
@@ -52,7 +52,7 @@ impl HostOffer {
             cpu_features: cpu_features()?,
             criu: criu.release()?,
             pids: BTreeSet::new(),
-            files: BTreeSet::new(),
+            files: ProgramFiles::default(),
             gpus: BTreeSet::new(),
             sockets: BTreeSet::new(),
             connected: BTreeSet::new(),
@@ -83,7 +83,7 @@ impl HostOffer {
             self.pids.insert(number);
             return Ok(());
         }
-        self.files.extend(files_of(pid)?);
+        self.files.add(pid)?;
         self.gpus.extend(gpu_devices_of(pid));
         let sockets = sockets::of_process(pid)?;
         self.connected.extend(sockets.iter().filter(|socket| !socket.listens).map(|socket| socket.local));
@@ -153,9 +153,9 @@ impl HostOffer {
         );
         let used = offer.pids.iter().filter(|pid| exists(pid)).map(ToString::to_string);
         refuse(used.collect(), "pids of the program that are in use here");
-        let absent = offer.files.iter().filter(|path| !path.exists());
-        let absent = absent.map(|path| path.display().to_string());
-        refuse(absent.collect(), "files of the program that do not exist here");
+        let (absent, different) = offer.files.compare();
+        refuse(absent, "files of the program that do not exist here");
+        refuse(different, "files that the program has mapped, and that differ here");
         // Others may have the GPU's place: CRIU's plugin finds one that fits.
         let has_gpu = Path::new(GPU_DEVICES[0]).exists();
         let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(|path| path.display().to_string());
@@ -185,23 +185,6 @@ fn cpu_features() -> anyhow::Result<BTreeSet<String>> {
     let text = fs::read_to_string("/proc/cpuinfo").context("reading /proc/cpuinfo")?;
     let list = text.lines().find_map(|line| line.strip_prefix("flags")?.split_once(':'));
     Ok(list.map_or_else(BTreeSet::new, |(_, list)| list.split_whitespace().map(str::to_owned).collect()))
-}
-
-/// Regular files that a process has open or mapped, and that have a name.
-fn files_of(pid: i32) -> anyhow::Result<BTreeSet<PathBuf>> {
-    let mut found = BTreeSet::new();
-    for folder in ["fd", "map_files"] {
-        let folder = format!("/proc/{pid}/{folder}");
-        for entry in fs::read_dir(&folder).with_context(|| format!("listing {folder}"))? {
-            let entry = entry.with_context(|| format!("listing {folder}"))?;
-            let Ok(path) = fs::read_link(entry.path()) else { continue };
-            let is_named = path.is_absolute() && path.is_file();
-            if is_named {
-                found.insert(path);
-            }
-        }
-    }
-    Ok(found)
 }
 
 fn gpu_devices_of(pid: i32) -> BTreeSet<PathBuf> {
@@ -245,14 +228,14 @@ mod tests {
         let criu = criu(&[]);
         let own = std::process::id().cast_signed();
         let mut offer = HostOffer::of(&[own], &criu).unwrap();
-        assert!(offer.files.contains(&std::env::current_exe().unwrap()), "{:?}", offer.files);
+        assert!(offer.files.has(&std::env::current_exe().unwrap()), "{:?}", offer.files);
         let refused =
             |offer: &HostOffer| HostOffer::refused_there(&serde_json::to_string(offer).unwrap(), &criu);
         assert_eq!(refused(&offer)[0], format!("pids of the program that are in use here: {own}"));
         offer.pids.clear();
         offer.sockets.clear();
         assert_eq!(refused(&offer), [""; 0]);
-        offer.files.insert("/no/such/file".into());
+        offer.files.add_name("/no/such/file");
         offer.cpu_features.insert("levitation".into());
         offer.sockets.insert(TreeSocket { local: "192.0.2.1:80".parse().unwrap(), listens: true });
         offer.gpus.insert("/dev/kfd".into());
@@ -281,7 +264,7 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         let offer = HostOffer::of(&[pid], &criu(&[])).unwrap();
-        assert_eq!((offer.pids, offer.files), (BTreeSet::from([pid]), BTreeSet::new()));
+        assert_eq!((offer.pids, offer.files), (BTreeSet::from([pid]), ProgramFiles::default()));
         ended.wait().unwrap();
     }
 

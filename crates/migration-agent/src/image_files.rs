@@ -55,6 +55,13 @@ pub(crate) fn send(images: &Path, link: &FrameWriter) -> Result<(), SendFailure>
     Ok(())
 }
 
+/// The bytes of all files of a folder.
+pub(crate) fn size(images: &Path) -> anyhow::Result<u64> {
+    let listing = || format!("listing {}", images.display());
+    let sizes = fs::read_dir(images).with_context(listing)?.map(|entry| Ok(entry?.metadata()?.len()));
+    sizes.sum::<std::io::Result<u64>>().with_context(listing)
+}
+
 /// Writes a part of a file that was received.
 pub(crate) fn store(images: &Path, name: &str, offset: u64, bytes: &[u8]) -> anyhow::Result<()> {
     let path = place(images, name)?;
@@ -99,6 +106,7 @@ mod tests {
         assert!(matches!(unreadable, SendFailure::Unreadable(_)), "{unreadable:?}");
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("core-1.img"), "x").unwrap();
+        assert_eq!(size(folder.path()).unwrap(), 1);
         send(folder.path(), &link).unwrap();
         link.close();
         let lost = send(folder.path(), &link).unwrap_err();

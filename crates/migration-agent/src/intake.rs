@@ -9,8 +9,8 @@ use crate::room::TreeSize;
 const PAGE: u64 = 4096;
 /// A program may grow to so many times the size of its offer while it is copied.
 const GROWTH: u64 = 2;
-/// Blocks beyond that: 64 MiB.
-const MORE_BLOCKS: u64 = 1 << 10;
+/// Pages beyond that: 64 MiB.
+const MORE_PAGES: u64 = 1 << 14;
 /// Bytes of files beyond the program's memory. CRIU's own files are small.
 const MORE_FILES: u64 = 1 << 30;
 
@@ -21,8 +21,8 @@ pub(crate) enum Intake {
     #[default]
     Closed,
     Open {
-        /// Blocks of candidates.
-        blocks: u64,
+        /// Pages of candidates, and blocks of them: one may have one page, or none that is not zeros.
+        pages: u64,
         /// Bytes of files on one connection.
         files: u64,
         /// How many of them have arrived.
@@ -31,11 +31,11 @@ pub(crate) enum Intake {
 }
 
 impl Intake {
-    /// For a tree of this size. A block may have one page. Files of GPU memory are bounded by their file system only.
+    /// For a tree of this size. Files of GPU memory are bounded by their file system only.
     pub(crate) fn open(size: TreeSize, has_gpus: bool) -> Self {
-        let blocks = (size.anonymous / PAGE).saturating_mul(GROWTH).saturating_add(MORE_BLOCKS);
+        let pages = (size.anonymous / PAGE).saturating_mul(GROWTH).saturating_add(MORE_PAGES);
         let files = size.resident.saturating_mul(GROWTH).saturating_add(MORE_FILES);
-        Self::Open { blocks, files: if has_gpus { u64::MAX } else { files }, arrived: 0 }
+        Self::Open { pages, files: if has_gpus { u64::MAX } else { files }, arrived: 0 }
     }
 
     /// A new connection: all files are sent again.
@@ -50,15 +50,15 @@ impl Intake {
         *self = Self::Closed;
     }
 
-    /// Takes a candidate, where so many blocks are stored.
+    /// Takes a candidate, where so many blocks and pages are stored.
     ///
     /// # Errors
     /// None may be stored now, or no more.
-    pub(crate) fn candidate(&self, stored: u64) -> anyhow::Result<()> {
-        let Self::Open { blocks, .. } = self else { bail!("the source sent a candidate at a wrong time") };
+    pub(crate) fn candidate(&self, (blocks, stored): (u64, u64)) -> anyhow::Result<()> {
+        let Self::Open { pages, .. } = self else { bail!("the source sent a candidate at a wrong time") };
         ensure!(
-            stored <= *blocks,
-            "the source sent more than {blocks} blocks: its program has grown too much"
+            blocks <= *pages && stored <= *pages,
+            "the source sent more than {pages} pages: its program has grown too much"
         );
         Ok(())
     }
@@ -82,17 +82,18 @@ mod tests {
     #[test]
     fn nothing_is_stored_outside_an_accepted_offer() {
         let mut intake = Intake::default();
-        assert!(intake.file(1).is_err() && intake.candidate(0).is_err());
+        assert!(intake.file(1).is_err() && intake.candidate((0, 0)).is_err());
         let size = TreeSize { resident: 1 << 20, anonymous: 1 << 20, shared: 0 };
         intake = Intake::open(size, false);
-        intake.candidate(1024 + 512).unwrap();
-        assert!(intake.candidate(1024 + 513).is_err());
+        let most = (1 << 14) + 512;
+        intake.candidate((most, most)).unwrap();
+        assert!(intake.candidate((0, most + 1)).is_err() && intake.candidate((most + 1, 0)).is_err());
         intake.file((1 << 30) + (2 << 20)).unwrap();
         assert!(intake.file(1).is_err());
         intake.restart();
         intake.file(1 << 30).unwrap();
         intake.close();
-        assert!(intake.file(0).is_err() && intake.candidate(0).is_err());
+        assert!(intake.file(0).is_err() && intake.candidate((0, 0)).is_err());
         let mut with_gpus = Intake::open(size, true);
         with_gpus.file(1 << 40).unwrap();
     }

@@ -2,15 +2,15 @@
 //! Live migration of a process tree: the agents of both hosts around CRIU. The protocol is in `rewake-migration`.
 //!
 //! * [`source`]: dumps and freezes the tree, serves its memory, kills it at the end. Start here.
-//!   `source_begin`: its group and its offer.
+//!   `source_begin`: its group and its offer. `frozen_wait`: how long it may be frozen.
 //! * [`destination`]: restores the tree, and releases it after GRANT.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `earlier`: what agents of this host have left that were killed.
 //! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy restore, over that connection.
-//! * `host`: what hosts compare, with `room` and `sockets`. [`dry_run`]: that alone.
-//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_memory`: its blocks and pages. `candidates`: where they
-//!   wait for a comparison.
+//! * `host`: what hosts compare, with `room`, `sockets` and `program_files`. [`dry_run`]: that alone.
+//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_blocks`: their order. `tree_memory`: blocks and pages.
+//!   `candidates`: where they wait for a comparison.
 //! * `strangers`: connections that have sent no greeting.
 //! * `intake`: how much a source may send before the restore begins.
 //! * `held_dump`, `image_files`, [`criu`]: what their names say.
@@ -25,12 +25,14 @@ pub mod dry_run;
 mod earlier;
 mod folder;
 mod frame;
+mod frozen_wait;
 mod held_dump;
 mod host;
 mod image_files;
 mod intake;
 mod peer;
 pub mod pre_copy;
+mod program_files;
 mod relay;
 mod room;
 pub mod script;
@@ -39,4 +41,5 @@ pub mod source;
 mod source_begin;
 mod source_link;
 mod strangers;
+mod tree_blocks;
 mod tree_memory;

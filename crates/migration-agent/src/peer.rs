@@ -14,6 +14,14 @@ use crate::source::SourceOptions;
 /// Time in which a connection must be accepted.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
+/// Names a certificate in a record: BLAKE3.
+pub(crate) type CertificateDigest = [u8; 32];
+
+/// The digest of a certificate.
+pub(crate) fn certificate_digest(certificate: &PeerCertificate) -> CertificateDigest {
+    *blake3::hash(certificate.as_der()).as_bytes()
+}
+
 /// The destination's agent, as the user names it.
 #[derive(Debug)]
 pub(crate) struct DestinationPeer {

@@ -275,6 +275,13 @@ impl PageRelay {
                         all.extend(bytes);
                     }
                 }
+                PagePart::Zeros(pages) => {
+                    let zeros = vec![0; usize::try_from(pages * PAGE)?];
+                    match request.number {
+                        THIS_HOST => self.store.keep(request.pid, run.vaddr(), &zeros)?,
+                        _ => all.extend(zeros),
+                    }
+                }
                 PagePart::Unchanged { digest, .. } => {
                     if !self.store.confirm(request.pid, run, digest)? {
                         return Ok(Err(StaleDigest));
@@ -496,7 +503,7 @@ mod tests {
     fn a_digest_is_answered_from_the_store_or_asked_for_as_bytes() {
         let mut scene = Scene::start();
         let block = vec![4; 65536];
-        scene.relay.store.candidate(7, 0, &block).unwrap();
+        scene.relay.store.candidate(7, 0, 0xffff, &block).unwrap();
         let mut client = scene.client();
         client.write_all(&get(1)).unwrap();
         assert_eq!(scene.requested(), PAGE);

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup;
+use crate::cgroup::{self, TreeCgroup};
 use crate::folder::WORK;
 
 const MIB: u64 = 1 << 20;
@@ -27,6 +27,16 @@ pub(crate) struct TreeSize {
 }
 
 impl TreeSize {
+    /// The memory of a group's processes.
+    pub(crate) fn of(cgroup: &TreeCgroup) -> anyhow::Result<Self> {
+        let mut size = Self::default();
+        for pid in cgroup.processes()? {
+            // One that has ended has no memory.
+            let _ = size.add(pid);
+        }
+        Ok(size)
+    }
+
     /// Adds a process.
     pub(crate) fn add(&mut self, pid: i32) -> anyhow::Result<()> {
         let path = format!("/proc/{pid}/smaps_rollup");

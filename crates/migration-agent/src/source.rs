@@ -16,10 +16,12 @@ use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, Sour
 use crate::criu::CriuChoice;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
+use crate::frozen_wait::FrozenWait;
 use crate::held_dump::HeldDump;
 use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopyGoal;
+use crate::room::TreeSize;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 use crate::source_begin::{begin, earlier, start_of};
 use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
@@ -29,8 +31,6 @@ use crate::tree_memory::TreeMemory;
 const LOST_LIMIT: Duration = Duration::from_secs(5);
 /// Time from the beginning until the destination has answered the offer.
 const COMPARE_LIMIT: Duration = Duration::from_secs(60);
-/// Time from the freeze until GRANT is asked for.
-const FROZEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
 /// Time between two looks at children and limits.
@@ -131,7 +131,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         link: None,
         dump: None,
         begun: Instant::now(),
-        frozen_since: None,
+        frozen_wait: None,
         lost_since: Some(Instant::now()),
         was_connected: false,
         downtime: None,
@@ -197,7 +197,8 @@ struct SourceAgent<'a> {
     link: Option<Arc<FrameWriter>>,
     dump: Option<HeldDump>,
     begun: Instant,
-    frozen_since: Option<Instant>,
+    /// From the freeze to GRANT.
+    frozen_wait: Option<FrozenWait>,
     lost_since: Option<Instant>,
     was_connected: bool,
     downtime: Option<Duration>,
@@ -316,7 +317,7 @@ impl SourceAgent<'_> {
         }
     }
 
-    fn passed_limit(&self) -> Option<String> {
+    fn passed_limit(&mut self) -> Option<String> {
         let has_granted = self.machine.has_granted();
         let before_grant = self.options.lost_limit();
         let limit = if has_granted { GIVE_UP_LIMIT } else { before_grant };
@@ -329,9 +330,9 @@ impl SourceAgent<'_> {
         if self.machine.is_comparing() && self.begun.elapsed() > COMPARE_LIMIT.max(before_grant) {
             return Some(format!("{} has not answered the offer", self.entry.to));
         }
-        if self.frozen_since.is_some_and(|since| since.elapsed() > FROZEN_LIMIT) {
-            let limit = FROZEN_LIMIT.as_secs();
-            return Some(format!("the restore was not ready {limit} s after the freeze"));
+        let sent = self.sent + self.link.as_ref().map_or(0, |link| link.sent());
+        if let Some(reason) = self.frozen_wait.as_mut().and_then(|wait| wait.look(sent)) {
+            return Some(reason);
         }
         let (dump, accepted) = (self.dump.as_ref()?, self.options.goal.max_downtime?);
         (dump.started.elapsed() > accepted).then(|| {
@@ -403,9 +404,16 @@ impl SourceAgent<'_> {
 
     fn freeze(&mut self) -> anyhow::Result<()> {
         self.entry.cgroup.freeze()?;
-        self.entry.cgroup.expect_tree(self.options.tree)?;
-        self.frozen_since = Some(Instant::now());
+        self.entry.tasks = self.entry.cgroup.expect_tree(self.options.tree)?;
+        self.frozen_wait = Some(FrozenWait::begin(self.travels_frozen()?));
         self.open_memory()
+    }
+
+    /// Bytes that travel before GRANT.
+    fn travels_frozen(&self) -> anyhow::Result<u64> {
+        let files = image_files::size(&self.folder.images())?;
+        let all_first = self.options.goal.all_first;
+        Ok(files + if all_first { TreeSize::of(&self.entry.cgroup)?.anonymous } else { 0 })
     }
 
     fn open_memory(&self) -> anyhow::Result<()> {
@@ -476,7 +484,7 @@ impl SourceAgent<'_> {
     }
 
     fn kill(&mut self) {
-        self.entry.cgroup.kill();
+        self.entry.cgroup.kill_frozen(&self.entry.tasks);
         if let Some(dump) = self.dump.take() {
             dump.end();
         }

@@ -7,7 +7,9 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 
 use anyhow::{Context as _, ensure};
-use rewake_migration::blocks::{BLOCK, BLOCK_LEN, BlockAnswer, BlockDigest, BlockPlace, SourceBlocks};
+use rewake_migration::blocks::{
+    BLOCK, BLOCK_LEN, BlockAnswer, BlockDigest, BlockPlace, PageMask, SourceBlocks,
+};
 use rewake_page_protocol::PageRun;
 use rewake_process::proc;
 
@@ -21,6 +23,8 @@ const PRESENT: u64 = 1 << 63;
 const SWAPPED: u64 = 1 << 62;
 const FILE_OR_SHARED: u64 = 1 << 61;
 const ENTRY: usize = 8;
+/// Bytes of a pagemap that are read at once: 256 MiB of addresses.
+const PAGEMAP_PIECE: usize = 512 << 10;
 
 /// The bytes of a block.
 pub(crate) type BlockBytes = Box<[u8; BLOCK_LEN]>;
@@ -108,12 +112,11 @@ impl TaskMemory {
                 let digest = self.digest_around(place, first, piece);
                 (blocks.answer(place, digest), digest)
             });
-            match (answer, parts.last_mut()) {
-                (Some((BlockAnswer::Digest, digest)), _) => {
+            match answer {
+                Some((BlockAnswer::Digest, digest)) => {
                     parts.push(PagePart::Unchanged { pages: (piece.len() / PAGE) as u64, digest });
                 }
-                (_, Some(PagePart::Bytes(before))) => before.extend(piece),
-                _ => parts.push(PagePart::Bytes(piece.to_vec())),
+                _ => piece.chunks_exact(PAGE).for_each(|page| add_page(&mut parts, page)),
             }
         }
         parts
@@ -130,16 +133,29 @@ impl TaskMemory {
         digest(&bytes[..])
     }
 
+    /// The blocks of a range that have private pages.
+    pub(crate) fn private_blocks(&self, range: Range<u64>) -> Vec<u64> {
+        let (mut blocks, mut entries) = (Vec::new(), vec![0; PAGEMAP_PIECE]);
+        for first in range.clone().step_by(PAGEMAP_PIECE / ENTRY * PAGE) {
+            let left = usize::try_from((range.end - first) / PAGE as u64).unwrap_or(usize::MAX);
+            let piece = &mut entries[..left.saturating_mul(ENTRY).min(PAGEMAP_PIECE)];
+            // Addresses beyond the task's have no entries.
+            let len = self.pagemap.read_at(piece, first / PAGE as u64 * ENTRY as u64).unwrap_or(0);
+            for (number, block) in piece[..len].chunks(BLOCK_LEN / PAGE * ENTRY).enumerate() {
+                if block.as_chunks::<ENTRY>().0.iter().any(is_private) {
+                    blocks.push(first + number as u64 * BLOCK);
+                }
+            }
+        }
+        blocks
+    }
+
     /// Reads a block: its private pages, and zeros for all others. None if it has none. A task that runs may change it
     /// meanwhile, and parts that cannot be read are zeros: the bytes are compared before they are used.
     pub(crate) fn block(&self, vaddr: u64) -> Option<BlockBytes> {
         let mut entries = [0; BLOCK_LEN / PAGE * ENTRY];
         self.pagemap.read_exact_at(&mut entries, vaddr / PAGE as u64 * ENTRY as u64).ok()?;
         let (entries, _) = entries.as_chunks::<ENTRY>();
-        let is_private = |entry: &[u8; ENTRY]| {
-            let entry = u64::from_ne_bytes(*entry);
-            entry & (PRESENT | SWAPPED) != 0 && entry & FILE_OR_SHARED == 0
-        };
         let mut found = None;
         let mut page = 0;
         while page < entries.len() {
@@ -155,6 +171,36 @@ impl TaskMemory {
         }
         found
     }
+}
+
+/// Whether an entry of a pagemap is that of a private page.
+fn is_private(entry: &[u8; ENTRY]) -> bool {
+    let entry = u64::from_ne_bytes(*entry);
+    entry & (PRESENT | SWAPPED) != 0 && entry & FILE_OR_SHARED == 0
+}
+
+/// Adds a page to an answer. Zeros do not travel.
+fn add_page(parts: &mut Vec<PagePart>, page: &[u8]) {
+    match (parts.last_mut(), is_zero(page)) {
+        (Some(PagePart::Zeros(pages)), true) => *pages += 1,
+        (_, true) => parts.push(PagePart::Zeros(1)),
+        (Some(PagePart::Bytes(before)), false) => before.extend(page),
+        (_, false) => parts.push(PagePart::Bytes(page.to_vec())),
+    }
+}
+
+fn is_zero(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| *byte == 0)
+}
+
+/// The pages of a block that are not zeros, and their bytes, one after the other.
+pub(crate) fn pages_with_bytes(block: &[u8; BLOCK_LEN]) -> (PageMask, Vec<u8>) {
+    let (mut pages, mut bytes) = (0, Vec::new());
+    for (number, page) in block.chunks_exact(PAGE).enumerate().filter(|(_, page)| !is_zero(page)) {
+        pages |= 1 << number;
+        bytes.extend(page);
+    }
+    (pages, bytes)
 }
 
 /// The offset of an address in its block.
@@ -241,6 +287,21 @@ mod tests {
         let [PagePart::Bytes(bytes)] = &answer(true)[..] else { panic!("{:?}", answer(true)) };
         assert_eq!((bytes.len(), bytes[0], bytes[PAGE]), (17 * PAGE, 7, 8));
         assert_eq!(memory[changed], 8);
+    }
+
+    #[test]
+    fn zeros_do_not_travel() {
+        let mut block = [0; BLOCK_LEN];
+        assert_eq!(pages_with_bytes(&block), (0, Vec::new()));
+        block[2 * PAGE + 5] = 1;
+        block[15 * PAGE] = 2;
+        let (pages, bytes) = pages_with_bytes(&block);
+        assert_eq!((pages, bytes.len(), bytes[5], bytes[PAGE]), (0x8004, 2 * PAGE, 1, 2));
+        let mut parts = Vec::new();
+        for byte in [0, 0, 1, 1, 0] {
+            add_page(&mut parts, &[byte; PAGE]);
+        }
+        assert_eq!(parts, [PagePart::Zeros(2), PagePart::Bytes(vec![1; 2 * PAGE]), PagePart::Zeros(1)]);
     }
 
     #[test]

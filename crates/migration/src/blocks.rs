@@ -19,6 +19,9 @@ const PAGE: u64 = 4096;
 /// A digest of a block's bytes: BLAKE3. Pages that do not exist count as zeros.
 pub type BlockDigest = [u8; 32];
 
+/// Pages of a block: a bit for each, from the first on.
+pub type PageMask = u16;
+
 /// The place of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockPlace {
@@ -43,6 +46,8 @@ pub struct SourceBlocks {
     candidates: HashMap<BlockPlace, SentCandidate>,
     /// The round of candidates that is being sent, from 1 on.
     round: u32,
+    /// How many candidates were sent, and not lost with a connection.
+    sent: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -71,6 +76,7 @@ impl SourceBlocks {
             Some(sent) if sent.digest == digest => false,
             _ => {
                 self.candidates.insert(block, SentCandidate { digest, round: self.round });
+                self.sent += 1;
                 true
             }
         }
@@ -79,7 +85,27 @@ impl SourceBlocks {
     /// Forgets what may have been lost with the connection: candidates of rounds after this one, the last that the
     /// destination has reported as stored.
     pub fn lost_after(&mut self, stored: u32) {
+        let before = self.candidates.len();
         self.candidates.retain(|_, sent| sent.round <= stored);
+        self.sent -= (before - self.candidates.len()) as u64;
+    }
+
+    /// Returns the number of candidates.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.candidates.len()
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.candidates.is_empty()
+    }
+
+    /// Returns how many blocks were sent in vain, if this share of all candidates has changed since.
+    #[must_use]
+    pub fn in_vain(&self, changed: f64) -> f64 {
+        self.sent as f64 - self.len() as f64 * (1.0 - changed)
     }
 
     /// Returns whether the destination may have a candidate of a block.
@@ -105,14 +131,27 @@ struct StoredBlock {
     slot: u64,
     /// The digest of the stored bytes, while they are those of one candidate.
     candidate: Option<BlockDigest>,
-    /// A bit for each page whose bytes are those of the frozen program.
-    resident: u16,
+    /// Pages whose bytes are those of the frozen program.
+    resident: PageMask,
+    /// Pages that have a place in the file: all others are zeros.
+    written: PageMask,
+}
+
+/// Where the bytes of a block are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockSlot {
+    /// Its number in the order in which blocks were stored.
+    pub number: u64,
+    /// Pages that have a place in the file: all others are zeros.
+    pub written: PageMask,
 }
 
 /// The blocks as the destination has them.
 #[derive(Debug, Default)]
 pub struct DestinationBlocks {
     blocks: HashMap<BlockPlace, StoredBlock>,
+    /// Pages that have a place in the file.
+    pages: u64,
 }
 
 impl DestinationBlocks {
@@ -128,15 +167,26 @@ impl DestinationBlocks {
         self.blocks.is_empty()
     }
 
-    /// Notes a candidate. The digest is that of the bytes, taken here. Returns the slot in which the bytes are to be
-    /// stored; none if pages of the block are resident.
-    pub fn candidate(&mut self, block: BlockPlace, digest: BlockDigest) -> Option<u64> {
+    /// The number of pages that have a place in the file.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Notes a candidate. The digest is that of the bytes, taken here; pages outside `pages` are zeros. Returns the slot as
+    /// it was before, in which the bytes are to be stored; none if pages of the block are resident.
+    pub fn candidate(
+        &mut self,
+        block: BlockPlace,
+        digest: BlockDigest,
+        pages: PageMask,
+    ) -> Option<BlockSlot> {
         let stored = self.entry(block);
         if stored.resident != 0 {
             return None;
         }
         stored.candidate = Some(digest);
-        Some(stored.slot)
+        Some(self.write(block, pages))
     }
 
     /// Compares a candidate with a digest that was taken after the freeze. If they are equal, these pages are resident:
@@ -158,27 +208,37 @@ impl DestinationBlocks {
     /// Notes that bytes of pages arrived which were read after the freeze: pages of a block by their numbers in it.
     /// Returns the slot in which they are to be stored.
     pub fn arrived(&mut self, block: BlockPlace, pages: std::ops::Range<u64>) -> u64 {
-        let stored = self.entry(block);
+        let (stored, pages) = (self.entry(block), mask(pages));
         // The candidate's other bytes are not those of its digest any more.
         stored.candidate = None;
-        stored.resident |= mask(pages);
-        stored.slot
+        stored.resident |= pages;
+        self.write(block, pages).number
     }
 
     /// Returns the slot of a block if these pages of it are resident.
     #[must_use]
-    pub fn resident(&self, block: BlockPlace, pages: std::ops::Range<u64>) -> Option<u64> {
+    pub fn resident(&self, block: BlockPlace, pages: std::ops::Range<u64>) -> Option<BlockSlot> {
         let mask = mask(pages);
-        self.blocks.get(&block).filter(|stored| stored.resident & mask == mask).map(|stored| stored.slot)
+        let stored = self.blocks.get(&block).filter(|stored| stored.resident & mask == mask)?;
+        Some(BlockSlot { number: stored.slot, written: stored.written })
+    }
+
+    /// Gives pages a place in the file. Returns the slot as it was before.
+    fn write(&mut self, block: BlockPlace, pages: PageMask) -> BlockSlot {
+        let stored = self.entry(block);
+        let before = BlockSlot { number: stored.slot, written: stored.written };
+        stored.written |= pages;
+        self.pages += u64::from((pages & !before.written).count_ones());
+        before
     }
 
     fn entry(&mut self, block: BlockPlace) -> &mut StoredBlock {
         let slot = self.blocks.len() as u64;
-        self.blocks.entry(block).or_insert(StoredBlock { slot, candidate: None, resident: 0 })
+        self.blocks.entry(block).or_insert(StoredBlock { slot, candidate: None, resident: 0, written: 0 })
     }
 }
 
-fn mask(pages: std::ops::Range<u64>) -> u16 {
+fn mask(pages: std::ops::Range<u64>) -> PageMask {
     pages.filter(|page| *page < BLOCK_PAGES).fold(0, |mask, page| mask | 1 << page)
 }
 
@@ -194,15 +254,22 @@ mod tests {
         BlockPlace { task: 7, vaddr: number * BLOCK }
     }
 
+    /// The slot's number where pages are resident.
+    fn resident(blocks: &DestinationBlocks, number: u64, pages: std::ops::Range<u64>) -> Option<u64> {
+        blocks.resident(block(number), pages).map(|slot| slot.number)
+    }
+
     #[test]
     fn a_candidate_is_resident_when_its_digest_matches() {
         let mut blocks = DestinationBlocks::default();
-        assert_eq!((blocks.candidate(block(0), OLD), blocks.candidate(block(1), OLD)), (Some(0), Some(1)));
-        assert_eq!((blocks.resident(block(0), ALL), blocks.resident(block(1), ALL)), (None, None));
+        let slot = |number| Some(BlockSlot { number, written: 0 });
+        assert_eq!(blocks.candidate(block(0), OLD, 0xffff), slot(0));
+        assert_eq!(blocks.candidate(block(1), OLD, 0xffff), slot(1));
+        assert_eq!((resident(&blocks, 0, ALL), resident(&blocks, 1, ALL)), (None, None));
         assert_eq!(blocks.confirm(block(0), OLD, 2..4), Some(0));
-        assert_eq!((blocks.resident(block(0), 2..4), blocks.resident(block(0), 3..5)), (Some(0), None));
+        assert_eq!((resident(&blocks, 0, 2..4), resident(&blocks, 0, 3..5)), (Some(0), None));
         assert_eq!((blocks.confirm(block(0), OLD, ALL), blocks.confirm(block(1), NEW, ALL)), (Some(0), None));
-        assert_eq!((blocks.resident(block(0), ALL), blocks.resident(block(1), ALL)), (Some(0), None));
+        assert_eq!((resident(&blocks, 0, ALL), resident(&blocks, 1, ALL)), (Some(0), None));
         assert_eq!(blocks.confirm(block(2), OLD, ALL), None);
     }
 
@@ -210,18 +277,45 @@ mod tests {
     fn a_candidate_never_replaces_resident_bytes() {
         let mut blocks = DestinationBlocks::default();
         assert_eq!(blocks.arrived(block(0), 3..5), 0);
-        assert_eq!(blocks.candidate(block(0), OLD), None);
+        assert_eq!(blocks.candidate(block(0), OLD, 0xffff), None);
         assert_eq!(blocks.confirm(block(0), OLD, ALL), None);
-        let of = |pages| blocks.resident(block(0), pages);
+        let of = |pages| resident(&blocks, 0, pages);
         assert_eq!((of(3..5), of(3..4), of(3..6), of(2..4)), (Some(0), Some(0), None, None));
     }
 
     #[test]
     fn bytes_that_arrive_end_their_block_s_candidate() {
         let mut blocks = DestinationBlocks::default();
-        blocks.candidate(block(0), OLD);
+        blocks.candidate(block(0), OLD, 0xffff);
         blocks.arrived(block(0), 0..1);
-        assert_eq!((blocks.confirm(block(0), OLD, ALL), blocks.resident(block(0), 1..2)), (None, None));
+        assert_eq!((blocks.confirm(block(0), OLD, ALL), resident(&blocks, 0, 1..2)), (None, None));
+    }
+
+    #[test]
+    fn only_pages_with_bytes_have_a_place() {
+        let mut blocks = DestinationBlocks::default();
+        blocks.candidate(block(0), OLD, 0b1);
+        assert_eq!(blocks.pages(), 1);
+        // Page 0 is zeros now, and keeps its place.
+        assert_eq!(blocks.candidate(block(0), NEW, 0b110), Some(BlockSlot { number: 0, written: 0b1 }));
+        assert_eq!(blocks.pages(), 3);
+        blocks.arrived(block(0), 2..4);
+        assert_eq!((blocks.pages(), blocks.len()), (4, 1));
+        assert_eq!(blocks.resident(block(0), 2..4), Some(BlockSlot { number: 0, written: 0b1111 }));
+    }
+
+    #[test]
+    fn blocks_are_sent_in_vain_when_they_have_changed() {
+        let mut blocks = SourceBlocks::default();
+        blocks.begin_round();
+        (0..4).for_each(|number| assert!(blocks.pre_copy(block(number), OLD)));
+        assert_eq!((blocks.in_vain(0.0), blocks.in_vain(0.25)), (0.0, 1.0));
+        let first = blocks.begin_round() - 1;
+        assert!(blocks.pre_copy(block(0), NEW));
+        assert_eq!((blocks.in_vain(0.0), blocks.in_vain(0.5), blocks.len()), (1.0, 3.0, 4));
+        // One that is lost with its connection was not sent.
+        blocks.lost_after(first);
+        assert_eq!((blocks.in_vain(0.0), blocks.len()), (1.0, 3));
     }
 
     #[test]
