@@ -65,6 +65,13 @@ fn an_image_goes_through_s3_and_is_restored() {
     assert!(done(&server, &["verify", url]).contains("as sealed: "));
     assert!(done(&server, &["pull", url, text(&copy)]).contains(" were sent, 0 B were here; image "));
     verify(&copy).unwrap();
+    // With the keys of a profile, whose files are below the home directory.
+    let keys = format!("[default]\naws_access_key_id = {}\naws_secret_access_key = {}\n", KEY[0], KEY[1]);
+    fs::create_dir(folder.path().join(".aws")).unwrap();
+    fs::write(folder.path().join(".aws/credentials"), keys).unwrap();
+    let mut command = server.rewake(&["verify", url]).unwrap();
+    command.env_remove("AWS_ACCESS_KEY_ID").env_remove("AWS_SECRET_ACCESS_KEY").env("HOME", folder.path());
+    assert!(said(&command.output().unwrap()).contains("as sealed: "));
 
     fs::remove_dir_all(&images).unwrap();
     scene.go().unwrap();

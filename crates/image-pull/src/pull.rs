@@ -31,7 +31,7 @@ pub struct PullReport {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Bytes that the server has sent, with the manifest.
+    /// Bytes that the source has sent, with the manifest.
     pub sent: u64,
     /// Bytes that an earlier copy had brought.
     pub kept: u64,
@@ -127,7 +127,7 @@ fn copy(
     let length = source.manifest_length();
     ensure!(
         length <= MAX_MANIFEST,
-        "the server has a manifest of {length} bytes, {MAX_MANIFEST} expected at most"
+        "the source has a manifest of {length} bytes, {MAX_MANIFEST} expected at most"
     );
     let (steps, buffer) = (VecDeque::new(), Vec::new());
     let mut copy = ImageCopy { source, target, report, eager, ranges: None, steps, buffer };
@@ -136,7 +136,7 @@ fn copy(
         let reader = ManifestReader::of(std::fs::File::open(&path)?, length, &path)?;
         ensure!(
             reader.id() == id,
-            "the server sent the manifest of image {:.16}, not of {id:.16}",
+            "the source sent the manifest of image {:.16}, not of {id:.16}",
             reader.id()
         );
         Ok(reader)

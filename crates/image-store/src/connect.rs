@@ -2,6 +2,7 @@
 //! Opens what a URL names: a directory, or a bucket with credentials from the usual places.
 
 use std::fs::DirBuilder;
+use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::sync::Arc;
 use std::time::Duration;
@@ -115,7 +116,40 @@ fn client(key: ClientConfigKey) -> AmazonS3ConfigKey {
     AmazonS3ConfigKey::Client(key)
 }
 
+/// Whether a URL that begins with `http://` names this host.
 fn is_loopback(endpoint: &str) -> bool {
-    let host = endpoint.trim_start_matches("http://");
-    ["127.", "localhost:", "localhost/", "[::1]"].iter().any(|start| format!("{host}/").starts_with(start))
+    let rest = endpoint.trim_start_matches("http://");
+    let authority = rest.split('/').next().unwrap_or_default();
+    let host = match authority.strip_prefix('[') {
+        Some(address) => address.split(']').next(),
+        None => authority.split(':').next(),
+    };
+    let host = host.unwrap_or_default();
+    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_addresses_of_this_host_need_no_tls() {
+        for own in [
+            "http://127.0.0.1:8333",
+            "http://localhost",
+            "http://[::1]:80/x",
+            "http://[::1]",
+            "http://127.1.2.3/",
+        ] {
+            assert!(is_loopback(own), "{own}");
+        }
+        for other in [
+            "http://127.example.com",
+            "http://10.0.0.1:80",
+            "http://localhost.example.com/",
+            "http://[fe80::1]",
+        ] {
+            assert!(!is_loopback(other), "{other}");
+        }
+    }
 }

@@ -47,10 +47,11 @@ pub struct GarbageReport {
 pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<GarbageReport> {
     let now = store.now().await?;
     let is_old = |object: &ListedObject| now.duration_since(object.written).unwrap_or_default() >= grace;
-    let packs = store.list(PACKS).await?;
     let mut report = GarbageReport::default();
     let indexes = remove_indexes(store, now, grace, &mut report).await?;
     let used = used_ranges(store, &indexes).await?;
+    // After the indexes: the packs of each are in the store before it is.
+    let packs = store.list(PACKS).await?;
     let mut unused = Vec::new();
     for (name, pack) in &packs {
         match used.get(name) {
@@ -284,6 +285,24 @@ mod tests {
             }
             assert_eq!(removed, [0, 0, 1, 0]);
             check(&store, "web").await;
+        });
+    }
+
+    #[test]
+    fn files_of_others_are_left_alone() {
+        run(async {
+            let (objects, store) = TestObjects::new();
+            let names = ["notes.txt", "0123456789abcdef", "0123456789abcdef0123456789abcdef-0123"];
+            let folders = [INDEXES, MANIFESTS, PACKS, REMOVED];
+            for (folder, name) in folders.iter().flat_map(|folder| names.map(|name| (folder, name))) {
+                objects.replace(folder, name, b"x".to_vec()).await;
+            }
+            objects.replace(CLOCK, "watch", b"x".to_vec()).await;
+            collect_garbage(&store, Duration::ZERO).await.unwrap();
+            for folder in folders {
+                assert_eq!(objects.names(folder).await.len(), names.len(), "{folder}");
+            }
+            assert_eq!(objects.names(CLOCK).await, ["watch"]);
         });
     }
 

@@ -38,9 +38,7 @@ pub(crate) fn hash_part(digest: Digest) -> String {
 /// Returns the first part of a name that [`hash_part`] and [`random`] made.
 pub(crate) fn hash_of(name: &str) -> Option<&str> {
     let (hash, random) = name.split_once('-')?;
-    let is_hex = |text: &str| text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-    let is_it = hash.len() == HASH_DIGITS && random.len() == 2 * RANDOM && is_hex(hash) && is_hex(random);
-    is_it.then_some(hash)
+    (hash.len() == HASH_DIGITS && is_hex(hash) && is_random(random)).then_some(hash)
 }
 
 /// Whether this is the name of a pack.
@@ -51,6 +49,23 @@ pub(crate) fn is_pack(name: &str) -> bool {
 /// Whether this is the name of an index.
 pub(crate) fn is_version(name: &str) -> bool {
     hash_of(name).is_some()
+}
+
+/// Whether a folder of a store may have an object of this name. Others are not the store's, and are left alone.
+pub(crate) fn is_object(folder: &str, name: &str) -> bool {
+    match folder {
+        NAMES => is_image_name(name),
+        CLOCK => is_random(name),
+        _ => hash_of(name).is_some(),
+    }
+}
+
+fn is_random(text: &str) -> bool {
+    text.len() == 2 * RANDOM && is_hex(text)
+}
+
+fn is_hex(text: &str) -> bool {
+    text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Whether an image may have this name.

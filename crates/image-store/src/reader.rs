@@ -15,7 +15,7 @@ use crate::store::ImageStore;
 /// Times that a chunk is read which is not what it was: the store may have answered with other bytes once.
 const ATTEMPTS: u32 = 3;
 
-/// The chunks of an image. It takes some 130 bytes for each.
+/// The chunks of an image. It takes some 200 bytes for each.
 #[derive(Debug)]
 pub(crate) struct ChunkReader {
     store: ImageStore,

@@ -17,7 +17,7 @@ use tokio::io::AsyncWriteExt as _;
 use crate::connect;
 use crate::error::{ImageStoreError, Result, request};
 use crate::format::{ImageIndex, StoredImage};
-use crate::names::{CLOCK, INDEXES, NAMES, REMOVED, random};
+use crate::names::{CLOCK, INDEXES, NAMES, REMOVED, is_object, random};
 use crate::url::StoreUrl;
 
 /// Requests that are outstanding at once, of one command.
@@ -123,12 +123,13 @@ impl ImageStore {
         Ok(found.last_modified.into())
     }
 
-    /// Lists the objects of a folder.
+    /// Lists the store's objects in a folder.
     pub(crate) async fn list(&self, folder: &str) -> Result<BTreeMap<String, ListedObject>> {
         let listing = self.objects.list(Some(&Path::from(folder)));
         let listing = listing.try_filter_map(async |found| {
             let object = ListedObject { length: found.size, written: found.last_modified.into() };
-            Ok(found.location.filename().map(|name| (name.to_owned(), object)))
+            let name = found.location.as_ref().strip_prefix(folder).and_then(|rest| rest.strip_prefix('/'));
+            Ok(name.filter(|name| is_object(folder, name)).map(|name| (name.to_owned(), object)))
         });
         listing.try_collect().await.map_err(request("list", &format!("{}/{folder}", self.url)))
     }
