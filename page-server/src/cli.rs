@@ -2,6 +2,7 @@
 //! The command line.
 
 mod remote;
+mod store;
 mod tls;
 
 use std::ffi::OsString;
@@ -11,6 +12,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage, SourceArgs};
+pub use store::{GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
 pub use tls::{PeerTlsArgs, TlsArgs};
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
@@ -42,12 +44,20 @@ pub enum Command {
     Receive(ReceiveArgs),
     /// Writes a manifest into an image of another program's: `rewake dump` does that itself
     Seal(SealArgs),
-    /// Compares an image and its parents with their manifests, to the last byte
+    /// Compares an image and its parents, or an image of a store, with their manifests, to the last byte
     Verify(VerifyArgs),
     /// Serves sealed images to `rewake pull` on other hosts
     Export(ExportArgs),
-    /// Copies a sealed image from `rewake export` on another host, and checks every byte
+    /// Copies a sealed image from a store, or from `rewake export` on another host, and checks every byte
     Pull(PullArgs),
+    /// Stores a sealed image in a bucket or a directory: chunks that the store has are not sent
+    Push(PushArgs),
+    /// Lists the images of a store
+    Ls(LsArgs),
+    /// Removes an image from a store: `rewake gc` frees its space
+    Rm(RmArgs),
+    /// Frees the space of what no image of a store uses
+    Gc(GcArgs),
     /// For `rewake restore` and `rewake serve`: serves one restore
     #[command(hide = true)]
     Streamer(StreamerArgs),
@@ -291,9 +301,9 @@ pub struct SealArgs {
 /// Options of `rewake verify`.
 #[derive(Debug, Args)]
 pub struct VerifyArgs {
-    /// Directory of the images
+    /// Directory of the images, or the URL of an image in a store
     #[arg(value_name = "IMG")]
-    pub images_dir: PathBuf,
+    pub image: SealedPlace,
 }
 
 /// Options of `rewake serve`.

@@ -307,6 +307,24 @@ pub fn copy(images: &Path, to: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Puts another image in an image's place: of the same processes, with other bytes in every page.
+///
+/// # Errors
+/// The files cannot be read or written.
+pub fn replace_with_other_bytes(images: &Path) -> anyhow::Result<()> {
+    let old = images.with_file_name("old");
+    fs::rename(images, &old)?;
+    copy(&old, images)?;
+    for entry in fs::read_dir(images)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with("pages-") {
+            let bytes: Vec<u8> = fs::read(entry.path())?.iter().map(|byte| !byte).collect();
+            fs::write(entry.path(), bytes)?;
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

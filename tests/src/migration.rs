@@ -316,6 +316,11 @@ impl HostAgent {
         kill(entered(child)?, signal).context("a signal to an agent")
     }
 
+    /// Whether it has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.child.as_mut().is_none_or(|child| child.try_wait().is_ok_and(|status| status.is_some()))
+    }
+
     /// Waits for its end.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use rewake_tests::limit::MemoryLimit;
-use rewake_tests::migration::{Migration, RECEIVER};
+use rewake_tests::migration::{HostAgent, Migration, RECEIVER};
 use rewake_tests::process::{MINUTE, output, until};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::{Criu, need};
@@ -41,6 +41,13 @@ fn candidates(migration: &Migration) -> u64 {
     files.filter_map(|file| fs::metadata(file).ok()).map(|file| file.len()).sum()
 }
 
+/// Waits until a part of the memory has arrived, before the freeze.
+fn expect_candidates(migration: &Migration, migrate: &mut HostAgent) {
+    let arrive = || (candidates(migration) > 4 << 20).then_some(true);
+    let arrived = until(MINUTE, || arrive().or_else(|| migrate.has_ended().then_some(false)));
+    assert!(arrived == Some(true), "{arrived:?}: {:?}", migrate.ended().map(|migrated| said(&migrated)));
+}
+
 #[test]
 fn a_slow_link_that_is_cut_in_each_phase_pauses_only() {
     let criu = need!(Criu::main());
@@ -50,7 +57,7 @@ fn a_slow_link_that_is_cut_in_each_phase_pauses_only() {
     migration.go().unwrap();
     let to = format!("127.0.0.1:{}", link.port());
     let mut migrate = migration.migrate_with(&to, &["--give-up-after", "20"]).unwrap();
-    until(MINUTE, || (candidates(&migration) > 4 << 20).then_some(())).expect("candidates");
+    expect_candidates(&migration, &mut migrate);
     cut(&link);
     migration.restoring().unwrap();
     cut(&link);
@@ -72,7 +79,7 @@ fn a_link_that_stays_cut_before_grant_leaves_the_program() {
     migration.go().unwrap();
     let to = format!("127.0.0.1:{}", link.port());
     let mut migrate = migration.migrate_with(&to, &["--give-up-after", "2"]).unwrap();
-    until(MINUTE, || (candidates(&migration) > 4 << 20).then_some(())).expect("candidates");
+    expect_candidates(&migration, &mut migrate);
     link.part();
     let migrated = migrate.ended().unwrap();
     assert_eq!(migrated.status.code(), Some(1));

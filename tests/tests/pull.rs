@@ -13,6 +13,7 @@ use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{restore, timeline};
 use rewake_tests::export::{ImageExport, pull, seal, verify};
 use rewake_tests::page_server::tls_options;
+use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
@@ -38,6 +39,26 @@ fn a_copied_image_is_restored() {
     let mut command = restore(&criu, &copy).unwrap();
     timeline(&command.arg("-W").arg(scene.work()).args(["--", "-d"]).output().unwrap()).unwrap();
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+}
+
+#[test]
+fn over_a_slow_link_data_travels_compressed() {
+    const MIB: u64 = 64;
+    let images = Images::new();
+    let image = images.root().join("web/1");
+    // Each chunk has other bytes: a duplicate is not sent.
+    let pages: Vec<u8> = (0..MIB << 17).flat_map(|n| (n / 64).to_le_bytes()).collect();
+    fs::write(image.join("pages-1.img"), pages).unwrap();
+    fs::remove_file(image.join("rewake-manifest")).unwrap();
+    let sealed = Command::new(rewake().unwrap()).arg("seal").arg(&image).output().unwrap();
+    assert!(sealed.status.success(), "{sealed:?}");
+    let server = ImageExport::start(&images.root(), &[]).unwrap();
+    let link = SlowLink::to(server.port(), 30 << 20).unwrap();
+    let (copied, message) = pull(link.port(), "web/1", &images.copy(), &[]).unwrap();
+    assert!(copied, "{message}");
+    verify(&images.copy()).unwrap();
+    let passed = link.passed() >> 20;
+    assert!((8..MIB / 2).contains(&passed), "{passed} MiB: {message}");
 }
 
 #[test]

@@ -6,7 +6,6 @@
 //! `REWAKE_SEED` repeats the moments of another run.
 
 use std::fs;
-use std::path::Path;
 use std::process::Output;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -20,7 +19,7 @@ use rewake_tests::scene::{ACT, END};
 use rewake_tests::sessions::{
     folders, meets_a_missing_page, own_sessions, parked, recover, served_again, waits_in_a_page_fault,
 };
-use rewake_tests::{Criu, Scene, Server, Verdict, need};
+use rewake_tests::{Criu, Scene, Server, Verdict, images, need};
 
 /// Memory of a target, in MiB: loading it takes longer than killing its streamer.
 const MIB: usize = 256;
@@ -234,28 +233,11 @@ fn a_target_killed_while_recover_serves_it_ends_the_session() {
     until(END, || folders().is_empty().then_some(())).expect("the session ends with its target");
 }
 
-/// Changes every byte of the pages.
-fn change_pages(images: &Path) {
-    for entry in fs::read_dir(images).unwrap().map(Result::unwrap) {
-        if entry.file_name().to_string_lossy().starts_with("pages-") {
-            let bytes: Vec<u8> = fs::read(entry.path()).unwrap().iter().map(|byte| !byte).collect();
-            fs::write(entry.path(), bytes).unwrap();
-        }
-    }
-}
-
 #[test]
 fn another_image_at_the_same_path_is_not_served() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
-    let images = scene.images();
-    let old = images.with_file_name("old");
-    fs::rename(&images, &old).unwrap();
-    fs::create_dir(&images).unwrap();
-    for entry in fs::read_dir(&old).unwrap().map(Result::unwrap) {
-        fs::copy(entry.path(), images.join(entry.file_name())).unwrap();
-    }
-    change_pages(&images);
+    images::replace_with_other_bytes(&scene.images()).unwrap();
     assert_eq!(served_again(&recovered()), 1);
     ends_well(&scene);
 }

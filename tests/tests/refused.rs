@@ -10,7 +10,7 @@ use std::time::Duration;
 use rewake_tests::limit::MemoryLimit;
 use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::{Criu, Scene, Server, Verdict, need};
+use rewake_tests::{Criu, Scene, Server, Verdict, images, need};
 
 /// Enough that most is missing when the restore has finished.
 const MIB: usize = 512;
@@ -134,12 +134,8 @@ fn a_successor_serves_a_target_whose_image_was_removed() {
 
 #[test]
 fn a_successor_serves_with_another_image_at_the_path() {
-    let criu = need!(Criu::main());
-    let other = Scene::dumped(&criu, "plain", 4).unwrap();
-    served_on(|scene| {
-        fs::rename(scene.images(), scene.files().join("away")).unwrap();
-        fs::rename(other.images(), scene.images()).unwrap();
-    });
+    need!(Criu::main());
+    served_on(|scene| images::replace_with_other_bytes(&scene.images()).unwrap());
 }
 
 #[test]

@@ -22,6 +22,7 @@ use anyhow::{Context as _, ensure};
 
 use crate::cache;
 use crate::criu;
+use crate::fill;
 use crate::lazy::Image;
 use crate::processes::catch_interrupts;
 use crate::report::Setting;
@@ -157,7 +158,8 @@ impl Bench<'_> {
                 let sample = self.sample("background", Pairing::REWAKE, conditions, number)?;
                 let configs = Some(&configs).filter(|_| is_encrypted);
                 let plain = plain_loop::measure(self.image.largest_page_file()?, &self.work()?, configs)?;
-                loads.push(BackgroundLoad { is_encrypted, sample, plain });
+                let filled = fill::measure(self.options.size_mib, 2)?;
+                loads.push(BackgroundLoad { is_encrypted, sample, plain, filled });
             }
         }
         Ok(loads)
@@ -188,4 +190,13 @@ struct BackgroundLoad {
     sample: Sample,
     /// GB/s.
     plain: f64,
+    /// The rate at which two threads fill memory, in GB/s.
+    filled: f64,
+}
+
+impl BackgroundLoad {
+    /// The rate of the plain loop if it filled memory, too, in GB/s: both keep both processors of such a machine busy.
+    fn plain_and_filled(&self) -> f64 {
+        1.0 / (1.0 / self.plain + 1.0 / self.filled)
+    }
 }

@@ -86,8 +86,9 @@ pub(super) fn slow(slow: &[Sample], local: &[Sample]) -> String {
 
 /// Rates of the background load alone.
 pub(super) fn background(loads: &[BackgroundLoad]) -> String {
-    let heading = "| background load, GB/s | rewake | plain loop | share, wanted >= 0.9 | client CPU, s/GB |";
-    let mut text = format!("{heading}\n|---|---|---|---|---|\n");
+    let heading = "| background load, GB/s | rewake | plain loop | share, wanted >= 0.9 | loop that then fills memory \
+                   | share | client CPU, s/GB |";
+    let mut text = format!("{heading}\n|---|---|---|---|---|---|---|\n");
     for is_encrypted in [false, true] {
         let cell = |value: fn(&BackgroundLoad) -> f64| {
             let these = loads.iter().filter(|load| load.is_encrypted == is_encrypted);
@@ -97,6 +98,8 @@ pub(super) fn background(loads: &[BackgroundLoad]) -> String {
             cell(|load| load.sample.background_rate),
             cell(|load| load.plain),
             cell(|load| load.sample.background_rate / load.plain),
+            cell(BackgroundLoad::plain_and_filled),
+            cell(|load| load.sample.background_rate / load.plain_and_filled()),
             cell(|load| load.sample.client_cpu),
         ];
         let name = if is_encrypted { "TLS" } else { "clear" };

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use rewake_image_io::FetchReader;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_sdma_copy::MemoryDevice;
 
@@ -29,6 +30,7 @@ use crate::run::run;
 ///   piece of one chunk is read.
 /// * Of these chunks, 2 for each copy ring of the GPU; a demand overtakes the others. A ring has fewer only
 ///   if it is faster than this thread wakes. With duplicates, each chunk is up to 17 copies.
+/// * Of chunks that have not arrived from another host, one that was demanded is requested at once: see `absent`.
 /// * 8 fills for each ring: a fill reads nothing, and GPUs fill at the speed of their memory.
 #[derive(Debug)]
 pub struct BackgroundLoad<'a> {
@@ -38,6 +40,7 @@ pub struct BackgroundLoad<'a> {
     budget: Option<Arc<IoBudget>>,
     first: Vec<Name>,
     duplicates: Vec<Vec<Name>>,
+    reader: Option<FetchReader>,
 }
 
 impl<'a> BackgroundLoad<'a> {
@@ -54,6 +57,7 @@ impl<'a> BackgroundLoad<'a> {
             budget,
             first: Vec::new(),
             duplicates: Vec::new(),
+            reader: None,
         })
     }
 
@@ -86,6 +90,12 @@ impl<'a> BackgroundLoad<'a> {
         Self { duplicates, ..self }
     }
 
+    /// Says by which reader chunks are requested that have not arrived from another host. The load waits for them.
+    #[must_use]
+    pub fn fetched_by(self, reader: Option<FetchReader>) -> Self {
+        Self { reader, ..self }
+    }
+
     /// Returns the handle where other threads demand buffers, before or during the load.
     #[must_use]
     pub fn handle(&self) -> LoadHandle {
@@ -99,10 +109,10 @@ impl<'a> BackgroundLoad<'a> {
     /// # Errors
     /// As [`load`](crate::load()).
     pub fn run(self, mut on_event: impl FnMut(LoadEvent) + Send) -> Result<Option<Report>, Error> {
-        let Self { processes, sink, handle, budget, first, duplicates } = self;
+        let Self { processes, sink, handle, budget, first, duplicates, reader } = self;
         run("loaded", processes, sink, budget, |pipeline| {
             pipeline.by_process(&first, &duplicates);
-            load::run(pipeline, &handle, &mut on_event)
+            load::run(pipeline, &handle, reader, &mut on_event)
         })
     }
 }

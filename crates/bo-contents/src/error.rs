@@ -2,6 +2,7 @@
 //! Errors of saves and loads.
 
 use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -38,6 +39,9 @@ pub enum Error {
     /// The transfer makes no progress.
     #[error(transparent)]
     Stuck(#[from] Stall),
+    /// Bytes of the image are on another host, and do not arrive any more.
+    #[error("{0}: bytes that are on another host do not arrive any more: see above")]
+    Lost(PathBuf),
     /// The thread panicked, which is a bug in Rewake.
     #[error("the copy thread panicked: this is a bug in rewake")]
     Panicked,

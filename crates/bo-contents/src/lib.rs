@@ -12,13 +12,14 @@
 //!   [`save`] and [`load`]: the two directions.
 //! * [`Candidates`]: finds buffers that have the same bytes. `dedup`: reads such bytes once.
 //! * [`BackgroundLoad`]: a load that takes demands and reports progress at its [`LoadHandle`].
-//!   `chunk_schedule`: chooses the next chunk.
+//!   `chunk_schedule`: chooses the next chunk. `absent`: chunks that have not arrived from another host.
 //! * [`folder`]: opens files of an image directory.
 //!
 //! Cached bytes are read from the page cache, and the rest with O_DIRECT. Where a GPU has no SDMA rings, a
 //! thread copies between staging memory and the CPU's mapping of a buffer.
 //! [`BackgroundLoad::into_memory`] needs no GPU: tests and `cargo xtask bench engine` load into memory.
 
+mod absent;
 mod background_load;
 mod buffer;
 mod chunk_schedule;
@@ -70,5 +71,5 @@ pub fn load(processes: &[ProcessBuffers<'_>]) -> Result<Option<Report>, Error> {
     let any = |process: &&ProcessBuffers<'_>| process.dmabufs.iter().any(Option::is_some);
     let here: Vec<ProcessBuffers<'_>> = processes.iter().filter(any).copied().collect();
     let handle = LoadHandle::new(&here)?;
-    run("loaded", &here, Sink::Gpus, None, |pipeline| load::run(pipeline, &handle, &mut |_| ()))
+    run("loaded", &here, Sink::Gpus, None, |pipeline| load::run(pipeline, &handle, None, &mut |_| ()))
 }

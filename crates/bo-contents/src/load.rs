@@ -4,14 +4,15 @@
 
 use std::sync::Arc;
 
-use rewake_image_io::{Class, Direction, Request};
+use rewake_image_io::{Class, Direction, FetchReader, Request};
 use rewake_sdma_copy::{Slot, StagingOffset, Transfer};
 
+use crate::absent::AbsentSlots;
 use crate::chunk_schedule::Chunk;
 use crate::error::Error;
 use crate::handle::LoadHandle;
 use crate::pages::Piece;
-use crate::pipeline::{ChunkCompletion, Pipeline};
+use crate::pipeline::{ChunkCompletion, Pending, Pipeline};
 use crate::report::Moved;
 use crate::slot_quota::{self, Backpressure, SlotUse};
 
@@ -25,9 +26,9 @@ const WORD: u64 = 4;
 
 /// A range of a file that is not a hole, in whole pages. In a sealed file it is in whole blocks, which are checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct DataRange {
-    start: u64,
-    end: u64,
+pub(crate) struct DataRange {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
 }
 
 /// A buffer or process whose memory has become resident.
@@ -67,7 +68,9 @@ struct LoadSlots {
     unfinished: Vec<Slot>,
     /// Slots that were read and not copied.
     ready: Vec<Slot>,
-    /// Whether the I/O budget has refused a read.
+    /// Slots whose chunks have not arrived.
+    absent: AbsentSlots,
+    /// Whether the I/O budget has refused a read, or a fetcher a request.
     refused: bool,
     /// GPUs that wait for their own copies. Chunks of other GPUs are started first.
     skipped: Vec<usize>,
@@ -96,12 +99,14 @@ impl LoadSlots {
 pub(crate) fn run(
     pipeline: &mut Pipeline<'_>,
     handle: &LoadHandle,
+    reader: Option<FetchReader>,
     on_event: &mut dyn FnMut(LoadEvent),
 ) -> Result<Moved, Error> {
     let mut slots = LoadSlots {
         reads: vec![None; pipeline.staging.slots().len()],
         unfinished: Vec::new(),
         ready: Vec::new(),
+        absent: AbsentSlots::new(reader, pipeline.staging.slots().len()),
         refused: false,
         skipped: Vec::new(),
     };
@@ -139,8 +144,10 @@ pub(crate) fn run(
             return Ok(pipeline.moved);
         }
         if idle {
-            pipeline.wait(Some(handle.event()), slots.refused)?;
+            let pending = Pending { refused: slots.refused, absent: !slots.absent.is_empty() };
+            pipeline.wait([Some(handle.event()), slots.absent.event()], pending)?;
             handle.drain_wakeup();
+            slots.absent.drain_wakeup();
         }
     }
 }
@@ -197,7 +204,9 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots) -> Result<bool, Err
     let mut any = false;
     slots.refused = false;
     slots.skipped.clear();
-    for slot in std::mem::take(&mut slots.unfinished) {
+    let arrived = slots.absent.take_arrived(pipeline)?;
+    slots.refused |= slots.absent.is_refused();
+    for slot in std::mem::take(&mut slots.unfinished).into_iter().chain(arrived) {
         any |= read_on(pipeline, slots, slot);
     }
     while pipeline.engine.has_room(MAX_READS)
@@ -225,11 +234,22 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots) -> Result<bool, Err
                 Some(Backpressure::Disk) => break,
                 None => {}
             }
+            let is_absent = AbsentSlots::is_absent(pipeline, chunk, &ranges);
+            if is_absent && !slots.absent.has_room(pipeline, chunk) {
+                break;
+            }
             let Some(slot) = pipeline.free_slot() else { break };
             account(pipeline, chunk, &ranges);
+            pipeline.take_chunk(chunk);
+            if is_absent {
+                slots.absent.add(pipeline, slot, chunk, ranges.clone())?;
+                slots.refused |= slots.absent.is_refused();
+            }
             let slot_read = SlotRead { chunk, ranges, started: 0, from: 0, left: 0 };
             slots.reads[slot.index() as usize] = Some(slot_read);
-            pipeline.take_chunk(chunk);
+            if is_absent {
+                continue;
+            }
             any |= read_on(pipeline, slots, slot);
             if pipeline.engine.has_finished() {
                 // The page cache had the chunk, and this thread copied it: submit it to the GPU before the

@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
@@ -112,6 +112,23 @@ impl GpuPagesFile {
         Ok(pages)
     }
 
+    /// Takes over the file of a partial image: what it lacks is requested. The plugin compares the header.
+    ///
+    /// # Errors
+    /// Its length does not match the image's buffers.
+    pub fn arriving(
+        file: &Arc<ImageFile>,
+        image: &KfdImage,
+        gpu: u32,
+        minor: u32,
+    ) -> Result<Self, FileError> {
+        let name = file.name().file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let (stretches, length) = of_gpu(image, gpu);
+        let pages = Self { name, file: Arc::clone(file), minor, stretches, length };
+        pages.check_length()?;
+        Ok(pages)
+    }
+
     /// As [`GpuPagesFile::open`], for one buffer of a render node. CRIU's plugin does not set the header of such
     /// files.
     pub fn open_render(
@@ -124,7 +141,8 @@ impl GpuPagesFile {
         Self::open_existing(folder, name, minor, of_buffer(contents, buffer))
     }
 
-    /// Has every block that is loaded checked with the checksums of its image.
+    /// Has every block that is loaded checked with the checksums of its image. Of a partial image, a fetcher may write
+    /// the file meanwhile.
     ///
     /// # Errors
     /// The file was sealed with another length, or not at all.
@@ -132,7 +150,30 @@ impl GpuPagesFile {
         let checksums = sealed.of(&self.name, self.file.len());
         let unsealed = || FileError::of("verify", &self.name)(io::Error::other(Unsealed));
         self.file.verify_with(checksums.ok_or_else(unsealed)?);
+        if sealed.is_partial {
+            self.file.allow_arrival();
+        }
         Ok(())
+    }
+
+    /// Returns the name of the file.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the ranges of the file with the bytes of these buffers, in ascending order. Adjacent ones are one range.
+    #[must_use]
+    pub fn ranges(&self, is_one: impl Fn(usize) -> bool) -> Vec<Range<u64>> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for stretch in self.stretches.iter().filter(|stretch| stretch.bytes > 0 && is_one(stretch.buffer)) {
+            let end = stretch.start + stretch.bytes;
+            match ranges.last_mut() {
+                Some(last) if last.end == stretch.start => last.end = end,
+                _ => ranges.push(stretch.start..end),
+            }
+        }
+        ranges
     }
 
     fn create_with_layout(
@@ -160,12 +201,17 @@ impl GpuPagesFile {
     ) -> Result<Self, FileError> {
         let file = image::open(folder, &name)?;
         let pages = Self::with_layout(name, file, minor, layout)?;
-        let (found, expected) = (pages.file.len(), pages.length);
+        pages.check_length()?;
+        Ok(pages)
+    }
+
+    fn check_length(&self) -> Result<(), FileError> {
+        let (found, expected) = (self.file.len(), self.length);
         if found < expected {
             let wrong = Length { expected, found: format!("{found} bytes") };
-            return Err(FileError::of("read", &pages.name)(io::Error::other(wrong)));
+            return Err(FileError::of("read", &self.name)(io::Error::other(wrong)));
         }
-        Ok(pages)
+        Ok(())
     }
 
     fn with_layout(name: String, file: File, minor: u32, layout: Layout) -> Result<Self, FileError> {

@@ -50,6 +50,15 @@ pub(crate) struct ChunkCompletion {
     pub(crate) all: bool,
 }
 
+/// What a caller waits for that no transfer's end shows.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Pending {
+    /// The I/O budget has refused a read, or a fetcher a request.
+    pub(crate) refused: bool,
+    /// Bytes have not arrived from another host. The session limits the time that a fetcher needs.
+    pub(crate) absent: bool,
+}
+
 /// All chunks in flight, and the means to move them.
 pub(crate) struct Pipeline<'a> {
     pub(crate) staging: Staging,
@@ -392,10 +401,11 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Sleeps until a transfer may have ended or `wake` is readable; briefly if a read was `refused`.
-    pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>, refused: bool) -> Result<(), Error> {
-        if refused && self.engine.in_flight() == 0 && self.copies.is_idle() {
-            // Other readers have the budget, and this is not a stall.
+    /// Sleeps until a transfer may have ended or one of `wake` is readable; briefly if a read was refused.
+    pub(crate) fn wait(&mut self, wake: [Option<BorrowedFd<'_>>; 2], pending: Pending) -> Result<(), Error> {
+        let Pending { refused, absent } = pending;
+        if (refused || absent) && self.engine.in_flight() == 0 && self.copies.is_idle() {
+            // Other readers have the budget, or a fetcher has the requests, and this is not a stall.
             self.last = Instant::now();
         }
         if self.last.elapsed() > STALL_TIMEOUT {
@@ -405,7 +415,7 @@ impl<'a> Pipeline<'a> {
         let of_budget = budget.map(|budget| budget.gpus().as_fd());
         let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
         let mut fds: Vec<PollFd<'_>> =
-            [self.engine.event(), of_budget, wake].into_iter().flatten().map(readable).collect();
+            [self.engine.event(), of_budget].into_iter().chain(wake).flatten().map(readable).collect();
         // The end of a transfer wakes a refused caller, except while demand reads limit the others.
         let mut must_poll =
             refused && (self.engine.in_flight() == 0 || budget.is_some_and(|budget| budget.is_busy()));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The buffers of a process, and their files.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use crate::pages::GpuPagesFile;
@@ -20,6 +21,12 @@ impl ProcessBuffers<'_> {
         let here = |buffer: usize| self.dmabufs.get(buffer).is_some_and(Option::is_some);
         let stretches = file.stretches().iter().filter(|stretch| here(stretch.buffer));
         stretches.map(|stretch| stretch.bytes).sum()
+    }
+
+    /// Returns the ranges of its files with the bytes of buffers that have a dma-buf, with the name of each file.
+    pub fn ranges(&self) -> impl Iterator<Item = (&str, Vec<Range<u64>>)> {
+        let is_here = |buffer: usize| self.dmabufs.get(buffer).is_some_and(Option::is_some);
+        self.files.iter().map(move |file| (file.name(), file.ranges(is_here)))
     }
 }
 

@@ -28,7 +28,8 @@ pub(crate) fn run(
     let files = || processes.iter().flat_map(|process| process.files).map(|file| &*file.file);
     // Files are joined now and not when they are opened: plugin and streamer have them open at the same time.
     files().for_each(ImageFile::join);
-    keep_in_page_cache(files());
+    // What arrives from another host is in the page cache.
+    keep_in_page_cache(files().filter(|file| file.source().is_none()));
     let start = Instant::now();
     let (paths, moved) = on_quiet_thread(|| {
         let mut pipeline = Pipeline::new(processes, sink, budget)?;

@@ -10,7 +10,7 @@ use rewake_sdma_copy::{Slot, StagingOffset, Transfer};
 use crate::chunk_schedule::Chunk;
 use crate::error::Error;
 use crate::pages::{CHUNK, HEADER};
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Pending, Pipeline};
 use crate::report::Moved;
 
 /// Bytes that are written or skipped together. With less, disk requests get too small.
@@ -64,7 +64,7 @@ pub(crate) fn run(pipeline: &mut Pipeline<'_>) -> Result<Moved, Error> {
             break;
         }
         if idle {
-            pipeline.wait(None, false)?;
+            pipeline.wait([None, None], Pending::default())?;
         }
     }
     for file in pipeline.files() {

@@ -34,7 +34,7 @@ pub use error::{ImageError, Result};
 pub use files::MAX_FILES;
 pub use inventory::{IMAGE_VERSION, Inventory};
 pub use lease::ImageLease;
-pub use memory_files::{CHUNK, MemoryFiles, MemoryPlace};
+pub use memory_files::{CHUNK, GPU_HEADER, MemoryFiles, MemoryPlace, is_gpu_pages_file};
 pub use mm::{MAX_VMAS, Mm, Vma};
 pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry, PagemapId};
 pub use plan::{LazyExtent, LazyPlan, PagesFile, RemotePlan, pages_name};

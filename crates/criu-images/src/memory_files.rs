@@ -19,12 +19,18 @@ use crate::plan::pages_name;
 pub const CHUNK: u64 = 2 << 20;
 
 /// Bytes before the first buffer of a file of GPU memory.
-const HEADER: u64 = RenderContents::PAGES_OFFSET;
+pub const GPU_HEADER: u64 = RenderContents::PAGES_OFFSET;
 
 /// Whether a file of this name holds memory, of CPUs or GPUs. No other place decides that.
 fn holds_memory(name: &str) -> bool {
     let starts = ["pages-", "amdgpu-pages-", "amdgpu-drm-pages-"];
     name.ends_with(".img") && starts.iter().any(|start| name.starts_with(start))
+}
+
+/// Whether a file of this name holds the memory of a compute process on a GPU. Files of render nodes are not among them.
+#[must_use]
+pub fn is_gpu_pages_file(name: &str) -> bool {
+    name.ends_with(".img") && name.starts_with("amdgpu-pages-")
 }
 
 /// The memory files of an image directory, by name.
@@ -105,7 +111,7 @@ impl ImageDir {
     /// Returns what a file says of memory files: where their chunks begin.
     fn starts_in(&self, name: &str) -> Result<Vec<(String, Vec<u64>)>> {
         if name.starts_with("amdgpu-drm-pages-") {
-            return Ok(vec![(name.to_owned(), vec![HEADER])]);
+            return Ok(vec![(name.to_owned(), vec![GPU_HEADER])]);
         }
         if pagemap_owner(name).is_some() {
             return Ok(self.pagemap_starts(name)?.into_iter().collect());

@@ -2,11 +2,13 @@
 //! A connection to an image server, whose replies are taken as they arrive: whole blocks of them, before the rest of a
 //! reply has come. Requests are sent before the server has said hello. A reply that is not the next one is an error.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, PAGE};
 use rewake_image_io::BLOCK;
+use rewake_image_protocol::compressed::{self, COMPRESSED_BLOCK, STORED_LENGTH};
 use rewake_image_protocol::message::{MessageError, printable, receive, send};
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
@@ -22,7 +24,9 @@ use crate::wire::explained;
 const LENGTH: usize = 4;
 /// Bytes of received replies: more than the longest message, or a block.
 const BUFFER: usize = 256 << 10;
-const _: () = assert!(BUFFER >= LENGTH + MAX_MESSAGE && BUFFER >= BLOCK);
+const _: () = assert!(BUFFER >= LENGTH + MAX_MESSAGE && BUFFER >= STORED_LENGTH + BLOCK);
+// Blocks are checked, so whole ones are written: a compressed one is such a block.
+const _: () = assert!(COMPRESSED_BLOCK == BLOCK);
 
 /// The reply that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +38,8 @@ enum DueReply {
     Data,
     /// The rest of the data: so many bytes.
     Rest(u64),
+    /// The same, where the data travels compressed.
+    Compressed(u64),
 }
 
 /// The protocol on a connection.
@@ -44,6 +50,8 @@ pub(crate) struct ImageWire {
     files: Rc<[SparseFile]>,
     due: DueReply,
     received: ReceivedBytes,
+    /// A block that travelled compressed.
+    block: Box<[u8]>,
 }
 
 impl ImageWire {
@@ -59,7 +67,8 @@ impl ImageWire {
         let messages = messages.into_iter().collect::<Result<Vec<_>, _>>()?;
         stream.send(&messages).map_err(explained).context("opening the image")?;
         let due = if stream.is_encrypted() { DueReply::Admission } else { DueReply::Hello };
-        Ok(Self { stream, id, files, due, received: ReceivedBytes::new(BUFFER) })
+        let block = vec![0; COMPRESSED_BLOCK].into();
+        Ok(Self { stream, id, files, due, received: ReceivedBytes::new(BUFFER), block })
     }
 
     /// Returns the file of a page, the offset there, and the bytes of these pages: fewer at the end of the file.
@@ -104,12 +113,32 @@ impl ImageWire {
             let Some(reply) = self.reply()? else { return Ok(None) };
             self.due = self.next_due(reply, Some(expected))?;
         }
+        if let DueReply::Compressed(left) = self.due {
+            return self.compressed(left);
+        }
         let DueReply::Rest(left) = self.due else { return Ok(None) };
         let received = self.received.bytes().len();
         let whole = usize::try_from(left).ok().filter(|left| *left <= received);
         let bytes = whole.unwrap_or(received / BLOCK * BLOCK);
         let pages = (bytes as u64).div_ceil(PAGE);
         Ok((bytes > 0).then(|| (pages, &self.received.bytes()[..bytes])))
+    }
+
+    /// Returns the next block, of `left` bytes that are due, if all its stored bytes were received.
+    fn compressed(&mut self, left: u64) -> anyhow::Result<Option<(u64, &[u8])>> {
+        let Some((stored, length)) = self.stored_block(left)? else { return Ok(None) };
+        let block = &mut self.block[..length];
+        compressed::restore(&self.received.bytes()[stored], block)?;
+        Ok(Some(((length as u64).div_ceil(PAGE), block)))
+    }
+
+    /// Returns where the stored bytes of the next block are in what was received, and the block's length.
+    fn stored_block(&self, left: u64) -> anyhow::Result<Option<(Range<usize>, usize)>> {
+        let received = self.received.bytes();
+        let Some(count) = received.first_chunk() else { return Ok(None) };
+        let length = usize::try_from(left).unwrap_or(usize::MAX).min(COMPRESSED_BLOCK);
+        let end = STORED_LENGTH + compressed::stored_length(*count, length)?;
+        Ok((received.len() >= end).then_some((STORED_LENGTH..end, length)))
     }
 
     /// Takes the replies before the first data. Returns false until the server has opened the image.
@@ -119,7 +148,7 @@ impl ImageWire {
     pub(crate) fn is_opened(&mut self) -> anyhow::Result<bool> {
         loop {
             match self.due {
-                DueReply::Data | DueReply::Rest(_) => return Ok(true),
+                DueReply::Data | DueReply::Rest(_) | DueReply::Compressed(_) => return Ok(true),
                 DueReply::Admission => {
                     if !self.is_admitted()? {
                         return Ok(false);
@@ -150,13 +179,13 @@ impl ImageWire {
                 );
                 DueReply::Data
             }
-            (DueReply::Data, Reply::Data(Data { length })) => {
+            (DueReply::Data, Reply::Data(Data { length, compressed })) => {
                 let (file, offset, wanted) = self.range(expected.context("data that answers no read")?)?;
                 ensure!(
                     u64::from(length) == wanted,
                     "{length} bytes for a read of {wanted} from offset {offset} of file {file}"
                 );
-                DueReply::Rest(wanted)
+                if compressed { DueReply::Compressed(wanted) } else { DueReply::Rest(wanted) }
             }
             (due, _) => bail!("a reply that is not {due:?}: is it a `rewake export`?"),
         })
@@ -195,10 +224,20 @@ impl ImageWire {
 
     /// Drops what [`ImageWire::answer`] returned.
     pub(crate) fn used(&mut self, pages: u64) {
-        let DueReply::Rest(left) = self.due else { return };
-        let bytes = (pages * PAGE).min(left);
-        self.received.used(usize::try_from(bytes).unwrap_or(usize::MAX));
-        self.due = if bytes == left { DueReply::Data } else { DueReply::Rest(left - bytes) };
+        match self.due {
+            DueReply::Rest(left) => {
+                let bytes = (pages * PAGE).min(left);
+                self.received.used(usize::try_from(bytes).unwrap_or(usize::MAX));
+                self.due = if bytes == left { DueReply::Data } else { DueReply::Rest(left - bytes) };
+            }
+            DueReply::Compressed(left) => {
+                let Ok(Some((stored, length))) = self.stored_block(left) else { return };
+                self.received.used(stored.end);
+                let left = left - length as u64;
+                self.due = if left == 0 { DueReply::Data } else { DueReply::Compressed(left) };
+            }
+            DueReply::Admission | DueReply::Hello | DueReply::Opened | DueReply::Data => {}
+        }
     }
 
     /// Whether bytes were received that are not used.
@@ -278,7 +317,10 @@ mod tests {
         const LENGTH: usize = 3 * BLOCK + 100;
         let (mut wire, mut server) = wire();
         let length = u32::try_from(LENGTH).unwrap();
-        say(&mut server, &[Reply::Hello(hello()), opened(ID), Reply::Data(Data { length })]);
+        say(
+            &mut server,
+            &[Reply::Hello(hello()), opened(ID), Reply::Data(Data { length, compressed: false })],
+        );
         let bytes: Vec<u8> = (0..LENGTH).map(|at| u8::try_from(at % 251).unwrap()).collect();
         let (mut done, mut at, mut left) = (0, 0, flight(16, 49));
         for (sent, expected) in [(BLOCK + 5000, BLOCK), (LENGTH, LENGTH)] {
@@ -304,9 +346,40 @@ mod tests {
     }
 
     #[test]
+    fn compressed_blocks_are_restored_one_by_one() {
+        const LENGTH: usize = 3 * BLOCK + 100;
+        let bytes: Vec<u8> = (0..LENGTH).map(|at| u8::try_from(at % 251).unwrap()).collect();
+        let mut stored = Vec::new();
+        bytes.chunks(BLOCK).for_each(|block| compressed::store(block, &mut stored));
+        assert!(stored.len() < BLOCK, "each block has a part of it only");
+        let data = Reply::Data(Data { length: u32::try_from(LENGTH).unwrap(), compressed: true });
+        let (mut wire, mut server) = wire();
+        say(&mut server, &[Reply::Hello(hello()), opened(ID), data.clone()]);
+        let (mut found, mut left) = (Vec::new(), flight(16, 49));
+        for byte in &stored {
+            server.write_all(&[*byte]).unwrap();
+            wire.receive().unwrap();
+            let Some((pages, block)) = wire.answer(&left).unwrap() else { continue };
+            found.extend_from_slice(block);
+            (left.first, left.pages) = (left.first + pages, left.pages - pages);
+            wire.used(pages);
+        }
+        assert!(found == bytes);
+        assert_eq!((left.pages, wire.has_more(), wire.due), (0, false, DueReply::Data));
+        for wrong in [0, 65537u32] {
+            say(&mut server, std::slice::from_ref(&data));
+            server.write_all(&wrong.to_le_bytes()).unwrap();
+            wire.receive().unwrap();
+            let error = wire.answer(&flight(16, 49)).unwrap_err().to_string();
+            assert!(error.contains(&format!("{wrong} for 65536 bytes")), "{error}");
+            (wire.due, wire.received) = (DueReply::Data, ReceivedBytes::new(BUFFER));
+        }
+    }
+
+    #[test]
     fn replies_that_are_not_due_are_refused() {
         let hello = || Reply::Hello(hello());
-        let data = |length| Reply::Data(Data { length });
+        let data = |length| Reply::Data(Data { length, compressed: false });
         let old = rewake_image_protocol::Hello { version: VERSION + 1, program: "other".into() };
         let wrong: [(&[Reply], &str); 9] = [
             (&[opened(ID)], "a reply that is not Hello"),

@@ -5,10 +5,11 @@
 //! into the file, sets their bits in the [`PresenceMap`], and wakes the reader.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use nix::sys::socket::{MsgFlags, send};
+use rewake_process::Notifier;
 
 use crate::class::Class;
 use crate::presence::PresenceMap;
@@ -63,6 +64,15 @@ impl FetchRequest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SentRequest(Option<u32>);
 
+/// A thread that requests missing bytes, and is woken when some have arrived.
+#[derive(Debug, Clone)]
+pub struct FetchReader {
+    /// Its number in [`FetchRequest::reader`].
+    pub number: u8,
+    /// The fetcher wakes it by this.
+    pub waker: Notifier,
+}
+
 /// A file whose missing bytes a source brings. Several files share one presence map.
 #[derive(Debug, Clone)]
 pub struct FetchedFile {
@@ -93,6 +103,19 @@ impl FetchedFile {
     pub fn page(&self, offset: u64) -> u64 {
         self.place(offset) / PAGE as u64
     }
+
+    /// Requests whole pages from `offset` on, unless this fetcher has the request. Returns false if it must be called
+    /// again, as [`FetchSource::request`].
+    pub fn request(
+        &self,
+        reader: u8,
+        class: Class,
+        (offset, len): (u64, usize),
+        sent: &mut SentRequest,
+    ) -> bool {
+        let pages = u32::try_from(len.div_ceil(PAGE)).unwrap_or(u32::MAX);
+        self.source.request(&FetchRequest { class, reader, pages, first: self.page(offset) }, sent)
+    }
 }
 
 /// The missing bytes of files.
@@ -103,19 +126,37 @@ pub struct FetchSource {
     fetcher: RwLock<Option<OwnedFd>>,
     /// Counts fetchers.
     number: AtomicU32,
+    /// Whether no more bytes arrive.
+    ended: AtomicBool,
 }
 
 impl FetchSource {
     /// Makes a source without a fetcher.
     #[must_use]
     pub fn new(presence: PresenceMap) -> Self {
-        Self { presence, fetcher: RwLock::default(), number: AtomicU32::new(0) }
+        Self {
+            presence,
+            fetcher: RwLock::default(),
+            number: AtomicU32::new(0),
+            ended: AtomicBool::new(false),
+        }
     }
 
     /// Returns which pages have arrived.
     #[must_use]
     pub fn presence(&self) -> &PresenceMap {
         &self.presence
+    }
+
+    /// Notes that no more bytes arrive. The caller wakes the readers.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+    }
+
+    /// Returns whether no more bytes arrive: a reader that needs some fails.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
     }
 
     /// Sends requests to this fetcher from now on. Those that were sent to another one are sent again.

@@ -69,6 +69,8 @@ pub struct ImageFile {
     checksums: OnceLock<BlockChecksums>,
     /// For a file that a fetcher writes: where missing bytes come from.
     source: Option<FetchedFile>,
+    /// Whether another process writes what it lacks.
+    arrives: AtomicBool,
     /// The data range that was found last. The file system scans a whole range to find its end.
     data: Mutex<Range<u64>>,
 }
@@ -156,6 +158,7 @@ impl ImageFile {
             kept,
             checksums: OnceLock::new(),
             source,
+            arrives: AtomicBool::new(false),
             data: Mutex::default(),
         })
     }
@@ -194,7 +197,7 @@ impl ImageFile {
     /// # Errors
     /// [`TransferError::Changed`], with what changed. Bytes read since the last check must not be used.
     pub fn check_unchanged(&self) -> Result<(), TransferError> {
-        if self.source.is_some() {
+        if self.is_written() {
             // The presence map says what of it may be used. A cache file has no name by which other programs could
             // open it, and the blocks of an image's file are checked.
             return Ok(());
@@ -212,6 +215,17 @@ impl ImageFile {
             }
             Err(what) => Err(TransferError::Changed { file: self.name.clone(), what }),
         }
+    }
+
+    /// Accepts that a fetcher of another process writes what the file lacks. Each block that is read is checked, so it
+    /// must be a sealed file.
+    pub fn allow_arrival(&self) {
+        self.arrives.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a fetcher writes it.
+    fn is_written(&self) -> bool {
+        self.source.is_some() || self.arrives.load(Ordering::Relaxed) && self.is_sealed()
     }
 
     /// Has every block that is read from now on checked. Only the first call has an effect.
@@ -255,7 +269,7 @@ impl ImageFile {
                 source: errno.into(),
             }),
         };
-        if self.source.is_some() {
+        if self.is_written() {
             // What has not arrived looks like a hole. In a sealed file the checksums say where zeros are.
             return Ok((offset < end && !self.is_sealed()).then_some((offset, end)));
         }

@@ -46,7 +46,7 @@ pub use engine::{
     MAX_SHORT_CALLS, Request, SimPlan, read_now,
 };
 pub use error::{StoreError, TransferError};
-pub use fetch_source::{FETCH_REQUEST_LEN, FetchRequest, FetchSource, FetchedFile, SentRequest};
+pub use fetch_source::{FETCH_REQUEST_LEN, FetchReader, FetchRequest, FetchSource, FetchedFile, SentRequest};
 pub use file::{ImageFile, ReadMode, keep_in_page_cache};
 pub use identity::{FileKey, FileState};
 pub use memory::Memory;

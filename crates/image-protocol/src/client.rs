@@ -7,6 +7,7 @@ use std::io::{Read, Write};
 
 use rewake_criu_images::Digest;
 
+use crate::compressed::{self, COMPRESSED_BLOCK, STORED_LENGTH};
 use crate::message::{MessageError, closed, printable, receive, send};
 use crate::{Data, MAX_OUTSTANDING, MAX_READ, Open, Opened, Reply, Request, VERSION, hello};
 use crate::{reply::What as Replied, request::What as Requested};
@@ -19,6 +20,8 @@ pub struct ImageClient<S> {
     manifest_length: u64,
     /// The lengths of outstanding reads, the oldest first.
     outstanding: VecDeque<u32>,
+    /// A block as it travels.
+    stored: Vec<u8>,
 }
 
 impl<S: Read + Write> ImageClient<S> {
@@ -45,7 +48,8 @@ impl<S: Read + Write> ImageClient<S> {
             expected: "an image id of 32 bytes",
             found: format!("{} bytes", id.len()),
         })?;
-        Ok(Self { stream, image_id: Digest(id), manifest_length, outstanding: VecDeque::new() })
+        let (outstanding, stored) = (VecDeque::new(), Vec::new());
+        Ok(Self { stream, image_id: Digest(id), manifest_length, outstanding, stored })
     }
 
     /// Returns the image's id, as the server says. The manifest proves it.
@@ -82,28 +86,41 @@ impl<S: Read + Write> ImageClient<S> {
         Ok(())
     }
 
-    /// Receives the bytes of the oldest outstanding read.
+    /// Receives the bytes of the oldest outstanding read. Returns how many travelled: fewer if they were compressed.
     ///
     /// # Errors
     /// The connection fails, the server refuses the read, or it sends another number of bytes.
     ///
     /// # Panics
     /// No read is outstanding.
-    pub fn next_data<'a>(&mut self, into: &'a mut Vec<u8>) -> Result<&'a [u8], MessageError> {
+    pub fn next_data(&mut self, into: &mut Vec<u8>) -> Result<u64, MessageError> {
         let length = self.outstanding.pop_front().expect("a read is outstanding");
-        match reply(&mut self.stream)? {
-            Replied::Data(Data { length: sent }) if sent == length => {}
-            Replied::Data(Data { length: sent }) => {
+        let compressed = match reply(&mut self.stream)? {
+            Replied::Data(Data { length: sent, compressed }) if sent == length => compressed,
+            Replied::Data(Data { length: sent, .. }) => {
                 return Err(MessageError::Unexpected {
                     expected: "the bytes of a read",
                     found: format!("{sent} bytes for a read of {length}"),
                 });
             }
             other => return Err(unexpected("the bytes of a read", &other)),
-        }
+        };
         into.resize(length as usize, 0);
-        self.stream.read_exact(into).map_err(closed)?;
-        Ok(into)
+        if compressed {
+            into.chunks_mut(COMPRESSED_BLOCK).map(|block| self.receive_stored(block)).sum()
+        } else {
+            self.stream.read_exact(into).map_err(closed)?;
+            Ok(length.into())
+        }
+    }
+
+    fn receive_stored(&mut self, block: &mut [u8]) -> Result<u64, MessageError> {
+        let mut length = [0; STORED_LENGTH];
+        self.stream.read_exact(&mut length).map_err(closed)?;
+        self.stored.resize(compressed::stored_length(length, block.len())?, 0);
+        self.stream.read_exact(&mut self.stored).map_err(closed)?;
+        compressed::restore(&self.stored, block)?;
+        Ok((STORED_LENGTH + self.stored.len()) as u64)
     }
 }
 

@@ -4,10 +4,12 @@
 //!
 //! * [`message`]: one message on a stream, in both directions.
 //! * [`client`]: a client's side of a connection.
+//! * [`compressed`]: data that travels compressed.
 //! * [`open_files`]: files that a side keeps open.
 #![forbid(unsafe_code)]
 
 pub mod client;
+pub mod compressed;
 mod generated;
 pub mod message;
 pub mod open_files;
@@ -15,7 +17,7 @@ pub mod open_files;
 pub use generated::{Data, Hello, Open, Opened, Read, Reply, Request, reply, request};
 
 /// The version of the protocol. A peer with another one is refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The most bytes of one read: a chunk.
 pub const MAX_READ: u32 = 2 << 20;
 /// The most bytes of a message, without the data after it. A name is at most 4096 bytes long.

@@ -21,7 +21,7 @@ pub enum MessageError {
     TooLong(usize),
     /// The bytes are not such a message.
     #[error("not a message of the image protocol: {0}")]
-    Garbage(#[from] prost::DecodeError),
+    Garbage(prost::DecodeError),
     /// The peer sent something else.
     #[error("{expected} expected, {found} received")]
     Unexpected {
@@ -45,7 +45,20 @@ pub enum MessageError {
     Refused(String),
     /// The connection failed.
     #[error("connection: {0}")]
-    Io(#[from] io::Error),
+    Io(io::Error),
+}
+
+// Each message ends with its cause, so the cause is no `source`: it would be printed twice.
+impl From<prost::DecodeError> for MessageError {
+    fn from(error: prost::DecodeError) -> Self {
+        Self::Garbage(error)
+    }
+}
+
+impl From<io::Error> for MessageError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
 }
 
 /// Sends a message and the data that it announces.
@@ -123,6 +136,12 @@ mod tests {
     use super::*;
     use crate::{Data, Hello, Reply, Request, hello, reply, request};
 
+    #[test]
+    fn an_error_of_the_stream_is_printed_once() {
+        let error = anyhow::Error::from(MessageError::from(io::Error::other("broken")));
+        assert_eq!(format!("{error:#}"), "connection: broken");
+    }
+
     /// A stream that takes and gives one byte at a time.
     #[derive(Default)]
     struct Slow(std::collections::VecDeque<u8>);
@@ -149,7 +168,7 @@ mod tests {
     #[test]
     fn messages_and_data_arrive_as_they_were_sent() {
         let mut stream = Slow::default();
-        let data = Reply { what: Some(reply::What::Data(Data { length: 3 })) };
+        let data = Reply { what: Some(reply::What::Data(Data { length: 3, compressed: false })) };
         let ask = Request { what: Some(request::What::Hello(hello())) };
         send(&mut stream, &data, b"abc").unwrap();
         send(&mut stream, &ask, b"").unwrap();

@@ -10,9 +10,11 @@ use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk, SealedFile};
 
 /// Where bytes are: the number of the file in the manifest, from 1, and the offset in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ChunkPlace {
-    pub(crate) file: u32,
-    pub(crate) offset: u64,
+pub struct ChunkPlace {
+    /// The number of the file.
+    pub file: u32,
+    /// The first byte.
+    pub offset: u64,
 }
 
 /// What is to be done next.

@@ -12,5 +12,6 @@ mod pull;
 mod source;
 mod target;
 
+pub use chunks::ChunkPlace;
 pub use pull::{PullReport, complete, complete_image, pull, pull_eager};
-pub use source::ImageSource;
+pub use source::{ChunkSource, ImageSource};

@@ -6,12 +6,12 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_images::{Digest, ImageDir};
+use rewake_criu_images::{Digest, GPU_HEADER, ImageDir, is_gpu_pages_file};
 use rewake_image_protocol::MAX_READ;
 use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
 
 use crate::chunks::{ChunkPlace, Chunks, Step};
-use crate::source::ImageSource;
+use crate::source::ChunkSource;
 use crate::target::{Target, is_complete, is_right};
 
 /// The fewest digits of an image id that identify an image.
@@ -46,7 +46,7 @@ pub struct PullReport {
 /// The server is lost for long, or sends bytes that the manifest does not prove. The manifest is damaged or of another
 /// image than `expected`. The directory has another image, or cannot be written, or the parent image is missing.
 pub fn pull(
-    source: &mut ImageSource,
+    source: &mut dyn ChunkSource,
     directory: &Path,
     expected: Option<&str>,
 ) -> anyhow::Result<PullReport> {
@@ -54,12 +54,12 @@ pub fn pull(
 }
 
 /// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that have pages
-/// which are not lazy. Space for the others is reserved. If none is left, the directory has the image then.
+/// which are not lazy, and the headers of files with GPU memory. Space for the others is reserved. If none is left, the directory has the image then.
 ///
 /// # Errors
 /// As for [`pull`]. Or the image is incremental.
 pub fn pull_eager(
-    source: &mut ImageSource,
+    source: &mut dyn ChunkSource,
     directory: &Path,
     expected: Option<&str>,
 ) -> anyhow::Result<PullReport> {
@@ -114,13 +114,13 @@ fn check_present(is_here: bool, target: &Target, place: ChunkPlace, length: u32)
 }
 
 fn copy(
-    source: &mut ImageSource,
+    source: &mut dyn ChunkSource,
     directory: &Path,
     expected: Option<&str>,
     eager: bool,
 ) -> anyhow::Result<PullReport> {
     let id = source.image_id();
-    check_id(id, expected, &"the server")?;
+    check_id(id, expected, &"the source")?;
     let report = PullReport { id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 };
     let Some(target) = Target::open(directory, id)? else { return Ok(report) };
     let (file, path) = target.manifest()?;
@@ -172,7 +172,7 @@ fn check_id(id: Digest, expected: Option<&str>, place: &dyn std::fmt::Display) -
 }
 
 struct ImageCopy<'a> {
-    source: &'a mut ImageSource,
+    source: &'a mut dyn ChunkSource,
     target: Target,
     report: PullReport,
     /// Whether lazy pages are left to a restore.
@@ -197,12 +197,11 @@ impl ImageCopy<'_> {
         let mut offset = 0;
         while offset < length {
             let part = u32::try_from(length - offset).unwrap_or(MAX_READ).min(MAX_READ);
-            self.source.request(0, offset, part)?;
-            self.source.next_data(&mut self.buffer).context("the manifest")?;
+            self.source.request_manifest(offset, part)?;
+            self.report.sent += self.source.next_data(&mut self.buffer).context("the manifest")?;
             file.write_all_at(&self.buffer, offset).context("writing the manifest")?;
             offset += u64::from(part);
         }
-        self.report.sent += length;
         Ok(())
     }
 
@@ -213,10 +212,7 @@ impl ImageCopy<'_> {
                     self.target.make(&file).with_context(|| format!("file {}", file.name))?;
                     self.report.files += 1;
                     self.report.bytes += file.length;
-                    if self.eager
-                        && is_pages_file(&file.name)
-                        && let Some(ranges) = self.eager_ranges()?.remove(&file.name)
-                    {
+                    if let Some(ranges) = self.needed(&file.name)? {
                         chunks.need_only(&ranges);
                     }
                 }
@@ -244,6 +240,19 @@ impl ImageCopy<'_> {
             self.finish_step()?;
         }
         Ok(())
+    }
+
+    /// Returns which parts of a file a restore needs at its start; none: all of it.
+    fn needed(&mut self, name: &str) -> anyhow::Result<Option<Vec<Range<u64>>>> {
+        if !self.eager {
+            return Ok(None);
+        }
+        if is_pages_file(name) {
+            return Ok(self.eager_ranges()?.remove(name));
+        }
+        // CRIU's plugin compares the header when it opens the file.
+        let header = Range { start: 0, end: GPU_HEADER };
+        Ok(is_gpu_pages_file(name).then(|| vec![header]))
     }
 
     /// Returns what CRIU reads itself, by pages file.
@@ -282,7 +291,7 @@ impl ImageCopy<'_> {
         while !self.source.has_room() {
             self.finish_step()?;
         }
-        self.source.request(place.file, place.offset, chunk.length)?;
+        self.source.request_chunk(place, &chunk)?;
         self.steps.push_back(PendingChunk::Fetched(place, chunk));
         Ok(())
     }
@@ -292,8 +301,7 @@ impl ImageCopy<'_> {
         let (place, chunk) = match self.steps.pop_front() {
             None => bail!("more reads are outstanding than chunks"),
             Some(PendingChunk::Fetched(place, chunk)) => {
-                self.source.next_data(&mut self.buffer)?;
-                self.report.sent += u64::from(chunk.length);
+                self.report.sent += self.source.next_data(&mut self.buffer)?;
                 (place, chunk)
             }
             Some(PendingChunk::Copied(place, chunk, first)) => {

@@ -10,7 +10,10 @@ use anyhow::{Context as _, ensure};
 use rewake_criu_images::Digest;
 use rewake_image_protocol::client::ImageClient;
 use rewake_image_protocol::message::MessageError;
+use rewake_manifest::SealedChunk;
 use tracing::warn;
+
+use crate::chunks::ChunkPlace;
 
 /// Outstanding reads: while one is on its way, the server reads the next. 32 MiB of chunks at most.
 const OUTSTANDING: usize = 16;
@@ -18,6 +21,36 @@ const OUTSTANDING: usize = 16;
 const ATTEMPTS: u32 = 5;
 /// Time before the second such connection; each later one waits twice as long.
 const PAUSE: Duration = Duration::from_millis(250);
+
+/// Where the bytes of an image come from.
+pub trait ChunkSource {
+    /// Returns the image's id, as the source says.
+    fn image_id(&self) -> Digest;
+
+    /// Returns the length of the manifest in bytes, as the source says.
+    fn manifest_length(&self) -> u64;
+
+    /// Returns whether another read may be requested before the next one is received.
+    fn has_room(&self) -> bool;
+
+    /// Requests a range of the manifest.
+    ///
+    /// # Errors
+    /// The source is lost for long.
+    fn request_manifest(&mut self, offset: u64, length: u32) -> anyhow::Result<()>;
+
+    /// Requests a chunk.
+    ///
+    /// # Errors
+    /// The source is lost for long.
+    fn request_chunk(&mut self, place: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()>;
+
+    /// Receives the bytes of the oldest outstanding read. Returns how many travelled: fewer if they were compressed.
+    ///
+    /// # Errors
+    /// The source is lost for long, or has not these bytes.
+    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64>;
+}
 
 /// A stream to an image server.
 pub trait ServerStream: Read + Write {}
@@ -60,41 +93,11 @@ impl ImageSource {
         })
     }
 
-    /// Returns the image's id, as the server says.
-    pub(crate) fn image_id(&self) -> Digest {
-        self.client.image_id()
-    }
-
-    /// Returns the length of the manifest in bytes, as the server says.
-    pub(crate) fn manifest_length(&self) -> u64 {
-        self.client.manifest_length()
-    }
-
-    /// Returns whether another read may be requested before the next one is received.
-    pub(crate) fn has_room(&self) -> bool {
-        self.outstanding.len() < OUTSTANDING
-    }
-
-    /// Requests a range of a file.
-    pub(crate) fn request(&mut self, file: u32, offset: u64, length: u32) -> anyhow::Result<()> {
+    fn request(&mut self, file: u32, offset: u64, length: u32) -> anyhow::Result<()> {
         self.outstanding.push_back((file, offset, length));
         match self.client.request(file, offset, length) {
             Ok(()) => Ok(()),
             Err(error) => self.reconnect(error),
-        }
-    }
-
-    /// Receives the bytes of the oldest outstanding read.
-    pub(crate) fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<()> {
-        loop {
-            match self.client.next_data(into) {
-                Ok(_) => {
-                    self.outstanding.pop_front();
-                    self.failures = 0;
-                    return Ok(());
-                }
-                Err(error) => self.reconnect(error)?,
-            }
         }
     }
 
@@ -131,5 +134,40 @@ impl ImageSource {
         }
         self.client = client;
         Ok(())
+    }
+}
+
+impl ChunkSource for ImageSource {
+    fn image_id(&self) -> Digest {
+        self.client.image_id()
+    }
+
+    fn manifest_length(&self) -> u64 {
+        self.client.manifest_length()
+    }
+
+    fn has_room(&self) -> bool {
+        self.outstanding.len() < OUTSTANDING
+    }
+
+    fn request_manifest(&mut self, offset: u64, length: u32) -> anyhow::Result<()> {
+        self.request(0, offset, length)
+    }
+
+    fn request_chunk(&mut self, place: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
+        self.request(place.file, place.offset, chunk.length)
+    }
+
+    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64> {
+        loop {
+            match self.client.next_data(into) {
+                Ok(travelled) => {
+                    self.outstanding.pop_front();
+                    self.failures = 0;
+                    return Ok(travelled);
+                }
+                Err(error) => self.reconnect(error)?,
+            }
+        }
     }
 }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, Properties, kfd_name, pages_name};
 use rewake_criu_images::{Generation, Inventory, PageFlags, Pagemap, write};
 use rewake_image_pull::{ImageSource, PullReport, complete, complete_image, pull, pull_eager};
 use rewake_image_server::connection::serve;
@@ -239,7 +240,7 @@ fn another_image_than_the_expected_one_is_refused() {
     };
     for wrong in ["0123456789abcdef", &id[..15], ""] {
         let error = go(wrong).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("the server has image {id}, expected {wrong:?}")), "{error}");
+        assert!(error.starts_with(&format!("the source has image {id}, expected {wrong:?}")), "{error}");
         assert!(!scene.copy().exists());
     }
     go(&id[..16]).unwrap();
@@ -334,4 +335,35 @@ fn what_is_lazy_is_left_and_can_be_brought_by_another_program() {
     assert_eq!(complete_image(&scene.copy(), None).unwrap(), Some(first.id));
     assert!(complete_image(&scene.copy(), Some("0000")).is_err());
     assert_eq!(eager(), PullReport { id: first.id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 });
+}
+
+#[test]
+fn of_gpu_memory_the_header_is_copied_and_the_rest_is_left() {
+    let scene = Scene::new();
+    let image = scene.image();
+    fs::remove_file(image.join("rewake-manifest")).unwrap();
+    let buffer = |size| KfdBuffer { size, gpu_id: 7, alloc_flags: 1, ..KfdBuffer::default() };
+    let node =
+        NodeImage { properties: Properties { gpu_id: 7, ..Properties::default() }, ..NodeImage::default() };
+    let chunk = CHUNK as u64;
+    let kfd = KfdImage {
+        pid: 7,
+        nodes: vec![node],
+        buffers: vec![buffer(4096), buffer(3 * chunk)],
+        ..KfdImage::default()
+    };
+    fs::write(image.join(kfd_name(3)), kfd.to_bytes()).unwrap();
+    let (_, length) = kfd.pages(7);
+    let mut memory = vec![7; usize::try_from(length).unwrap()];
+    memory[..8].copy_from_slice(&(length - 8).to_le_bytes());
+    fs::write(image.join(pages_name(3, 7)), &memory).unwrap();
+    seal(&image).unwrap();
+    let report = pull_eager(&mut scene.source("web/1", usize::MAX).unwrap().0, &scene.copy(), None).unwrap();
+    // The first block has the start of the large buffer, whose first chunk is copied, too.
+    assert_eq!(report.left, 2 * chunk);
+    let copied = fs::read(scene.copy().join(pages_name(3, 7))).unwrap();
+    let eager = 8 + 4096 + CHUNK;
+    assert!(copied[..eager] == memory[..eager] && copied[eager..].iter().all(|byte| *byte == 0));
+    scene.pull().unwrap();
+    scene.assert_copied();
 }

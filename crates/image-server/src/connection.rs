@@ -3,17 +3,20 @@
 
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt as _;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use rewake_image_protocol::compressed::{self, COMPRESSED_BLOCK};
 use rewake_image_protocol::message::{MessageError, receive, send};
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
 use rewake_image_protocol::{Data, MAX_READ, Open, Opened, Read as RangeRead, VERSION, hello, reply_of};
 
 use crate::exports::{ExportedImage, Exports};
+use crate::pace::ReplyPace;
 
 /// Bytes that are read from a file and sent at a time: those of a demand read, in one write.
-const PIECE: usize = 64 << 10;
+const PIECE: usize = COMPRESSED_BLOCK;
 
 /// What a connection was used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -72,10 +75,10 @@ fn answer<S: Read + Write>(
         }
         Some(other) => return Err(unexpected("the name of an image", &other)),
     };
-    let (mut served, mut buffer) = (Served::default(), vec![0; PIECE]);
+    let (mut served, mut reader) = (Served::default(), RangeSender::default());
     while let Some(request) = next(stream)? {
         let Request::Read(read) = request else { return Err(unexpected("a read", &request)) };
-        send_range(&mut image, read, stream, &mut buffer)?;
+        reader.send(&mut image, read, stream)?;
         served.reads += 1;
         served.bytes += u64::from(read.length);
     }
@@ -87,32 +90,59 @@ fn next(stream: &mut impl Read) -> anyhow::Result<Option<Request>> {
     request.map(|request| request.what.context("an empty request")).transpose()
 }
 
-/// Sends a range of a file in pieces. The first one is read before the reply begins.
-fn send_range(
-    image: &mut ExportedImage,
-    read: RangeRead,
-    stream: &mut impl Write,
-    buffer: &mut [u8],
-) -> anyhow::Result<()> {
-    let RangeRead { file: number, offset, length } = read;
-    ensure!((1..=MAX_READ).contains(&length), "a read of {length} bytes: 1 to {MAX_READ} expected");
-    let file = image.file(number)?;
-    let context = || format!("file {number}: {length} bytes from offset {offset}");
-    let size = file.metadata().with_context(context)?.len();
-    let end = offset.checked_add(u64::from(length)).filter(|end| *end <= size);
-    ensure!(end.is_some(), "{}: the file has {size}", context());
-    let mut sent = 0;
-    while sent < length as usize {
-        let piece = buffer.len().min(length as usize - sent);
-        file.read_exact_at(&mut buffer[..piece], offset + sent as u64).with_context(context)?;
-        if sent == 0 {
-            send(stream, &reply_of(Reply::Data(Data { length })), &buffer[..piece])?;
-        } else {
-            stream.write_all(&buffer[..piece]).map_err(MessageError::from)?;
-        }
-        sent += piece;
+/// Sends ranges of files in pieces.
+struct RangeSender {
+    piece: Box<[u8]>,
+    /// Compressed pieces.
+    stored: Vec<u8>,
+    pace: ReplyPace,
+}
+
+impl Default for RangeSender {
+    fn default() -> Self {
+        Self { piece: vec![0; PIECE].into(), stored: Vec::new(), pace: ReplyPace::default() }
     }
-    Ok(())
+}
+
+impl RangeSender {
+    /// Sends a range of a file. The first piece is read before the reply begins.
+    fn send(
+        &mut self,
+        image: &mut ExportedImage,
+        read: RangeRead,
+        stream: &mut impl Write,
+    ) -> anyhow::Result<()> {
+        let RangeRead { file: number, offset, length } = read;
+        ensure!((1..=MAX_READ).contains(&length), "a read of {length} bytes: 1 to {MAX_READ} expected");
+        let file = image.file(number)?;
+        let context = || format!("file {number}: {length} bytes from offset {offset}");
+        let size = file.metadata().with_context(context)?.len();
+        let end = offset.checked_add(u64::from(length)).filter(|end| *end <= size);
+        ensure!(end.is_some(), "{}: the file has {size}", context());
+        let data = reply_of(Reply::Data(Data { length, compressed: self.pace.is_compressed() }));
+        let (mut sent, mut took) = (0, Duration::ZERO);
+        while sent < length as usize {
+            let piece = self.piece.len().min(length as usize - sent);
+            let piece = &mut self.piece[..piece];
+            file.read_exact_at(piece, offset + sent as u64).with_context(context)?;
+            let began = Instant::now();
+            let mut bytes = &*piece;
+            if self.pace.is_compressed() {
+                self.stored.clear();
+                compressed::store(piece, &mut self.stored);
+                bytes = &self.stored;
+            }
+            if sent == 0 {
+                send(stream, &data, bytes)?;
+            } else {
+                stream.write_all(bytes).map_err(MessageError::from)?;
+            }
+            took += began.elapsed();
+            sent += piece.len();
+        }
+        self.pace.note(u64::from(length), took);
+        Ok(())
+    }
 }
 
 fn unexpected(expected: &'static str, found: &Request) -> anyhow::Error {

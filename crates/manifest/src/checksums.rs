@@ -27,6 +27,8 @@ const MAX_COMPARED: u64 = 64 << 20;
 pub struct ImageChecksums {
     /// The image's id.
     pub id: Digest,
+    /// Whether some of the image's memory may not have arrived.
+    pub is_partial: bool,
     /// The parent image that it was sealed with.
     pub parent: Option<SealedParent>,
     /// The files that hold memory, by name.
@@ -83,7 +85,8 @@ pub fn read_partial_checksums(images: &ImageDir) -> Result<ImageChecksums> {
     let Some((file, length)) = open(images, PARTIAL_NAME)? else {
         return Err(ManifestError::NotSealed { directory: images.path().to_owned() });
     };
-    Reading::of(images, ManifestReader::of(file, length, &images.path().join(PARTIAL_NAME))?)
+    let read = Reading::of(images, ManifestReader::of(file, length, &images.path().join(PARTIAL_NAME))?)?;
+    Ok(ImageChecksums { is_partial: true, ..read })
 }
 
 /// Reads the checksums of an image and of its parents: of each directory in `chain`, whose parent is the next one.

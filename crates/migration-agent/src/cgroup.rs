@@ -17,6 +17,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::new_name;
 
+/// A flag in field 9 of `/proc/PID/stat`, proc(5), as Linux's sched.h names it: the process is ending, or has ended.
+const PF_EXITING: u32 = 0x4;
 /// Tasks of a tree at most.
 const MAX_TASKS: usize = 4096;
 /// Passes over a tree that forks while it is moved into a group.
@@ -76,9 +78,10 @@ impl TreeCgroup {
         );
         if !is_root && members(&path)?.iter().all(|pid| tasks.contains(pid)) {
             for task in &tasks {
-                let other = group_of(*task)?;
+                // It may have ended.
+                let Ok(other) = group_of(*task) else { continue };
                 ensure!(
-                    other.starts_with(&group),
+                    other.starts_with(&group) || !lives(*task),
                     "process {task} of the tree is in cgroup /{}, outside /{}: move the tree into one cgroup",
                     other.display(),
                     group.display()
@@ -90,7 +93,7 @@ impl TreeCgroup {
             // It may have ended.
             let Ok(other) = group_of(*task) else { continue };
             ensure!(
-                other == group,
+                other == group || !lives(*task),
                 "process {task} of the tree is in cgroup /{}, its root in /{}: move the tree into one cgroup",
                 other.display(),
                 group.display()
@@ -113,7 +116,7 @@ impl TreeCgroup {
             for task in outside {
                 let Ok(group) = group_of(task) else { continue };
                 ensure!(
-                    group == parent,
+                    group == parent || !lives(task),
                     "process {task} of the tree is in cgroup /{}, its root in /{}: move the tree into one cgroup",
                     group.display(),
                     parent.display()
@@ -331,9 +334,11 @@ fn kill_one(pid: i32) {
     let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
 }
 
-/// Whether a process exists, and has not ended.
+/// Whether a process exists, and is not ending. The kernel moves none that is ending, and its group may not list it,
+/// though it needs milliseconds to return its memory.
 fn lives(pid: i32) -> bool {
-    proc::status(pid).is_some_and(|status| !status.has_ended())
+    let flags = proc::stat(pid).ok().and_then(|fields| fields.get(6)?.parse::<u32>().ok());
+    flags.is_some_and(|flags| flags & PF_EXITING == 0)
 }
 
 /// What this process's group and each one above it permit in addition, in bytes. One without a limit is left out.
@@ -432,6 +437,27 @@ mod tests {
         assert!(group.is_removed());
         group.kill();
         group.thaw().unwrap();
+    }
+
+    #[test]
+    fn a_tree_whose_children_are_ending_gets_a_group() {
+        // Each child needs milliseconds to return its memory. The kernel does not move it meanwhile.
+        if mount().is_err() {
+            return;
+        }
+        let script = "x = b'x' * (1 << 29)\nimport os\nwhile True:\n os.fork() or os._exit(0)\n os.wait()";
+        let mut forks = Command::new("python3").args(["-c", script]).spawn().unwrap();
+        let root = forks.id().cast_signed();
+        let has_children = |_| {
+            sleep(POLL);
+            !proc::children(root).is_empty()
+        };
+        assert!((0..10_000).any(has_children));
+        let groups: Vec<_> =
+            (0..200).map(|_| TreeCgroup::of_tree(root).map(|group| group.release())).collect();
+        forks.kill().unwrap();
+        forks.wait().unwrap();
+        groups.into_iter().collect::<anyhow::Result<()>>().unwrap();
     }
 
     #[test]

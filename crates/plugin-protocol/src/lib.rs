@@ -31,7 +31,7 @@ pub use socket::{Listener, connect};
 /// The socket's name in CRIU's work directory, where CRIU runs during a restore.
 pub const SOCKET: &str = "rewake-gpu.socket";
 /// Version of the protocol. It changes when a message changes its meaning.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 impl proto::Hello {
     /// Checks the peer's version, before any other message.

@@ -49,8 +49,8 @@ pub(crate) enum DumpError {
 }
 
 impl Dumped {
-    /// Waits until no process of the tree that CRIU will dump has missing memory. Sessions with missing
-    /// memory are requested to load it first.
+    /// Waits until no process of the tree that CRIU will dump has missing memory. A session serves one restore,
+    /// so its background load is that of the tree.
     ///
     /// # Errors
     /// The wait took longer than [`WAIT`] allows, or the state is not known. If CRIU does not report the

@@ -232,6 +232,12 @@ impl Fetch {
         let _ = self.store().map(|store| store.retain(|entry| entry.kind != kind || entry.index >= number));
     }
 
+    /// Has readers that wait for more bytes fail, as the session has failed.
+    pub(crate) fn give_up(&self) {
+        self.source.end();
+        self.readers.iter().for_each(sys::write_eventfd);
+    }
+
     /// Whether the peer is an image server.
     pub(crate) fn is_image(&self) -> bool {
         self.is_image

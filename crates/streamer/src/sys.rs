@@ -53,6 +53,19 @@ pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
 }
 
+/// Opens a descriptor of process `pid` if it is this process's parent; none if that has ended.
+///
+/// # Errors
+/// EMFILE, ENFILE, ENOMEM.
+pub fn parent_process(pid: i32) -> io::Result<Option<OwnedFd>> {
+    match pidfd_open(pid) {
+        // In this order: the parent of now had this pid when the descriptor was opened.
+        Ok(pidfd) => Ok(Some(pidfd).filter(|_| nix::unistd::getppid().as_raw() == pid)),
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// Sends SIGKILL to process `pid`, and to no process if the number is not above 0.
 pub fn kill(pid: i32) {
     if pid > 0 {
@@ -296,4 +309,22 @@ fn set_socket_option(socket: BorrowedFd<'_>, option: libc::c_int, value: libc::c
         libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
     };
     check(result.into()).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_this_process_s_parent_is_opened() {
+        let parent = std::os::unix::process::parent_id().cast_signed();
+        let opened = parent_process(parent).unwrap().expect("it lives");
+        assert_eq!(pidfd_pid(opened.as_raw_fd()).unwrap(), parent);
+        let own = std::process::id().cast_signed();
+        assert!(
+            parent_process(own).unwrap().is_none(),
+            "as if it had got the pid of a parent that has ended"
+        );
+        assert!(parent_process(i32::MAX).unwrap().is_none());
+    }
 }

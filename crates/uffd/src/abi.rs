@@ -34,6 +34,8 @@ pub const REGISTER_MODE_MISSING: u64 = 1;
 pub const FEATURE_FORK: u64 = 0x2;
 /// UFFD_FEATURE_EVENT_REMAP: the kernel queues an event for `mremap`, and moved memory stays registered.
 pub const FEATURE_REMAP: u64 = 0x4;
+/// `UFFD_FEATURE_INITIALIZED`: the kernel's own mark of a negotiated userfaultfd (`fs/userfaultfd.c`).
+pub const FEATURE_INITIALIZED: u64 = 1 << 31;
 /// Feature bits that CRIU sets: FORK, REMAP, REMOVE, UNMAP events.
 pub const FEATURES_CRIU: u64 = 0x2 | 0x4 | 0x8 | 0x40;
 

@@ -19,7 +19,7 @@ mod port;
 
 pub use message::{Message, RawMessage};
 pub use outcome::{Outcome, Stop};
-pub use port::{FillPort, Uffd, address_space_ended, open_unnegotiated};
+pub use port::{FillPort, Uffd, address_space_ended, negotiated_features, open_unnegotiated};
 
 /// Bytes in a page. Rewake runs where CRIU's lazy pages work with 4 KiB pages (x86_64).
 pub const PAGE_SIZE: u64 = 4096;

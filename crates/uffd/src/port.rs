@@ -134,6 +134,24 @@ pub fn open_unnegotiated() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Returns the features that were negotiated for a userfaultfd of this process's table of descriptors
+/// (`fs/userfaultfd.c: userfaultfd_show_fdinfo`): 0 before that.
+///
+/// # Errors
+/// `/proc` cannot be read, or the descriptor is another file.
+pub fn negotiated_features(uffd: BorrowedFd<'_>) -> io::Result<u64> {
+    let path = format!("/proc/self/fdinfo/{}", uffd.as_raw_fd());
+    // `API:<tab>VERSION:FEATURES:IOCTLS`, all hexadecimal.
+    let features = |text: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix("API:"))?;
+        u64::from_str_radix(line.split(':').nth(1)?, 16).ok()
+    };
+    let text = std::fs::read_to_string(&path)?;
+    // The kernel's own bits (`UFFD_FEATURE_INITIALIZED`) are above those of the interface.
+    let features = features(&text).map(|features| features & !abi::FEATURE_INITIALIZED);
+    features.ok_or_else(|| io::Error::other(format!("{path}: no userfaultfd: {text:?}")))
+}
+
 /// Whether the registered memory has ended with its last process. It is one system call, a request that
 /// anonymous memory refuses (UFFDIO_CONTINUE), so that it changes nothing.
 #[must_use]
@@ -183,5 +201,20 @@ impl AsRawFd for Uffd {
 impl IntoRawFd for Uffd {
     fn into_raw_fd(self) -> RawFd {
         self.0.into_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_negotiated_features_are_those_that_were_requested() {
+        let fd = open_unnegotiated().expect("needs root");
+        assert_eq!(negotiated_features(fd.as_fd()).unwrap(), 0);
+        let uffd = Uffd::negotiate(fd, abi::FEATURE_FORK | abi::FEATURE_REMAP).unwrap();
+        assert_eq!(negotiated_features(uffd.as_fd()).unwrap(), abi::FEATURE_FORK | abi::FEATURE_REMAP);
+        let other = std::fs::File::open("/dev/null").unwrap();
+        assert!(negotiated_features(other.as_fd()).is_err());
     }
 }

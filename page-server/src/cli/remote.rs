@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use clap::Args;
 use rewake_peer_stream::AllowedPeer;
 
-use super::{PeerTlsArgs, TlsArgs};
+use super::{PeerTlsArgs, PullSource, TlsArgs};
 
 /// Options of `rewake export`.
 #[derive(Debug, Args)]
@@ -38,9 +38,9 @@ pub struct ExportArgs {
 /// Options of `rewake pull`.
 #[derive(Debug, Args)]
 pub struct PullArgs {
-    /// The image: the server's address and the image's name, with a colon between them
-    #[arg(value_name = "HOST:IMAGE")]
-    pub image: RemoteImage,
+    /// The image: the server's address and the image's name, with a colon between them; or its URL in a store
+    #[arg(value_name = "HOST:IMAGE|URL")]
+    pub image: PullSource,
     /// Where the image is copied to: an empty directory, or one with a copy that was cut
     #[arg(value_name = "DIR")]
     pub directory: PathBuf,

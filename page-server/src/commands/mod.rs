@@ -6,8 +6,10 @@ mod criu_server;
 pub mod doctor;
 pub mod dump;
 pub mod export;
+pub mod gc;
 pub mod inspect;
 pub mod lazy_pages;
+pub mod ls;
 pub mod migrate;
 pub mod page_server;
 pub mod park;
@@ -15,9 +17,11 @@ mod picture;
 pub mod planner;
 mod print;
 pub mod pull;
+pub mod push;
 pub mod receive;
 pub mod recover;
 pub mod restore;
+pub mod rm;
 pub mod seal;
 pub mod serve;
 pub mod status;
@@ -27,10 +31,12 @@ pub mod verify;
 mod aborts;
 mod detach;
 
+use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use tokio::runtime::Runtime;
 
 /// The full path of a directory that `option` names.
 fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
@@ -55,4 +61,12 @@ fn given(number: RawFd) -> OwnedFd {
 /// The host that `--address` names; none for the path of a socket.
 fn host(address: Option<&str>) -> Option<&str> {
     address.filter(|address| !address.contains('/'))
+}
+
+/// Threads that send requests to a store, and decompress.
+const STORE_THREADS: usize = 2;
+
+/// The runtime of a command that uses a store.
+fn store_runtime() -> io::Result<Runtime> {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(STORE_THREADS).enable_all().build()
 }

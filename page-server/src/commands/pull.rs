@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake pull`: copies a sealed image from another host.
+//! `rewake pull`: copies a sealed image from another host or from a store.
 
 use std::io::{self, Write as _};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use rewake_criu_tls::TlsClient;
 use rewake_image_pull::{ImageSource, PullReport, pull};
+use rewake_image_store::{ImageStore, ImageUrl, StoreSource};
 use rewake_peer_stream::{self as peer_stream, PATIENT, PeerStream, watch_peer};
 use rewake_streamer::units;
 
-use crate::cli::{PullArgs, RemoteImage};
+use super::store_runtime;
+use crate::cli::{PullArgs, PullSource, RemoteImage};
 use crate::logging;
 
 /// Time until the server accepts a connection, and in which it must send bytes of a read.
@@ -23,19 +25,11 @@ const SERVER_LIMIT: Duration = Duration::from_secs(60);
 /// See [`pull()`].
 pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
-    let RemoteImage { host, image } = options.image.clone();
-    let (start, port) = (Instant::now(), options.port);
-    let what = format!("{host}:{image}");
-    let tls = options.tls.client(&host)?;
-    if tls.is_none() {
-        let addresses: Vec<SocketAddr> =
-            (host.as_str(), port).to_socket_addrs().with_context(|| what.clone())?.collect();
-        warn_unencrypted(&host, &addresses);
-    }
-    let connect = move || Ok(Box::new(connect(&host, port, tls.as_ref())?) as _);
-    let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
-    let report =
-        pull(&mut source, &options.directory, options.id.as_deref()).with_context(|| what.clone())?;
+    let start = Instant::now();
+    let report = match &options.image {
+        PullSource::Server(image) => from_server(options, image)?,
+        PullSource::Store(image) => from_store(options, image)?,
+    };
     let PullReport { id, files, bytes, sent, kept, left: _ } = report;
     let (directory, time) = (options.directory.display(), units::seconds(start.elapsed()));
     let mut out = io::stdout();
@@ -48,6 +42,29 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
         "{directory}: {files} files, {bytes} in {time}: {sent} were sent, {kept} were here; image {id:.16}"
     )?;
     Ok(0)
+}
+
+fn from_server(options: &PullArgs, image: &RemoteImage) -> anyhow::Result<PullReport> {
+    let RemoteImage { host, image } = image.clone();
+    let port = options.port;
+    let what = format!("{host}:{image}");
+    let tls = options.tls.client(&host)?;
+    if tls.is_none() {
+        let addresses: Vec<SocketAddr> =
+            (host.as_str(), port).to_socket_addrs().with_context(|| what.clone())?.collect();
+        warn_unencrypted(&host, &addresses);
+    }
+    let connect = move || Ok(Box::new(connect(&host, port, tls.as_ref())?) as _);
+    let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
+    pull(&mut source, &options.directory, options.id.as_deref()).context(what)
+}
+
+fn from_store(options: &PullArgs, image: &ImageUrl) -> anyhow::Result<PullReport> {
+    ensure!(!options.tls.tls, "{image}: --tls is for HOST:IMAGE: a store has TLS by its address");
+    let runtime = store_runtime()?;
+    let store = ImageStore::open(&image.store)?;
+    let mut source = runtime.block_on(StoreSource::open(&store, &image.name))?;
+    pull(&mut source, &options.directory, options.id.as_deref()).with_context(|| image.to_string())
 }
 
 /// Says that the connection is not encrypted, if it is one with another host.

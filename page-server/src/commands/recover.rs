@@ -156,7 +156,7 @@ fn worker_main(start: &Start) -> u8 {
         let session = worker.inherit()?;
         start.ready();
         let Some(mut session) = session else { return Ok(0) };
-        let outcome = worker.serve(&mut session).await;
+        let outcome = worker.serve(&mut session, None).await;
         worker.close(session).await;
         outcome.map(|summary| report(&summary)).map(|()| 0)
     });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake verify`: compares an image and its parents with their manifests.
+//! `rewake verify`: compares an image and its parents, or an image of a store, with their manifests.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -7,10 +7,13 @@ use std::time::Instant;
 
 use anyhow::{Context as _, bail};
 use rewake_criu_images::ImageDir;
+use rewake_image_store::{ImageStore, ImageUrl, StoreVerifyReport};
 use rewake_manifest::{VerifyReport, verify};
 use rewake_streamer::units;
 
-use crate::cli::VerifyArgs;
+use super::store_runtime;
+use crate::cli::{SealedPlace, VerifyArgs};
+use crate::logging;
 
 /// Differences of one directory that are shown.
 const SHOWN: u64 = 50;
@@ -20,14 +23,42 @@ const SHOWN: u64 = 50;
 /// # Errors
 /// The image or a parent is not sealed, cannot be read, or is not as it was sealed: the differences were shown.
 pub fn run(options: &VerifyArgs) -> anyhow::Result<u8> {
-    let parents = ImageDir::open(&options.images_dir)?.ancestors();
-    let mut wrong = directory(&options.images_dir)?;
+    let images_dir = match &options.image {
+        SealedPlace::Directory(images_dir) => images_dir,
+        SealedPlace::Store(image) => return stored(image),
+    };
+    let parents = ImageDir::open(images_dir)?.ancestors();
+    let mut wrong = directory(images_dir)?;
     for parent in &parents {
         wrong += directory(parent.path())?;
     }
     if wrong > 0 {
-        bail!("{}: not as sealed: use another copy of it, or dump again", options.images_dir.display());
+        bail!("{}: not as sealed: use another copy of it, or dump again", images_dir.display());
     }
+    Ok(0)
+}
+
+/// Verifies an image of a store.
+fn stored(image: &ImageUrl) -> anyhow::Result<u8> {
+    logging::start(None, 2)?;
+    let start = Instant::now();
+    let runtime = store_runtime()?;
+    let store = ImageStore::open(&image.store)?;
+    let mut out = std::io::stdout();
+    let (mut shown, mut written) = (0, Ok(()));
+    let report = runtime.block_on(rewake_image_store::verify(&store, &image.name, |wrong| {
+        shown += 1;
+        if shown <= SHOWN && written.is_ok() {
+            written = writeln!(out, "{image}/{wrong}");
+        }
+    }))?;
+    written.context("writing the report")?;
+    let StoreVerifyReport { id, files, bytes, read, wrong } = report;
+    if wrong > 0 {
+        bail!("{image}: {wrong} chunks are not as sealed: push the image again from another copy of it");
+    }
+    let ([bytes, read], time) = ([bytes, read].map(units::bytes), units::seconds(start.elapsed()));
+    writeln!(out, "{image}: as sealed: {files} files, {bytes}; {read} were read in {time}; image {id:.16}")?;
     Ok(0)
 }
 

@@ -8,8 +8,10 @@ use rewake_image_io::DEFAULT_BUDGET;
 use super::Check;
 use rewake_streamer::ledger::MAX_SPACES;
 
-/// The oldest kernel with all that the daemon requires: pidfd_open(2).
-const OLDEST: [u32; 2] = [5, 3];
+/// The oldest kernel with all that a streamer requires. Linux 5.11 has CLOSE_RANGE_CLOEXEC. Before 5.15 two
+/// concurrent changes of one address space hid each other from UFFDIO_COPY (commit a759a909d42d), so that a stale
+/// page was possible.
+const OLDEST: [u32; 2] = [5, 15];
 /// The features that CRIU requests of a userfaultfd (`include/uapi/linux/userfaultfd.h`).
 pub const FEATURES: [(u64, &str); 4] =
     [(0x2, "fork events"), (0x4, "remap events"), (0x8, "remove events"), (0x40, "unmap events")];
@@ -216,10 +218,10 @@ mod tests {
     }
 
     #[test]
-    fn kernels_before_pidfd_open_fail() {
-        assert_eq!(linux("5.3.0").verdict, CheckVerdict::Ok);
+    fn kernels_on_which_a_stale_page_is_possible_fail() {
+        assert_eq!(linux("5.15.0").verdict, CheckVerdict::Ok);
         assert_eq!(linux("6.18.44").verdict, CheckVerdict::Ok);
-        assert_eq!(linux("5.2.21").verdict, CheckVerdict::Failed);
+        assert_eq!(linux("5.14.21").verdict, CheckVerdict::Failed);
         assert_eq!(linux("4.19.0").verdict, CheckVerdict::Failed);
         assert_eq!(linux("mine").verdict, CheckVerdict::Warning);
     }

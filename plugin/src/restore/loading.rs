@@ -82,6 +82,7 @@ impl Restore {
         let folder = host.image_dir()?;
         let images = ImageDir::of(folder.try_clone_to_owned()?, "the image directory")?;
         let sealed = read_checksums(&images)?;
+        let may_be_missing = sealed.as_ref().is_some_and(|sealed| sealed.is_partial);
         let verify = |file: &GpuPagesFile| sealed.as_ref().map_or(Ok(()), |sealed| file.verify_with(sealed));
         let mut memory = Vec::new();
         for (index, (id, image)) in self.images.kfd.iter().enumerate() {
@@ -93,13 +94,14 @@ impl Restore {
             }
             let dmabufs = receive(&host.stored_fd(stored)?, image.buffers.len())?;
             let dmabufs = dmabufs.ok_or(HandoverError::Garbled(image.pid))?;
-            memory.push(UnloadedBuffers { process: Some(index), files, dmabufs });
+            memory.push(UnloadedBuffers { process: Some(index), files, dmabufs, may_be_missing });
         }
         for (index, node) in self.nodes.iter().enumerate() {
             let Some(stored) = self.shared_state.node_contents(index) else { continue };
             let dmabufs = receive(&host.stored_fd(stored)?, node.contents.buffers.len())?;
             let dmabufs = dmabufs.ok_or(HandoverError::NodeGarbled(node.id))?;
-            memory.push(UnloadedBuffers { process: None, files: node.files(folder, &dmabufs)?, dmabufs });
+            let files = node.files(folder, &dmabufs)?;
+            memory.push(UnloadedBuffers { process: None, files, dmabufs, may_be_missing });
         }
         memory.iter().flat_map(|of| &of.files).try_for_each(verify)?;
         Ok(memory)
@@ -113,10 +115,12 @@ pub(super) struct UnloadedBuffers {
     files: Vec<GpuPagesFile>,
     /// By the image's number of the buffer. A buffer without one is not loaded.
     pub(super) dmabufs: Vec<Option<OwnedFd>>,
+    /// Whether some of their bytes may be on another host.
+    pub(super) may_be_missing: bool,
 }
 
 impl UnloadedBuffers {
-    fn process(&self) -> ProcessBuffers<'_> {
+    pub(super) fn process(&self) -> ProcessBuffers<'_> {
         ProcessBuffers { files: &self.files, dmabufs: &self.dmabufs }
     }
 }

@@ -2,6 +2,7 @@
 //! Hands lazy buffers ([`super::lazy_plan`]) to the streamer that listens in CRIU's work directory. The
 //! streamer loads them, opens the processes' gates (PROCESS_INFO), and serves page faults in placeholders.
 
+use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
@@ -22,6 +23,8 @@ const NO_STREAMER: &str = "so all GPU memory is loaded before the processes run;
                            directory before CRIU";
 /// Most placeholders in one message: a tenth of what fits.
 const MAX_MAPPINGS: usize = 64;
+/// Most ranges of needed bytes in one message: a third of what fits.
+const MAX_RANGES: usize = 256;
 
 /// The connection to the streamer.
 #[derive(Debug)]
@@ -84,9 +87,10 @@ impl StreamerConnection {
 
     /// Hands over all lazy buffers with their placeholders. The rest stays in `memory` and is loaded now: a
     /// gate stops compute queues, but neither work on render nodes nor processes that have a dma-buf open.
+    /// What stays has arrived when this returns, if some of the image is on another host.
     pub(super) fn hand_over(&self, host: &Host, restore: &Restore, memory: &mut [UnloadedBuffers]) -> Answer {
         self.send(to_server::What::Image(proto::Image {}), &[host.image_dir()?])?;
-        for buffers in memory {
+        for buffers in memory.iter_mut() {
             let Some(process) = buffers.process else { continue };
             let (id, image) = &restore.images.kfd[process];
             let mut lazy: Vec<(u32, OwnedFd)> = Vec::new();
@@ -120,11 +124,31 @@ impl StreamerConnection {
                 lazy.len()
             ));
         }
+        memory.iter().try_for_each(|buffers| self.need(buffers))?;
         self.send(to_server::What::Ready(proto::Ready {}), &[])?;
         match self.receive()? {
             to_plugin::What::Ready(_) => Ok(()),
             other => Err(unexpected("that it is ready", &other).into()),
         }
+    }
+
+    /// Names the bytes that the plugin reads itself, if some of the image may be on another host.
+    fn need(&self, buffers: &UnloadedBuffers) -> Answer {
+        if !buffers.may_be_missing {
+            return Ok(());
+        }
+        // A link may be slow. The streamer limits the time that another host takes, and ends if it takes longer.
+        self.channel.remove_timeout()?;
+        for (file, ranges) in buffers.process().ranges() {
+            for part in ranges.chunks(MAX_RANGES) {
+                let range =
+                    |of: &Range<u64>| proto::ByteRange { offset: of.start, length: of.end - of.start };
+                let ranges = part.iter().map(range).collect();
+                let needed = proto::Needed { file: file.to_owned(), ranges };
+                self.send(to_server::What::Needed(needed), &[])?;
+            }
+        }
+        Ok(())
     }
 
     /// Hands over the placeholders of a process, and returns their number.

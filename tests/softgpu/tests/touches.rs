@@ -356,6 +356,7 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
     isolated(1, |_| {
         let dumped = need!(dumped_on(&SLOW, None, Version::V4_2));
         let moments = 6;
+        let mut ended = 0;
         for moment in 0..moments {
             let (mut streamer, held) = dumped.restores();
             // Phases of both: while it is loaded, while its placeholder is swapped.
@@ -379,11 +380,13 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
                 dumped.toucher.asked("check 1").unwrap();
                 dumped.ends();
             } else {
+                ended += 1;
                 wait_for_the_end_of(dumped.toucher.pid()).unwrap();
             }
             let answer = dumped.toucher.answered();
             assert!(answer.as_deref().is_none_or(|answer| answer == "ok"), "{answer:?}: {}", streamer.said());
         }
+        assert!(ended > 0, "the first kill comes before any copy has ended");
     });
 }
 

@@ -4,7 +4,9 @@
 //! * [`process`]: commands, waiting with a limit, what `/proc` shows, signals.
 //! * [`programs`]: the programs that are built beside the tests.
 //! * [`daemon`]: `rewake serve`, and the commands that use it.
+//! * [`export`]: `rewake export`.
 //! * [`hosts`]: two hosts on one machine.
+//! * [`relay`]: a slow link to a server, which can be cut, and lies.
 //! * [`authority`]: certificates for TLS.
 //! * [`cgroup`]: processes that get one event together.
 //! * [`random`]: random numbers and moments that a seed repeats.
@@ -14,10 +16,12 @@
 pub mod authority;
 pub mod cgroup;
 pub mod daemon;
+pub mod export;
 pub mod hosts;
 pub mod process;
 pub mod programs;
 pub mod random;
+pub mod relay;
 
 pub use daemon::Daemon;
 pub use process::{MINUTE, soon, until};

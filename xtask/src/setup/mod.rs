@@ -4,9 +4,10 @@
 mod criu;
 mod fetch;
 mod packages;
+mod seaweedfs;
 
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
@@ -43,6 +44,13 @@ pub(crate) fn run_other_than(first: &Criu) -> anyhow::Result<Criu> {
 pub(crate) fn install(packages: &[&'static str]) -> anyhow::Result<()> {
     let _lock = lock()?;
     packages::install(packages)
+}
+
+/// A store that answers as S3 does.
+pub(crate) fn seaweedfs() -> anyhow::Result<PathBuf> {
+    let _lock = lock()?;
+    packages::install(&["python3-pip"])?;
+    seaweedfs::program()
 }
 
 /// Debian's archive, as this machine's apt knows it; the most likely entry first.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Loads files of an image into memory that takes the place of GPUs.
 
+mod arriving;
 mod duplicates;
 mod scene;
 mod sealed;

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -20,7 +21,7 @@ const HEADER: u64 = 8;
 /// A process with buffers on GPUs 7 and 8, its files, and memory for them.
 pub(crate) struct Scene {
     folder: tempfile::TempDir,
-    image: KfdImage,
+    pub(crate) image: KfdImage,
     pub(crate) memfds: Vec<Option<OwnedFd>>,
     pub(crate) device: Arc<MemoryDevice>,
 }
@@ -90,6 +91,16 @@ impl Scene {
             file
         };
         [file(7), file(8)]
+    }
+
+    /// The file of a GPU.
+    pub(crate) fn path(&self, gpu: u32) -> PathBuf {
+        self.folder.path().join(pages_name(3, gpu))
+    }
+
+    /// The directory of the image.
+    pub(crate) fn images(&self) -> ImageDir {
+        ImageDir::open(self.folder.path()).unwrap()
     }
 
     /// Seals the image: a load checks each block from now on.

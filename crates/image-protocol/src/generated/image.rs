@@ -41,7 +41,7 @@ pub mod reply {
 /// The first message of each side.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Hello {
-    /// 1. Each side refuses others.
+    /// 2. Each side refuses others.
     #[prost(uint32, tag = "1")]
     pub version: u32,
     /// Name and version of the program, for logs.
@@ -81,7 +81,11 @@ pub struct Read {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Data {
-    /// Bytes that follow: those of the request.
+    /// The bytes of the request. They follow.
     #[prost(uint32, tag = "1")]
     pub length: u32,
+    /// They follow in blocks of 64 KiB, the last one shorter: each as the number of its stored bytes, a little-endian u32,
+    /// and these bytes, an LZ4 block. As many stored bytes as the block has are the block itself.
+    #[prost(bool, tag = "2")]
+    pub compressed: bool,
 }

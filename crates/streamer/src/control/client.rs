@@ -41,13 +41,19 @@ pub enum ClientError {
     Refused(String),
     /// The connection broke.
     #[error("talking to the daemon: {0}")]
-    Frame(#[from] FrameError),
+    Frame(FrameError),
     /// The daemon closed the connection.
     #[error("the daemon closed the connection")]
     Closed,
     /// Its answer is not of the expected kind.
     #[error("the daemon gave an answer to another question")]
     Unexpected,
+}
+
+impl From<FrameError> for ClientError {
+    fn from(error: FrameError) -> Self {
+        Self::Frame(error)
+    }
 }
 
 impl ClientError {

@@ -25,10 +25,23 @@ pub enum FrameError {
     Cut,
     /// The bytes are not such a message.
     #[error("not a control message: {0}")]
-    Garbage(#[from] prost::DecodeError),
+    Garbage(prost::DecodeError),
     /// The stream failed.
     #[error("control socket: {0}")]
-    Io(#[from] io::Error),
+    Io(io::Error),
+}
+
+// Each message ends with its cause, so the cause is no `source`: it would be printed twice.
+impl From<prost::DecodeError> for FrameError {
+    fn from(error: prost::DecodeError) -> Self {
+        Self::Garbage(error)
+    }
+}
+
+impl From<io::Error> for FrameError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
 }
 
 /// Sends one message.
@@ -88,6 +101,15 @@ mod tests {
 
     async fn received(bytes: &[u8]) -> Result<Option<Hello>, FrameError> {
         receive(&mut &*bytes, SOON).await
+    }
+
+    #[test]
+    fn an_error_of_the_stream_is_printed_once() {
+        let broken = || FrameError::from(io::Error::other("broken"));
+        let printed = |error: anyhow::Error| format!("{error:#}");
+        assert_eq!(printed(broken().into()), "control socket: broken");
+        let client = super::super::client::ClientError::from(broken());
+        assert_eq!(printed(client.into()), "talking to the daemon: control socket: broken");
     }
 
     #[tokio::test]

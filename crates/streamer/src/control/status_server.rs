@@ -309,10 +309,10 @@ mod tests {
             tokio::spawn(
                 async move { streamer::follow(&path, |now| sender.send(now.state()).unwrap()).await },
             );
-        assert_eq!(
-            tokio::task::spawn_blocking(move || reports.recv().unwrap()).await.unwrap(),
-            State::Listening
-        );
+        // The receiver is kept: there may be more reports.
+        let first = tokio::task::spawn_blocking(move || (reports.recv().unwrap(), reports));
+        let (state, _reports) = first.await.unwrap();
+        assert_eq!(state, State::Listening);
         let ended = Ended { ok: false, reason: "a disk".to_owned(), last: None };
         tokio::task::spawn_blocking({
             let ended = ended.clone();

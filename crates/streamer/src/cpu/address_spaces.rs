@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use rewake_pager::ResidencyMap;
 use rewake_plugin_protocol::ProcessId;
 use rewake_uffd::Uffd;
+use rewake_uffd::abi::FEATURES_CRIU;
 use tracing::{debug, error, warn};
 
 use crate::cpu::{AddressSpace, ReactorPool, ReactorRequest};
@@ -57,6 +58,7 @@ pub fn open(
     session: &Arc<Session>,
     arrival: &Arrival,
 ) -> anyhow::Result<ReactorRequest> {
+    check_events(arrival)?;
     let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index));
     let slot = slot.with_context(|| {
         format!("more than {MAX_SPACES} address spaces at once: restore fewer processes at once")
@@ -81,6 +83,21 @@ pub fn open(
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, arrival.home);
     Ok(ReactorRequest::Adopt { space: Arc::new(space), journal, inherited: None })
+}
+
+/// Refuses a userfaultfd that does not report every change of the address space: a fork would read zeros, and moved
+/// memory other pages' bytes. CRIU restores a task with what the kernel grants it.
+fn check_events(arrival: &Arrival) -> anyhow::Result<()> {
+    // SAFETY: it was received and is in no slot, so it is open and has no owner.
+    let uffd = unsafe { BorrowedFd::borrow_raw(arrival.uffd) };
+    let features = rewake_uffd::negotiated_features(uffd).context("looking at a userfaultfd")?;
+    ensure!(
+        features & FEATURES_CRIU == FEATURES_CRIU,
+        "task {}: its userfaultfd has features {features:#x}, expected at least {FEATURES_CRIU:#x} (fork, remap, \
+         remove and unmap events): run CRIU as root",
+        arrival.image_pid
+    );
+    Ok(())
 }
 
 fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
@@ -290,6 +307,15 @@ mod tests {
         assert!(kill_rejected(ledger, task.uffd, task.pid));
         uffd_child::until(|| !task.lives());
         assert!(uffd_child::is_open(task.uffd));
+    }
+
+    #[test]
+    fn a_userfaultfd_that_reports_no_forks_is_refused() {
+        let uffd = Uffd::open(FEATURES_CRIU & !rewake_uffd::abi::FEATURE_FORK).unwrap();
+        let own = std::process::id().cast_signed();
+        let arrival = Arrival { image_pid: 7, host_pid: own, uffd: uffd.as_raw_fd(), home: 0 };
+        let refused = check_events(&arrival).unwrap_err().to_string();
+        assert!(refused.starts_with("task 7: ") && refused.contains("features 0x4c, expected"), "{refused}");
     }
 
     #[test]

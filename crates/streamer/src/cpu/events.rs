@@ -37,6 +37,9 @@ pub(super) struct UffdReader {
     pub(super) crowded: bool,
 }
 
+/// How often one call of [`UffdReader::read_events`] reads. Other address spaces of the reactor wait meanwhile.
+const MAX_READS: usize = 16;
+
 /// Reactors that may read events at once. Each may take as many slots as it reads messages.
 const READERS: usize = super::shared::MAX_REACTORS;
 
@@ -82,7 +85,8 @@ impl UffdReader {
         Ok(())
     }
 
-    /// Reads events until none waits. Applies all but page faults at once and in order, before a fill can
+    /// Reads events until none waits, or [`MAX_READS`] times: a process with many threads that change their
+    /// mappings must not keep the reactor. Applies all but page faults at once and in order, before a fill can
     /// look up an address again.
     ///
     /// # Errors
@@ -91,8 +95,7 @@ impl UffdReader {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
         self.apply(&mut layout, ledger, batch)?;
-        // Bounded: a thread has one fault or event at a time, so at most one message for each thread waits.
-        loop {
+        for _ in 0..MAX_READS {
             // Each message may be a fork. Several reactors may count on the same room: the journal keeps a
             // fork that finds none in the end.
             let room = if space.session.has_room() { ledger.room() } else { 0 };
@@ -108,6 +111,8 @@ impl UffdReader {
                 return Ok(());
             }
         }
+        // The descriptor is still readable, so it wakes the reactor again.
+        Ok(())
     }
 
     /// Handles the received messages. After an error call it again. Until then it receives no more, so the
@@ -228,6 +233,11 @@ impl UffdReader {
 mod tests {
     use std::os::fd::{AsFd as _, AsRawFd as _};
     use std::path::PathBuf;
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Duration;
+
+    use memmap2::MmapMut;
+    use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
     use super::*;
     use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
@@ -290,6 +300,61 @@ mod tests {
         uffd_child::until(|| super::super::abort::kill_or_poison(&child.space));
         uffd_child::until(|| child.space.slot.memory_is_gone());
         assert!(parent.lives());
+    }
+
+    /// An address space of this process. Its userfaultfd reports only removed pages: forks of other tests do not
+    /// wait for it.
+    fn own_home(ledger: Ledger, start: u64, pages: u64) -> UffdReader {
+        const FEATURE_REMOVE: u64 = 0x8;
+        let uffd = Uffd::open(FEATURE_REMOVE).unwrap();
+        uffd.register_missing(start, pages * PAGE_SIZE).unwrap();
+        let session = Arc::new(Session::new(PathBuf::new()));
+        let index = ledger.take_space().unwrap();
+        let slot = &ledger.spaces()[index];
+        slot.uffd.store(uffd.as_raw_fd(), Ordering::Relaxed);
+        slot.publish();
+        let extent = Extent { target: start, file: 0, file_offset: 0, pages };
+        let map = ResidencyMap::new(Arc::new(Plan::new(vec![extent]).unwrap()));
+        let counts = session.task_arrived(0, pages);
+        let journal = Journal::create(slot).unwrap();
+        UffdReader::new(
+            Arc::new(AddressSpace::new(session, counts, slot, uffd, Arc::default(), map, 0)),
+            journal,
+        )
+    }
+
+    #[test]
+    fn a_call_reads_no_more_messages_than_its_limit() {
+        const MOST: usize = MAX_READS * MAX_MESSAGES;
+        const THREADS: usize = MOST + 100;
+        let memory = MmapMut::map_anon(THREADS << 12).unwrap();
+        let start = memory.as_ptr() as u64;
+        let ledger = Ledger::new().unwrap();
+        let mut home = own_home(ledger, start, THREADS as u64);
+        let changed = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for page in 0..THREADS {
+                let (address, changed) = (start + page as u64 * PAGE_SIZE, &changed);
+                scope.spawn(move || {
+                    // SAFETY: a page of its own, which no code reads.
+                    unsafe { libc::madvise(address as *mut libc::c_void, 4096, libc::MADV_DONTNEED) };
+                    changed.fetch_add(1, Ordering::Relaxed);
+                });
+            }
+            // Other tests' threads may wait, too.
+            let own = std::process::id().cast_signed();
+            uffd_child::until(|| crate::supervise::processes::waiting_threads(own) >= THREADS);
+            let mut batch = EventBatch::default();
+            home.read_events(ledger, &mut batch).unwrap();
+            uffd_child::until(|| changed.load(Ordering::Relaxed) >= MOST);
+            std::thread::sleep(Duration::from_millis(100));
+            let once = changed.load(Ordering::Relaxed);
+            uffd_child::until(|| {
+                home.read_events(ledger, &mut batch).unwrap();
+                changed.load(Ordering::Relaxed) == THREADS
+            });
+            assert_eq!(once, MOST, "the other address spaces of a reactor wait meanwhile");
+        });
     }
 
     #[test]

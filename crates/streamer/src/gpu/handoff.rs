@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_bo_contents::{DUPLICATES_FILE, GpuPagesFile, ProcessBuffers};
-use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
+use rewake_criu_images::amdgpu::{KfdImage, kfd_name, pages_name};
 use rewake_criu_images::{ImageDir, ImageLease};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
@@ -20,6 +20,7 @@ use rewake_plugin_protocol::{Channel, Error, Listener, VERSION};
 use tracing::{info, warn};
 
 use super::blocked_calls::BlockedCalls;
+use super::fetched_files::{FetchedGpuFiles, SessionGpuFiles};
 use super::gate::Gate;
 use super::placeholder_range::PlaceholderBuffer;
 use super::placeholders::{Placeholders, ReceivedPlaceholders};
@@ -30,6 +31,9 @@ use crate::ledger::Ledger;
 
 /// The name of the image directory in messages: it arrives as a descriptor without a path.
 const FOLDER: &str = "the image directory";
+
+/// Messages with bytes that the plugin needs: each has hundreds of ranges.
+const MAX_NEEDED: usize = 1 << 16;
 
 /// A restore that the plugin has handed over.
 #[derive(Debug)]
@@ -74,11 +78,11 @@ pub(super) struct StartedProcess<'a> {
 /// Receives what the plugin hands over, and opens all files: the restore is refused while no process runs
 /// yet. Returns `None` if the listener is closed before. `holds` is the I/O budget of CPU memory, where
 /// calls that register it can be held. `images` is the image directory of the CPU memory, if this streamer serves
-/// it.
+/// it, and the files of GPU memory there that a fetcher writes.
 pub(super) fn accept(
     listener: &Listener,
     holds: Option<&Arc<IoBudget>>,
-    images: Option<&ImageDir>,
+    images: (Option<&ImageDir>, &SessionGpuFiles),
 ) -> anyhow::Result<Option<Handoff>> {
     loop {
         let Some(channel) = listener.accept()? else { return Ok(None) };
@@ -108,7 +112,7 @@ impl Handoff {
         &mut self,
         first: &to_server::What,
         holds: Option<&Arc<IoBudget>>,
-        images: Option<&ImageDir>,
+        (images, fetched): (Option<&ImageDir>, &SessionGpuFiles),
     ) -> anyhow::Result<()> {
         let to_server::What::Hello(hello) = first else { bail!(unexpected("Hello", first)) };
         hello.check()?;
@@ -122,7 +126,7 @@ impl Handoff {
         // Opening `/dev/kfd` blocks while the driver tears down an ended process; here no process waits for
         // it.
         let driver = Kfd::open().map_err(anyhow::Error::from);
-        let mut sealed = None;
+        let (mut sealed, mut needed) = (None, Vec::new());
         loop {
             let (what, mut with) = self.receive()?;
             match what {
@@ -136,7 +140,13 @@ impl Handoff {
                         .images
                         .as_ref()
                         .context("the plugin sent a process before its image directory")?;
-                    self.processes.push(GpuProcess::open(folder, &process, with, sealed.as_ref())?);
+                    self.processes.push(GpuProcess::open(
+                        folder,
+                        &process,
+                        with,
+                        sealed.as_ref(),
+                        fetched.get(),
+                    )?);
                 }
                 to_server::What::Buffers(buffers) => self.last()?.take(&buffers, with)?,
                 to_server::What::Placeholders(_) => {
@@ -148,7 +158,12 @@ impl Handoff {
                         .context("the plugin sent mappings before their placeholders")?
                         .add(mappings)?;
                 }
+                to_server::What::Needed(bytes) => {
+                    ensure!(needed.len() < MAX_NEEDED, "MAX_NEEDED = {MAX_NEEDED} messages of needed bytes");
+                    needed.push(bytes);
+                }
                 to_server::What::Ready(_) => {
+                    fetched.get().map_or(Ok(()), |fetched| fetched.wait_for(&needed))?;
                     let minors = self.processes.iter().flat_map(GpuProcess::minors);
                     let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
                     match monitor {
@@ -309,12 +324,18 @@ impl GpuProcess {
         process: &proto::Process,
         with: Vec<OwnedFd>,
         sealed: Option<&ImageChecksums>,
+        fetched: Option<&FetchedGpuFiles>,
     ) -> anyhow::Result<Self> {
         let images = ImageDir::of(folder.try_clone()?, Path::new(FOLDER))?;
         let image = images.kfd(process.kfd)?;
         let image = image.with_context(|| format!("{} is not in {FOLDER}", kfd_name(process.kfd)))?;
         let mut files = Vec::new();
         for gpu in &process.gpus {
+            let name = pages_name(process.kfd, gpu.gpu_id);
+            if let Some(file) = fetched.and_then(|fetched| fetched.file(&name)) {
+                files.push(GpuPagesFile::arriving(file, &image, gpu.gpu_id, gpu.minor)?);
+                continue;
+            }
             let file = GpuPagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?;
             sealed.map_or(Ok(()), |sealed| file.verify_with(sealed))?;
             files.push(file);
@@ -428,7 +449,7 @@ mod tests {
                 server.receive::<proto::ToPlugin>().unwrap().0.what.unwrap()
             }
         });
-        let why = accept(&listener, None, None).unwrap_err().to_string();
+        let why = accept(&listener, None, (None, &SessionGpuFiles::default())).unwrap_err().to_string();
         let answer = plugin.join().unwrap();
         let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
         assert!(why.contains(&wanted), "{why}");

@@ -18,6 +18,7 @@ mod blocked_calls;
 mod coordinator;
 pub mod duplicates_file;
 mod event;
+pub(crate) mod fetched_files;
 mod gate;
 mod handoff;
 mod placeholder_range;
@@ -47,6 +48,7 @@ use tracing::{debug, info, warn};
 
 use coordinator::{AccessTrace, Coordinator};
 use event::{CoordinatorEvent, event_queue};
+use fetched_files::{FetchedGpuFiles, SessionGpuFiles};
 use gate::Gate;
 use handoff::Handoff;
 use placeholders::Placeholders;
@@ -72,9 +74,29 @@ pub struct StreamOptions {
     pub images: Option<ImageDir>,
     /// The list of files and calls that the kernel side blocks, where calls can be blocked.
     pub marks: Option<BlockList>,
+    /// The files of GPU memory that a fetcher writes, from the moment when the session is open.
+    pub fetched: SessionGpuFiles,
     /// Records in the image directory which buffers CPUs access. An earlier record is not used then, and is
     /// replaced: it would determine the order.
     pub record: bool,
+}
+
+/// How far the load of GPU memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuLoad {
+    /// Some memory is missing, or no plugin has connected.
+    Running,
+    /// All memory is resident.
+    Done,
+    /// Memory could not be loaded: processes were killed.
+    Failed,
+}
+
+impl GpuLoad {
+    /// Whether it has ended.
+    pub(crate) fn is_over(self) -> bool {
+        self != Self::Running
+    }
 }
 
 /// The result of one restore.
@@ -145,7 +167,7 @@ fn serve_handoff(
     timeline: &Timeline,
 ) -> anyhow::Result<(GpuSummary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
-    let StreamOptions { cpus, marks, record, .. } = options;
+    let StreamOptions { cpus, marks, record, fetched, .. } = options;
     let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
     for (place, gated) in handoff.go(ledger, marks.as_ref())?.into_iter().enumerate() {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
@@ -159,7 +181,8 @@ fn serve_handoff(
     let count = gates.len();
     let working_set = if record { Vec::new() } else { handoff.recorded() };
     let loading = BackgroundLoad::new(&processes, Some(budget))
-        .map(|loading| loading.prioritize(working_set).duplicates(handoff.duplicates()));
+        .map(|loading| loading.prioritize(working_set).duplicates(handoff.duplicates()))
+        .map(|loading| loading.fetched_by(fetched.get().map(FetchedGpuFiles::reader)));
     let loaded =
         loading.map_err(Into::into).and_then(|loading| load(&gates, placeholders, loading, ledger, timeline));
     if loaded.is_err() {
@@ -199,7 +222,8 @@ pub fn serve(
     timeline: &Timeline,
 ) -> anyhow::Result<Option<GpuSummary>> {
     let holds = options.cpus.as_ref().filter(|_| options.marks.is_some());
-    let Some(mut handoff) = handoff::accept(listener, holds, options.images.as_ref())? else {
+    let images = (options.images.as_ref(), &options.fetched);
+    let Some(mut handoff) = handoff::accept(listener, holds, images)? else {
         return Ok(None);
     };
     let (monitor, hold) = (handoff.monitor.take(), handoff.hold.take());

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use rewake_criu_images::amdgpu::GpuFile;
+use rewake_plugin_protocol::SOCKET;
 
 /// The plugin's file: CRIU loads every `.so` of the folder that it is given.
 pub const FILE: &str = "amdgpu_plugin.so";
@@ -59,6 +60,16 @@ fn own_folders(program: &Path) -> Vec<PathBuf> {
 
 fn holds_plugin(folder: &Path) -> bool {
     folder.join(FILE).is_file()
+}
+
+/// Returns whether the plugin in a folder is this project's: it has the name of the streamer's socket. CRIU's own one
+/// checks no byte of an image.
+///
+/// # Errors
+/// The plugin cannot be read.
+pub fn is_own(folder: &Path) -> io::Result<bool> {
+    let plugin = std::fs::read(folder.join(FILE))?;
+    Ok(plugin.windows(SOCKET.len()).any(|bytes| bytes == SOCKET.as_bytes()))
 }
 
 /// Returns whether this machine has AMD's compute driver.
@@ -116,6 +127,14 @@ mod tests {
         }
         let root = with_plugins(&[]);
         assert_eq!(search(None, None, &root.path().join("bin/rewake")).unwrap(), None);
+    }
+
+    #[test]
+    fn the_own_plugin_names_the_socket_of_the_streamer() {
+        let root = with_plugins(&["own", "stock"]);
+        fs::write(root.path().join("own").join(FILE), format!("\x7fELF{SOCKET}\0")).unwrap();
+        let [own, stock] = ["own", "stock"].map(|name| is_own(&root.path().join(name)).unwrap());
+        assert!(own && !stock);
     }
 
     #[test]

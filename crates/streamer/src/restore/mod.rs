@@ -4,6 +4,7 @@
 
 mod own_session;
 
+use std::os::fd::AsRawFd as _;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::{Pid, getpid, getppid};
+use nix::unistd::getpid;
 use own_session::OwnSession;
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::IoBudget;
@@ -23,7 +24,8 @@ use tracing::{error, info, warn};
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
 use crate::fetch_peer::FetchPeer;
-use crate::gpu::{self, StreamOptions, plugin_folder};
+use crate::gpu::fetched_files::{FetchedGpuFiles, SessionGpuFiles};
+use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome, SessionState};
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
@@ -151,10 +153,12 @@ impl StreamedRestore {
         let served = worker::block_on(start, async |worker| {
             *answers = self.answers(start, timeline);
             self.prepare(start, timeline)?;
-            let mut over: Option<watch::Receiver<bool>> = None;
+            let mut over: Option<watch::Receiver<GpuLoad>> = None;
+            let fetched = SessionGpuFiles::default();
             if !start.successor && self.plugin.is_some() {
-                let (sender, receiver) = watch::channel(false);
-                gpus = Some(self.load_gpus(start, worker.pool.pace(), timeline, sender)?);
+                let (sender, receiver) = watch::channel(GpuLoad::Running);
+                let budget = worker.pool.pace();
+                gpus = Some(self.load_gpus(start, (budget, Arc::clone(&fetched)), timeline, sender)?);
                 over = Some(receiver);
             }
             if self.options.images.is_none() {
@@ -165,7 +169,7 @@ impl StreamedRestore {
                 start.ready();
             }
             tokio::select! {
-                done = self.serve_cpus(start, worker, timeline, over.clone()) => done,
+                done = self.serve_cpus(start, worker, timeline, (over.clone(), fetched)) => done,
                 () = without_cpus(start.ledger, over) => Ok(()),
             }
         });
@@ -207,7 +211,7 @@ impl StreamedRestore {
         start: &Start,
         worker: &Worker,
         timeline: &Timeline,
-        over: Option<watch::Receiver<bool>>,
+        (over, fetched): (Option<watch::Receiver<GpuLoad>>, SessionGpuFiles),
     ) -> anyhow::Result<()> {
         let Some(images) = &self.options.images else { return std::future::pending().await };
         if start.ledger.session().outcome() != SessionOutcome::Open {
@@ -223,31 +227,37 @@ impl StreamedRestore {
             return Ok(());
         };
         timeline.brings(&session.session);
+        // Before a restore is started: its plugin finds the session open.
+        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?));
         start.ready();
-        let outcome = worker.serve(&mut session).await;
+        let outcome = worker.serve(&mut session, over.clone()).await;
         if let Ok(summary) = &outcome {
             report(summary);
         }
         if let Some(mut over) = over {
             // An error means that the thread has ended, however it went.
-            let _ = over.wait_for(|over| *over).await;
+            let ended = over.wait_for(|load| load.is_over()).await;
+            if !ended.is_ok_and(|load| *load == GpuLoad::Done) {
+                // The program was killed, and does not need the rest of its image.
+                session.fetches_rest = false;
+            }
         }
         worker.close(session).await;
         outcome.map(drop)
     }
 
-    /// Loads GPU memory in a thread; `over` gets true when it has ended.
+    /// Loads GPU memory in a thread; `over` says when it has ended.
     fn load_gpus(
         self: &Arc<Self>,
         start: &Start,
-        budget: Arc<IoBudget>,
+        (budget, fetched): (Arc<IoBudget>, SessionGpuFiles),
         timeline: &Timeline,
-        over: watch::Sender<bool>,
+        over: watch::Sender<GpuLoad>,
     ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
         let cpus = self.options.images.is_some().then_some(budget);
         let images = self.options.images.as_deref().map(ImageDir::open).transpose()?;
         let record = self.options.records_working_set;
-        let options = StreamOptions { cpus, images, marks: blocked_calls(start), record };
+        let options = StreamOptions { cpus, images, marks: blocked_calls(start), record, fetched };
         let (restore, ledger, timeline) = (Arc::clone(self), start.ledger, timeline.clone());
         let load = move || {
             let done =
@@ -257,7 +267,7 @@ impl StreamedRestore {
                 ledger.gates().end_all();
             }
             // No one listens any more when all CPU memory is resident.
-            let _ = over.send(true);
+            let _ = over.send(if done.is_ok() { GpuLoad::Done } else { GpuLoad::Failed });
             done
         };
         thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
@@ -315,17 +325,19 @@ pub fn report(summary: &SessionSummary) {
 /// Ends this worker when nothing depends on it. The supervisor forwards the signal, so that it starts no successor.
 fn stop(supervisor: i32) -> impl Fn() + Send + Sync + 'static {
     move || {
-        // While it is this process's parent, no other process has its number.
-        let supervised = getppid().as_raw() == supervisor;
-        let _ = kill(if supervised { Pid::from_raw(supervisor) } else { getpid() }, Signal::SIGTERM);
+        let supervisor = sys::parent_process(supervisor).ok().flatten();
+        let _ = match supervisor {
+            Some(pidfd) => sys::pidfd_signal(pidfd.as_raw_fd(), libc::SIGTERM),
+            None => kill(getpid(), Signal::SIGTERM).map_err(Into::into),
+        };
     }
 }
 
 /// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was
 /// missing, or CRIU has failed.
-async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<bool>>) {
+async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<GpuLoad>>) {
     if let Some(mut over) = over
-        && over.wait_for(|over| *over).await.is_ok()
+        && over.wait_for(|load| load.is_over()).await.is_ok()
         && !ledger.session().is_under_way()
     {
         return;

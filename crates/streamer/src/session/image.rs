@@ -53,7 +53,7 @@ pub enum LazyMemory {
 pub struct Image {
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,
-    /// The pages files of all tasks, each once.
+    /// The pages files of all tasks, each once. Of a partial image also those with GPU memory.
     files: Vec<Arc<ImageFile>>,
     /// Has the memory that another host has.
     remote: Option<RemoteMemory>,
@@ -97,7 +97,7 @@ impl Image {
         self.directory
     }
 
-    /// Returns the pages files of all tasks.
+    /// Returns the pages files of all tasks, and of a partial image those with GPU memory.
     pub(crate) fn files(&self) -> &[Arc<ImageFile>] {
         &self.files
     }

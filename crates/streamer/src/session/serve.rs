@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Serves the session on a worker's control thread: from the first connection to the last page.
 
-use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -10,13 +10,16 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
+use rewake_image_io::{BlockCache, DEFAULT_BUDGET, FetchReader};
 use rewake_plugin_protocol::{Phase, SessionNote};
+use rewake_process::Notifier;
+use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::cpu::{ReactorPool, address_spaces};
 use crate::fetch::Fetch;
 use crate::fetch_peer::FetchPeer;
+use crate::gpu::GpuLoad;
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
@@ -42,6 +45,8 @@ pub struct Worker {
     notes: PathBuf,
     /// The reactor threads.
     pub pool: ReactorPool,
+    /// Wakes the thread that loads GPU memory, when some has arrived.
+    gpu_waker: Notifier,
 }
 
 /// The result of a session that has ended well.
@@ -67,7 +72,24 @@ impl Worker {
     pub fn start(ledger: Ledger, starter: Starter) -> anyhow::Result<Self> {
         let notes = ledger::root()?;
         let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET)?, ledger)?;
-        Ok(Self { ledger, starter, notes, pool })
+        Ok(Self { ledger, starter, notes, pool, gpu_waker: Notifier::new()? })
+    }
+
+    /// Returns the eventfds by which a fetcher wakes readers: the reactors, and the thread that loads GPU memory.
+    fn readers(&self) -> std::io::Result<Vec<OwnedFd>> {
+        let mut readers = self.pool.wakers()?;
+        readers.push(self.gpu_waker.as_fd().try_clone_to_owned()?);
+        Ok(readers)
+    }
+
+    /// Returns the reader that loads GPU memory.
+    ///
+    /// # Errors
+    /// EMFILE.
+    pub(crate) fn gpu_reader(&self) -> std::io::Result<FetchReader> {
+        // There are MAX_REACTORS at most before it.
+        let number = u8::try_from(self.pool.wakers()?.len()).unwrap_or(u8::MAX);
+        Ok(FetchReader { number, waker: self.gpu_waker.clone() })
     }
 
     /// Opens the session: takes it over from a dead worker, or else checks the whole image and listens on the
@@ -111,7 +133,7 @@ impl Worker {
         let store = session_store::of_image(slot, &image).context("making the session's fd store");
         let session = Session::new(images.to_owned()).with_store(store.inspect_err(|_| slot.free())?);
         let session = Arc::new(session);
-        let fetch = Fetch::start(&session, &image, server, self.pool.wakers()?).await;
+        let fetch = Fetch::start(&session, &image, server, self.readers()?).await;
         let fetch = fetch.inspect_err(|_| slot.free())?.map(Rc::new);
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         slot.set_state(SessionState::Listening);
@@ -182,7 +204,7 @@ impl Worker {
         for request in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(request);
         }
-        let fetch = Fetch::inherit(&session, &image, self.pool.wakers()?)?.map(Rc::new);
+        let fetch = Fetch::inherit(&session, &image, self.readers()?)?.map(Rc::new);
         let note = self.publish(&session);
         info!("taken over in state {:?}", slot.state());
         let fetches_rest = false;
@@ -206,22 +228,34 @@ impl Worker {
     }
 
     /// Serves the session until its memory is resident, and notes the outcome. It stays in the ledger until
-    /// [`Worker::close`].
+    /// [`Worker::close`]. If memory comes from an image server, the load of GPU memory must have ended too, as `gpus` says.
     ///
     /// # Errors
     /// Fails when the restore or the image fails. The restored processes are then killed, or can never read a
     /// missing page.
-    pub async fn serve(&self, open: &mut OpenSession) -> anyhow::Result<SessionSummary> {
-        let outcome = self.run(open).await;
+    pub async fn serve(
+        &self,
+        open: &mut OpenSession,
+        gpus: Option<watch::Receiver<GpuLoad>>,
+    ) -> anyhow::Result<SessionSummary> {
+        let outcome = self.run(open, gpus).await;
         open.slot.set_outcome(if outcome.is_ok() { SessionOutcome::Served } else { SessionOutcome::Failed });
         outcome
     }
 
-    async fn run(&self, open: &mut OpenSession) -> anyhow::Result<SessionSummary> {
+    async fn run(
+        &self,
+        open: &mut OpenSession,
+        gpus: Option<watch::Receiver<GpuLoad>>,
+    ) -> anyhow::Result<SessionSummary> {
         let session = Arc::clone(&open.session);
         let fetch = open.fetch.clone();
         let outcome = tokio::select! {
-            outcome = self.follow(open) => outcome,
+            outcome = async {
+                self.follow(open).await?;
+                wait_for_gpus(&session, fetch.as_deref(), gpus).await;
+                Ok(())
+            } => outcome,
             error = lost_pages(fetch.as_deref()) => Err(error),
         };
         if let Err(error) = &outcome {
@@ -229,6 +263,9 @@ impl Worker {
         }
         if session.has_failed() {
             self.pool.look_again();
+            if let Some(fetch) = &fetch {
+                fetch.give_up();
+            }
         }
         while !session.is_empty() {
             session.changed().await;
@@ -425,6 +462,18 @@ impl Worker {
     fn plan<'a>(&self, open: &'a OpenSession, image_pid: i32) -> anyhow::Result<&'a TaskPlan> {
         let plan = u32::try_from(image_pid).ok().and_then(|pid| open.image.plan(pid));
         plan.with_context(|| format!("task {image_pid} has no memory in {}", open.session.images.display()))
+    }
+}
+
+/// Waits until GPU memory is resident, of which an image server has some. Its load fails if the session does.
+async fn wait_for_gpus(session: &Session, fetch: Option<&Fetch>, gpus: Option<watch::Receiver<GpuLoad>>) {
+    let waits = fetch.is_some_and(Fetch::is_image) && !session.has_failed();
+    let Some(mut over) = gpus.filter(|_| waits) else { return };
+    tokio::select! {
+        // An error means that the thread has ended, however it went.
+        _ = over.wait_for(|load| load.is_over()) => {}
+        // Only a failure is possible: no address space is left.
+        () = session.changed() => {}
     }
 }
 

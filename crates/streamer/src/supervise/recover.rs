@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::stat::fstat;
@@ -32,8 +32,8 @@ pub struct RecoveryReport {
     pub killed: Vec<(i32, &'static str)>,
 }
 
-/// How long to wait for the end of a killed process. One in an uninterruptible system call (a dead mount) may
-/// never end, but it executes no instruction of its program any more.
+/// How long to wait for the end of all killed processes. One in an uninterruptible system call (a dead mount)
+/// may never end, but it executes no instruction of its program any more.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Reasons for kills.
@@ -86,9 +86,8 @@ fn holders(slot: &SessionSlot) -> Vec<i32> {
 /// It takes the descriptors from the fd store that targets have.
 pub fn take_up(ledger: Ledger) -> RecoveryReport {
     let mut found = RecoveryReport::default();
-    for gated in ledger.gates().forget() {
-        found.kill(gated.pid, gated.started, GATED);
-    }
+    let gated = ledger.gates().forget();
+    found.kill_all(gated.into_iter().map(|gated| (gated.pid, gated.started)), GATED);
     // From here on the ledger has no number of the old table, so none is mistaken for a descriptor of this
     // process.
     ledger.forget_numbers();
@@ -130,35 +129,42 @@ impl RecoveryReport {
                 }
             },
         };
-        for (_, space) in ledger.served_spaces() {
-            let (pid, started) = (&space.host_pid, &space.started);
-            self.kill(pid.load(Ordering::Acquire), started.load(Ordering::Acquire), why);
-        }
-        for pid in holders {
-            if let Ok(Some(id)) = ProcessId::of(pid) {
-                self.kill(pid, id.started, why);
-            }
-        }
+        let tasks = ledger.served_spaces().map(|(_, space)| {
+            (space.host_pid.load(Ordering::Acquire), space.started.load(Ordering::Acquire))
+        });
+        let started = |pid| Some((pid, ProcessId::of(pid).ok()??.started));
+        self.kill_all(tasks.chain(holders.into_iter().filter_map(started)), why);
         for (_, space) in ledger.served_spaces() {
             space.retire();
         }
         slot.free();
     }
 
-    /// Kills a process and its descendants unless it has ended, and waits up to [`EXIT_TIMEOUT`] for its end.
+    /// Kills processes, by pid and start time, and their descendants, and waits up to [`EXIT_TIMEOUT`] for their
+    /// ends.
     ///
     /// A child that was forked before its parent was parked can be found only through its parent.
-    fn kill(&mut self, pid: i32, started: u64, why: &'static str) {
-        let Some(pidfd) = open(pid, started) else { return };
-        let number = pidfd.as_raw_fd();
-        processes::kill_descendants(pid, number);
-        if sys::pidfd_kill(number).is_ok() {
-            if !sys::ends_within(number, EXIT_TIMEOUT) {
-                warn!(pid, "the process has SIGKILL pending, and waits in the kernel");
+    fn kill_all(&mut self, targets: impl Iterator<Item = (i32, u64)>, why: &'static str) {
+        let mut killed: BTreeMap<i32, OwnedFd> = BTreeMap::new();
+        for (pid, started) in targets {
+            let Some(pidfd) = open(pid, started).filter(|_| !killed.contains_key(&pid)) else { continue };
+            processes::kill_descendants(pid, pidfd.as_raw_fd());
+            if sys::pidfd_kill(pidfd.as_raw_fd()).is_ok() {
+                self.killed.push((pid, why));
+                killed.insert(pid, pidfd);
             }
-            self.killed.push((pid, why));
+        }
+        for pid in still_running(&killed, EXIT_TIMEOUT) {
+            warn!(pid, "the process has SIGKILL pending, and waits in the kernel");
         }
     }
+}
+
+/// Waits up to `limit` until all processes have ended. Returns the pids of those that have not.
+fn still_running(processes: &BTreeMap<i32, OwnedFd>, limit: Duration) -> Vec<i32> {
+    let start = Instant::now();
+    let ends = |pidfd: &OwnedFd| sys::ends_within(pidfd.as_raw_fd(), limit.saturating_sub(start.elapsed()));
+    processes.iter().filter(|(_, pidfd)| !ends(pidfd)).map(|(pid, _)| *pid).collect()
 }
 
 /// Opens a descriptor of the process with this pid and start time; none if it has ended.
@@ -245,4 +251,37 @@ fn renumber_forks(ledger: Ledger, parent: &'static SpaceSlot, old: &[RawFd]) -> 
             true
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::uffd_child::{self, UffdChild};
+
+    fn own_start(pid: i32) -> (i32, u64) {
+        (pid, ProcessId::of(pid).unwrap().unwrap().started)
+    }
+
+    #[test]
+    fn the_waits_for_all_killed_processes_share_one_limit() {
+        let children = [0; 6].map(|_| UffdChild::start(uffd_child::sleep));
+        let processes: BTreeMap<i32, OwnedFd> =
+            children.iter().map(|child| (child.pid, sys::pidfd_open(child.pid).unwrap())).collect();
+        let limit = Duration::from_millis(400);
+        let start = Instant::now();
+        assert_eq!(still_running(&processes, limit), processes.keys().copied().collect::<Vec<_>>());
+        // Six limits in turn would take 2.4 s.
+        assert!((limit / 2..4 * limit).contains(&start.elapsed()), "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn each_process_is_killed_and_reported_once() {
+        let children = [0; 2].map(|_| UffdChild::start(uffd_child::sleep));
+        let [first, second] = [&children[0], &children[1]].map(|child| own_start(child.pid));
+        let another = (second.0, second.1 + 1);
+        let mut report = RecoveryReport::default();
+        report.kill_all([first, first, another].into_iter(), LOST);
+        assert_eq!(report.killed, [(first.0, LOST)]);
+        assert!(!children[0].lives() && children[1].lives(), "another process has the pid of the last one");
+    }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Runs a worker process: its control thread, and its end on SIGTERM.
 
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::AsRawFd as _;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -107,11 +107,7 @@ async fn watch_supervisor(start: &Start) -> anyhow::Error {
 }
 
 async fn supervisor_ended(pid: i32) -> anyhow::Result<()> {
-    let pidfd: OwnedFd = match sys::pidfd_open(pid) {
-        Ok(pidfd) => pidfd,
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(()),
-        Err(error) => return Err(error).context("watching the supervisor"),
-    };
+    let Some(pidfd) = sys::parent_process(pid).context("watching the supervisor")? else { return Ok(()) };
     let watched = sys::watch(pidfd).context("watching the supervisor")?;
     while !sys::has_ended(watched.as_raw_fd()) {
         watched.readable().await?.clear_ready();

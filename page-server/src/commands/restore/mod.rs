@@ -80,7 +80,8 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
         "--wait=alive: this command ends with the restored processes; add `-- -d` to restore them in the \
          background"
     );
-    let from = source::prepare(options)?;
+    let plugins = |gpus| options.programs.plugins(gpus, &given);
+    let from = source::prepare(options, plugins)?;
     let images = directory(&options.images_dir, "-D")?;
     // A dump that replaces the image keeps the old one for as long as its files are being opened. Remote file
     // systems may have no such locks.
@@ -96,7 +97,7 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
         gpus || !options.record,
         "--record: this image has no GPU state, and only the working set of GPU memory is recorded"
     );
-    let plugins = options.programs.plugins(gpus, &given)?;
+    let plugins = plugins(gpus)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (given, images, plugins) = (&given, &*images, plugins.as_deref());
     let request = RestoreRequest { options, given, images, gpus, plugins, from: from.as_ref() };

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use rewake_image_io::{BLOCK, Class, FetchRequest, ImageFile, PAGE, SentRequest};
+use rewake_image_io::{BLOCK, Class, ImageFile, PAGE, SentRequest};
 
 use super::Reactor;
 use super::background::{BATCH, Claim};
@@ -117,11 +117,9 @@ impl Reactor {
         sent: &mut SentRequest,
     ) -> bool {
         let Some(fetched) = file.source().filter(|_| !file.has(offset, len)) else { return false };
-        let first = fetched.page(offset);
-        let pages = u32::try_from(len / PAGE).unwrap_or(u32::MAX);
         // There are MAX_REACTORS at most.
         let reader = u8::try_from(self.index).unwrap_or(u8::MAX);
-        fetched.source.request(&FetchRequest { class, reader, pages, first }, sent)
+        fetched.request(reader, class, (offset, len), sent)
     }
 }
 

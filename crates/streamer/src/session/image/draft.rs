@@ -8,7 +8,9 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_images::{Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan};
+use rewake_criu_images::{
+    Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan, is_gpu_pages_file,
+};
 use rewake_image_io::{BLOCK, FileState};
 use rewake_manifest::{ImageChecksums, read_chain, read_partial_checksums, refuse_partial};
 use rewake_page_protocol::HeaderLayout;
@@ -24,7 +26,7 @@ pub(crate) struct Draft {
     /// See [`ImageDir::dump_id`].
     pub(crate) dump: Digest,
     pub(crate) digest: Digest,
-    /// The pages files of all tasks, each once.
+    /// The pages files of all tasks, each once. Of a partial image also those with GPU memory.
     pub(crate) files: Vec<DraftFile>,
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     pub(crate) tasks: BTreeMap<u32, Option<DraftTask>>,
@@ -114,6 +116,10 @@ impl Draft {
         let checksums = read_partial_checksums(images)?;
         ensure!(checksums.parent.is_none(), "{}: the image is incremental", images.path().display());
         let mut draft = Self { leases, ..Self::of(images)? }.tasks(images)?;
+        for name in checksums.memory.keys().filter(|name| is_gpu_pages_file(name)) {
+            let (path, file, _) = images.file(name)?.with_context(|| format!("{name}: it is missing"))?;
+            draft.file(file, path)?;
+        }
         let (id, mut len) = (checksums.id, 0u64);
         draft.add_checksums(vec![Some(checksums)])?;
         for file in &draft.files {

@@ -7,12 +7,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::fetch_peer::{FetchPeer, FetchedImage};
+use crate::gpu::fetched_files::FetchedGpuFiles;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
 use rewake_fetcher::plan::{FetchedMemory, PagePeer};
-use rewake_image_io::{PresenceWriter, read_now};
+use rewake_image_io::{BLOCK, FetchReader, PresenceWriter, read_now};
 use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME, read_partial_checksums};
+use rewake_process::Notifier;
 
 use super::*;
 
@@ -420,6 +422,31 @@ fn of_a_partial_image_sealed_zeros_are_here_and_wrong_bytes_are_not() {
     assert_eq!(arrived(&partial_image(&images).unwrap()), [true, false]);
     fs::write(images.join("pages-2.img"), vec![7; 3 * PAGE]).unwrap();
     assert_eq!(arrived(&partial_image(&images).unwrap()), [true, false]);
+}
+
+#[test]
+fn files_of_gpu_memory_are_in_the_presence_map_of_a_partial_image() {
+    let (_root, images) = partial(1, "pages-1.img");
+    fs::remove_file(images.join(PARTIAL_NAME)).unwrap();
+    // Two blocks and a bit. A render node's file is copied as a whole, and is not among them.
+    let (gpu, length) = (images.join("amdgpu-pages-3-0007.img"), 2 * BLOCK + 8);
+    fs::write(&gpu, vec![7; length]).unwrap();
+    fs::write(images.join("amdgpu-drm-pages-3-0080-0000.img"), [7; PAGE]).unwrap();
+    rewake_manifest::seal(&images).unwrap();
+    fs::rename(images.join(MANIFEST_NAME), images.join(PARTIAL_NAME)).unwrap();
+    let file = File::options().write(true).truncate(true).open(&gpu).unwrap();
+    file.set_len(length as u64).unwrap();
+    file.write_all_at(&[7; BLOCK], BLOCK as u64).unwrap();
+    let image = partial_image(&images).unwrap();
+    assert_eq!(arrived(&image), [true, true, false]);
+    let found: Vec<bool> = (0..3).map(|block| image.files()[2].has((block * BLOCK) as u64, 1)).collect();
+    assert_eq!(found, [false, true, false]);
+    let reader = FetchReader { number: 8, waker: Notifier::new().unwrap() };
+    let files = FetchedGpuFiles::new(&image, reader);
+    let file = files.file("amdgpu-pages-3-0007.img").unwrap();
+    // Two pages files of a block each are before it.
+    assert!(file.is_sealed() && file.source().unwrap().page(0) == 32);
+    assert!(files.file("pages-1.img").is_none());
 }
 
 #[test]

@@ -12,7 +12,8 @@ use std::time::Duration;
 use anyhow::Context;
 use nix::libc::linger;
 use nix::sys::socket::{setsockopt, sockopt};
-use rewake_testkit::hosts::Host;
+
+use crate::hosts::Host;
 
 /// Bytes that pass at once.
 const PIECE: usize = 16 << 10;

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Errors of stores.
+
+use std::time::Duration;
+
+use rewake_criu_images::ImageError;
+use rewake_manifest::ManifestError;
+
+/// Why something could not be done with a store. Every message has the object, and what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImageStoreError {
+    /// The text is no URL of a store.
+    #[error("{url:?}: {what}: expected s3://BUCKET/... or file:///DIRECTORY/...")]
+    Url {
+        /// The text.
+        url: String,
+        /// What is wrong.
+        what: &'static str,
+    },
+    /// The store cannot be reached as it is configured.
+    #[error("{url}: {what}")]
+    Setup {
+        /// The store.
+        url: String,
+        /// What is wrong, and what to do.
+        what: String,
+    },
+    /// The store has no image of this name.
+    #[error("{url}: no image of this name: `rewake ls` shows those of the store")]
+    NoImage {
+        /// The image.
+        url: String,
+    },
+    /// Bytes of an object are not those that were written.
+    #[error("{object}: damaged: {what}; {}", advice(object))]
+    Damaged {
+        /// The object.
+        object: String,
+        /// What was expected, and what was found.
+        what: String,
+    },
+    /// An object is of another version of the format.
+    #[error(
+        "{object}: of version {found}, and this program reads version {expected}: use the release that wrote it"
+    )]
+    Version {
+        /// The object.
+        object: String,
+        /// The version of this program.
+        expected: u32,
+        /// The version of the object.
+        found: u32,
+    },
+    /// The store refused a request, or did not answer.
+    #[error("{object}: cannot {act} it: {reason}")]
+    Request {
+        /// What was to be done, as a verb.
+        act: &'static str,
+        /// The object.
+        object: String,
+        /// The answer, without secrets.
+        reason: String,
+    },
+    /// A file of the image is not as it was sealed.
+    #[error(
+        "{file}: the {length} bytes from offset {offset} are not those that were sealed: nothing is pushed from such an \
+         image; `rewake verify` lists all that differs"
+    )]
+    NotAsSealed {
+        /// The file.
+        file: String,
+        /// Where, in bytes.
+        offset: u64,
+        /// The bytes that were read.
+        length: u32,
+    },
+    /// A file of the image cannot be read.
+    #[error("{file}: cannot read it: {reason}")]
+    File {
+        /// The file.
+        file: String,
+        /// The operating system's answer.
+        reason: std::io::Error,
+    },
+    /// A push took so long that `rewake gc` may remove what it uses.
+    #[error(
+        "the push has taken more than {} hours, and `rewake gc` may remove what it has stored: push again, which stores \
+         only what is missing",
+        limit.as_secs() / 3600
+    )]
+    TooLong {
+        /// The longest time that a push may take.
+        limit: Duration,
+    },
+    /// The image directory cannot be read.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The manifest is missing or damaged.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+}
+
+/// Where hosts of a cloud get credentials.
+const METADATA: &str = "169.254.169.254";
+
+/// What to do about a damaged object.
+fn advice(object: &str) -> &'static str {
+    if object.contains("/packs/") {
+        "push the images that use it again, after `rewake rm` and `rewake gc --now`"
+    } else {
+        "remove the image with `rewake rm`, and push it again"
+    }
+}
+
+/// The result of this crate's functions.
+pub type Result<T, E = ImageStoreError> = std::result::Result<T, E>;
+
+/// Returns a closure for `map_err` that adds the request and the object.
+pub(crate) fn request(
+    act: &'static str,
+    object: &str,
+) -> impl FnOnce(object_store::Error) -> ImageStoreError {
+    let object = object.to_owned();
+    move |error| ImageStoreError::Request { act, object, reason: reason(&error.to_string()) }
+}
+
+/// Returns what a store answered, in one line. An answer of S3 may have the id of the key and the text that was signed:
+/// of its XML, only code and message are kept.
+pub(crate) fn reason(text: &str) -> String {
+    let line = without_xml(text);
+    if !text.contains(METADATA) {
+        return line;
+    }
+    format!(
+        "no credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or in a profile (~/.aws), and the \
+         host has none: {line}"
+    )
+}
+
+fn without_xml(text: &str) -> String {
+    let start = text.find("<?xml").or_else(|| text.find("<Error"));
+    let Some(start) = start else { return text.split_whitespace().collect::<Vec<_>>().join(" ") };
+    let (before, xml) = text.split_at(start);
+    let tag = |name: &str| {
+        let (_, rest) = xml.split_once(&format!("<{name}>"))?;
+        Some(rest.split_once(&format!("</{name}>"))?.0)
+    };
+    let parts = [Some(before.trim()), tag("Code"), tag("Message")];
+    let line = parts.into_iter().flatten().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ");
+    line.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_of_s3_is_shown_without_the_key_and_what_was_signed() {
+        let answer = "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?>\n<Error>\n\
+                      <Code>SignatureDoesNotMatch</Code><Message>The signature is wrong</Message>\
+                      <AWSAccessKeyId>AKIAEXAMPLE</AWSAccessKeyId><StringToSign>AWS4 x</StringToSign></Error>";
+        assert_eq!(
+            reason(answer),
+            "Server returned non-2xx status code: 403 Forbidden: SignatureDoesNotMatch The signature is wrong"
+        );
+    }
+
+    #[test]
+    fn other_answers_are_one_line() {
+        assert_eq!(reason("no\n  route to\thost"), "no route to host");
+    }
+}

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Removes what no image uses. A push that runs at the same time needs no lock: what it may use is younger than
+//! [`GRACE`], or was marked as removed less than [`GRACE`] ago.
+//!
+//! * An index without a name gets a mark in `removed/`, when it is older than [`GRACE`]. `rewake rm` sets the mark at
+//!   once. A push uses no chunk of a marked index.
+//! * An index whose mark is older than [`GRACE`] is removed: each push that has used its chunks has ended.
+//! * A pack that no index uses is removed, when it is older than [`GRACE`].
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::{Duration, SystemTime};
+
+use futures::{StreamExt as _, TryStreamExt as _};
+use tracing::warn;
+
+use crate::error::Result;
+use crate::format::ImageIndex;
+use crate::names::{CLOCK, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED};
+use crate::store::{ImageStore, ListedObject, MAX_REQUESTS};
+
+/// The age from which what no image uses is removed. A push may take half of it.
+pub const GRACE: Duration = Duration::from_secs(24 * 3600);
+
+/// What was removed, and what is left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct GarbageReport {
+    /// Indexes that were removed.
+    pub removed_images: u64,
+    /// Packs that were removed.
+    pub removed_packs: u64,
+    /// Their bytes.
+    pub removed_bytes: u64,
+    /// Packs that are left.
+    pub packs: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes of them that no image uses: in packs of which images use other bytes.
+    pub unused: u64,
+    /// Bytes of packs that no image uses, and that are too young to be removed.
+    pub waiting: u64,
+}
+
+/// Removes what no image uses, if it is older than `grace`: [`GRACE`], or less where no push runs.
+///
+/// # Errors
+/// An index cannot be read: nothing is removed but what has no index. Or the store refuses.
+pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<GarbageReport> {
+    let now = store.now().await?;
+    let is_old = |object: &ListedObject| now.duration_since(object.written).unwrap_or_default() >= grace;
+    let packs = store.list(PACKS).await?;
+    let mut report = GarbageReport::default();
+    let indexes = remove_indexes(store, now, grace, &mut report).await?;
+    let used = used_ranges(store, &indexes).await?;
+    let mut unused = Vec::new();
+    for (name, pack) in &packs {
+        match used.get(name) {
+            Some(used) => {
+                report.packs += 1;
+                report.bytes += pack.length;
+                report.unused += pack.length.saturating_sub(*used);
+            }
+            None if is_old(pack) => {
+                report.removed_packs += 1;
+                report.removed_bytes += pack.length;
+                unused.push(name.clone());
+            }
+            None => report.waiting += pack.length,
+        }
+    }
+    for name in used.keys().filter(|name| !packs.contains_key(*name)) {
+        warn!(
+            "{}: an image uses this pack, and the store lacks it: `rewake verify` says which",
+            store.object(PACKS, name)
+        );
+    }
+    delete_all(store, PACKS, unused).await?;
+    let leftovers = [(MANIFESTS, Some(&indexes)), (CLOCK, None)];
+    for (folder, kept) in leftovers {
+        let found = store.list(folder).await?.into_iter();
+        let unused =
+            found.filter(|(name, object)| is_old(object) && kept.is_none_or(|kept| !kept.contains(name)));
+        delete_all(store, folder, unused.map(|(name, _)| name).collect()).await?;
+    }
+    Ok(report)
+}
+
+/// Removes indexes, and marks others. Returns those that are left.
+async fn remove_indexes(
+    store: &ImageStore,
+    now: SystemTime,
+    grace: Duration,
+    report: &mut GarbageReport,
+) -> Result<HashSet<String>> {
+    let age = |written: SystemTime| now.duration_since(written).unwrap_or_default();
+    let mut marks = store.list(REMOVED).await?;
+    let indexes = store.list(INDEXES).await?;
+    // After the indexes: one that has lost its name since then is marked the next time.
+    let named = named_indexes(store).await?;
+    let mut left = HashSet::new();
+    for (version, index) in indexes {
+        let mark = marks.remove(&version).map(|mark| mark.written);
+        if named.contains(&version) {
+            // Its name was written after the mark: an answer of the store was late.
+            if mark.is_some() {
+                store.delete(REMOVED, &version).await?;
+            }
+            left.insert(version);
+            continue;
+        }
+        let mark = match mark {
+            None if age(index.written) >= grace => {
+                store.put(REMOVED, &version, Vec::new()).await?;
+                Some(now)
+            }
+            mark => mark,
+        };
+        if mark.is_some_and(|mark| age(mark) >= grace) {
+            store.delete(INDEXES, &version).await?;
+            store.delete(MANIFESTS, &version).await?;
+            store.delete(REMOVED, &version).await?;
+            report.removed_images += 1;
+        } else {
+            left.insert(version);
+        }
+    }
+    // Their indexes were removed before.
+    delete_all(store, REMOVED, marks.into_keys().collect()).await?;
+    Ok(left)
+}
+
+async fn named_indexes(store: &ImageStore) -> Result<HashSet<String>> {
+    let names = store.list(NAMES).await?.into_keys();
+    let images = futures::stream::iter(names).map(async |name| store.find(&name).await);
+    let images = images.buffer_unordered(MAX_REQUESTS);
+    images.try_filter_map(async |image| Ok(image.map(|image| image.version))).try_collect().await
+}
+
+/// Returns how many bytes of each pack are used.
+async fn used_ranges(store: &ImageStore, indexes: &HashSet<String>) -> Result<HashMap<String, u64>> {
+    let indexes =
+        futures::stream::iter(indexes.iter().cloned()).map(async |version| store.index(&version).await);
+    let mut indexes = std::pin::pin!(indexes.buffer_unordered(MAX_REQUESTS));
+    let mut packs: BTreeMap<String, HashMap<u32, u32>> = BTreeMap::new();
+    while let Some(index) = indexes.next().await {
+        // None: another `collect_garbage` has removed it.
+        for (_, chunk) in index?.into_iter().flat_map(|ImageIndex { chunks, .. }| chunks) {
+            let stored = chunk.stored_length();
+            packs.entry(chunk.pack.to_string()).or_default().insert(chunk.offset, stored);
+        }
+    }
+    let sum = |ranges: HashMap<u32, u32>| ranges.into_values().map(u64::from).sum();
+    Ok(packs.into_iter().map(|(name, ranges)| (name, sum(ranges))).collect())
+}
+
+async fn delete_all(store: &ImageStore, folder: &str, names: Vec<String>) -> Result<()> {
+    let deletes = futures::stream::iter(names).map(async |name| store.delete(folder, &name).await);
+    deletes.buffer_unordered(MAX_REQUESTS).try_collect().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{TestImage, TestObjects, random_bytes, run};
+    use crate::{ImageStoreError, push, verify};
+
+    const CHUNK: usize = 2 << 20;
+
+    async fn check(store: &ImageStore, name: &str) {
+        verify(store, name, |wrong| panic!("{wrong}")).await.unwrap();
+    }
+
+    #[test]
+    fn a_removed_image_keeps_its_bytes_for_a_day() {
+        let (one, two) =
+            (TestImage::new(&random_bytes("one", CHUNK)), TestImage::new(&random_bytes("two", CHUNK)));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &one.path(), "one").await.unwrap();
+            push(&store, &two.path(), "two").await.unwrap();
+            objects.pass(100);
+            store.remove("one").await.unwrap();
+            assert!(matches!(store.remove("one").await, Err(ImageStoreError::NoImage { .. })));
+            objects.pass(23);
+            let report = collect_garbage(&store, GRACE).await.unwrap();
+            assert_eq!((report.removed_images, report.removed_packs, report.packs), (0, 0, 2));
+            objects.pass(2);
+            let report = collect_garbage(&store, GRACE).await.unwrap();
+            assert_eq!((report.removed_images, report.removed_packs, report.packs), (1, 1, 1));
+            check(&store, "two").await;
+            for folder in [NAMES, INDEXES, MANIFESTS, PACKS] {
+                assert_eq!(objects.names(folder).await.len(), 1, "{folder}");
+            }
+            assert!(objects.names(REMOVED).await.is_empty() && objects.names(CLOCK).await.is_empty());
+        });
+    }
+
+    #[test]
+    fn without_a_push_everything_unused_goes_at_once() {
+        let image = TestImage::new(&random_bytes("one", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &image.path(), "one").await.unwrap();
+            store.remove("one").await.unwrap();
+            let report = collect_garbage(&store, Duration::ZERO).await.unwrap();
+            assert_eq!((report.removed_images, report.removed_packs), (1, 1));
+            for folder in [NAMES, INDEXES, MANIFESTS, PACKS, REMOVED, CLOCK] {
+                assert!(objects.names(folder).await.is_empty(), "{folder}");
+            }
+        });
+    }
+
+    #[test]
+    fn what_a_running_push_has_written_stays() {
+        let image = TestImage::new(&random_bytes("one", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            let (during, beside) = (objects.clone(), store.clone());
+            // The push has written its packs, and takes nearly as long as it may.
+            objects.before(INDEXES, async move {
+                during.pass(12);
+                let report = collect_garbage(&beside, GRACE).await.unwrap();
+                assert_eq!((report.removed_packs, report.packs), (0, 0));
+                assert!(report.waiting >= CHUNK as u64);
+            });
+            push(&store, &image.path(), "one").await.unwrap();
+            check(&store, "one").await;
+        });
+    }
+
+    #[test]
+    fn what_a_running_push_shares_with_a_removed_image_stays() {
+        let shared = random_bytes("shared", CHUNK);
+        let (one, two) =
+            (TestImage::new(&shared), TestImage::new(&[&*shared, &random_bytes("two", CHUNK)].concat()));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &one.path(), "one").await.unwrap();
+            objects.pass(1000);
+            let (during, beside) = (objects.clone(), store.clone());
+            objects.before(PACKS, async move {
+                beside.remove("one").await.unwrap();
+                collect_garbage(&beside, GRACE).await.unwrap();
+                during.pass(12);
+                collect_garbage(&beside, GRACE).await.unwrap();
+            });
+            let report = push(&store, &two.path(), "two").await.unwrap();
+            assert!(report.shared >= CHUNK as u64);
+            objects.pass(24);
+            assert_eq!(collect_garbage(&store, GRACE).await.unwrap().removed_images, 1);
+            check(&store, "two").await;
+        });
+    }
+
+    #[test]
+    fn a_push_uses_no_chunk_of_an_image_that_is_being_removed() {
+        let image = TestImage::new(&random_bytes("one", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &image.path(), "one").await.unwrap();
+            objects.pass(23);
+            store.remove("one").await.unwrap();
+            objects.pass(23);
+            // The mark is 23 hours old, and its packs go while this push may run.
+            let report = push(&store, &image.path(), "two").await.unwrap();
+            assert_eq!((report.shared, report.kept), (0, 0));
+            objects.pass(2);
+            assert_eq!(collect_garbage(&store, GRACE).await.unwrap().removed_packs, 1);
+            check(&store, "two").await;
+        });
+    }
+
+    #[test]
+    fn an_index_that_lost_its_name_goes_after_two_days() {
+        let (one, two) =
+            (TestImage::new(&random_bytes("one", CHUNK)), TestImage::new(&random_bytes("two", CHUNK)));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &one.path(), "web").await.unwrap();
+            push(&store, &two.path(), "web").await.unwrap();
+            let mut removed = Vec::new();
+            for _ in 0..4 {
+                removed.push(collect_garbage(&store, GRACE).await.unwrap().removed_images);
+                objects.pass(24);
+            }
+            assert_eq!(removed, [0, 0, 1, 0]);
+            check(&store, "web").await;
+        });
+    }
+
+    #[test]
+    fn a_damaged_name_or_index_removes_no_pack() {
+        let image = TestImage::new(&random_bytes("one", CHUNK));
+        run(async {
+            for folder in [NAMES, INDEXES] {
+                let (objects, store) = TestObjects::new();
+                push(&store, &image.path(), "one").await.unwrap();
+                let name = objects.names(folder).await.remove(0);
+                objects.replace(folder, &name, b"x".to_vec()).await;
+                objects.pass(100);
+                let error = collect_garbage(&store, GRACE).await.unwrap_err();
+                let damaged = format!("test:/{folder}/{name}");
+                assert!(
+                    matches!(&error, ImageStoreError::Damaged { object, .. } if *object == damaged),
+                    "{error}"
+                );
+                assert_eq!(objects.names(PACKS).await.len(), 1);
+                // `rewake rm` is the way out.
+                store.remove("one").await.unwrap();
+                assert_eq!(collect_garbage(&store, Duration::ZERO).await.unwrap().removed_packs, 1);
+            }
+        });
+    }
+
+    #[test]
+    fn a_pack_that_is_used_in_part_is_kept_and_counted() {
+        let (first, second) = (random_bytes("1", CHUNK), random_bytes("2", CHUNK));
+        let (both, one) = (TestImage::new(&[&*first, &second].concat()), TestImage::new(&first));
+        run(async {
+            let (_, store) = TestObjects::new();
+            push(&store, &both.path(), "both").await.unwrap();
+            push(&store, &one.path(), "one").await.unwrap();
+            assert_eq!(collect_garbage(&store, GRACE).await.unwrap().unused, 0);
+            store.remove("both").await.unwrap();
+            let report = collect_garbage(&store, Duration::ZERO).await.unwrap();
+            assert_eq!((report.removed_packs, report.packs), (0, 2));
+            // And the inventory.
+            assert!((CHUNK as u64 + 1..CHUNK as u64 + 200).contains(&report.unused), "{report:?}");
+            check(&store, "one").await;
+        });
+    }
+}

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A store of images in a bucket or a directory: chunks once across images, in packs; an index for each image.
+//!
+//! * [`ImageStore`]: a store, its images, and their names. [`push`](push()) stores an image, [`verify`](verify())
+//!   compares one with its manifest, [`collect_garbage`] removes what no image uses.
+//! * [`StoreSource`]: where `rewake_image_pull` gets an image from.
+//! * `blocks`: chunks in packs, readable by block. `format`: names and indexes. `connect`, `profile`: credentials.
+//!
+//! No act needs a condition that the store checks. Two pushes never write an object of the same name, but that which
+//! names an image. What is removed waits for a day before its bytes go: `docs/store.md` says why that is enough.
+#![forbid(unsafe_code)]
+
+mod blocks;
+mod connect;
+mod error;
+mod format;
+mod garbage;
+mod generated;
+mod names;
+mod pack;
+mod profile;
+mod push;
+mod reader;
+mod source;
+mod store;
+#[cfg(test)]
+mod testing;
+mod url;
+mod verify;
+
+pub use error::{ImageStoreError, Result};
+pub use format::StoredImage;
+pub use garbage::{GRACE, GarbageReport, collect_garbage};
+pub use push::{StorePushReport, push};
+pub use source::StoreSource;
+pub use store::ImageStore;
+pub use url::{ImageUrl, StoreUrl};
+pub use verify::{StoreVerifyReport, WrongChunk, verify};

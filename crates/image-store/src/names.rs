@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The names of a store's objects. Two pushes never write an object of the same name, except that of an image's name.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+
+use rewake_criu_images::Digest;
+
+/// Folders of a store.
+pub(crate) const NAMES: &str = "names";
+pub(crate) const INDEXES: &str = "indexes";
+pub(crate) const MANIFESTS: &str = "manifests";
+pub(crate) const PACKS: &str = "packs";
+/// An index with an object of its name here is removed later.
+pub(crate) const REMOVED: &str = "removed";
+/// Empty objects that say what time it is.
+pub(crate) const CLOCK: &str = "clock";
+
+/// Digits of a hash in a name.
+const HASH_DIGITS: usize = 32;
+/// Bytes of a random number in a name.
+const RANDOM: usize = 8;
+/// The longest name of an image.
+const MAX_NAME: usize = 128;
+
+/// Returns a random number in hexadecimal digits.
+pub(crate) fn random() -> io::Result<String> {
+    let mut bytes = [0; RANDOM];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.map(|byte| format!("{byte:02x}")).concat())
+}
+
+/// Returns the first part of the name of an object with this hash.
+pub(crate) fn hash_part(digest: Digest) -> String {
+    format!("{digest:.HASH_DIGITS$}")
+}
+
+/// Returns the first part of a name that [`hash_part`] and [`random`] made.
+pub(crate) fn hash_of(name: &str) -> Option<&str> {
+    let (hash, random) = name.split_once('-')?;
+    let is_hex = |text: &str| text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    let is_it = hash.len() == HASH_DIGITS && random.len() == 2 * RANDOM && is_hex(hash) && is_hex(random);
+    is_it.then_some(hash)
+}
+
+/// Whether this is the name of a pack.
+pub(crate) fn is_pack(name: &str) -> bool {
+    hash_of(name).is_some()
+}
+
+/// Whether this is the name of an index.
+pub(crate) fn is_version(name: &str) -> bool {
+    hash_of(name).is_some()
+}
+
+/// Whether an image may have this name.
+pub(crate) fn is_image_name(name: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(allowed) && !name.starts_with('.')
+}

@@ -1,0 +1,465 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Stores an image: packs first, then its manifest, its index, and its name. What was written before a failure is no
+//! image, and the next push uses it.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::fs::File;
+use std::num::NonZero;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use futures::StreamExt as _;
+use nix::time::{ClockId, clock_gettime};
+use rewake_criu_images::{Digest, ImageDir, ImageLease};
+use rewake_manifest::{
+    MANIFEST_NAME, ManifestError, ManifestReader, ManifestRecord, SealedChunk, refuse_partial,
+};
+use tokio::task::JoinHandle;
+use tracing::warn;
+
+use crate::blocks::{self, StoredBlocks};
+use crate::error::{ImageStoreError, Result};
+use crate::format::{ChunkLocation, ImageIndex, StoredImage};
+use crate::garbage::GRACE;
+use crate::names::{INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, hash_part, random};
+use crate::pack::{PackedChunk, Packs};
+use crate::store::{ImageStore, ListedObject, MAX_REQUESTS};
+
+/// The longest time that a push may take. What it uses is not removed for [`GRACE`], which is longer.
+pub(crate) const PUSH_LIMIT: Duration = Duration::from_secs(12 * 3600);
+/// The age up to which a pack is used that no image uses: it is not removed before the push has ended.
+pub(crate) const RESUME_LIMIT: Duration = Duration::from_secs(11 * 3600);
+const _: () = assert!(RESUME_LIMIT.as_secs() + PUSH_LIMIT.as_secs() < GRACE.as_secs());
+
+/// The most threads that read and compress; each has a chunk of 2 MiB.
+const MAX_THREADS: usize = 8;
+/// Chunks of a thread that wait for others before them.
+const CHUNKS_PER_THREAD: usize = 2;
+
+/// What was stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StorePushReport {
+    /// The image id.
+    pub id: Digest,
+    /// The files of the image.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes of chunks that the store had, of this image and of others.
+    pub shared: u64,
+    /// Bytes that were written: packs, manifest and index.
+    pub written: u64,
+    /// Bytes of packs that an earlier push had written before it ended.
+    pub kept: u64,
+    /// The store had this image under this name: nothing was written.
+    pub had: bool,
+}
+
+/// Stores the image of a directory under a name. An image of that name is replaced at the end.
+///
+/// # Errors
+/// The image is not sealed, or not as it was sealed; the store cannot be written; or the push takes too long.
+pub async fn push(store: &ImageStore, directory: &Path, name: &str) -> Result<StorePushReport> {
+    push_within(store, directory, name, PUSH_LIMIT).await
+}
+
+pub(crate) async fn push_within(
+    store: &ImageStore,
+    directory: &Path,
+    name: &str,
+    limit: Duration,
+) -> Result<StorePushReport> {
+    let deadline = boot_time() + limit;
+    let images = ImageDir::open(directory)?;
+    let _lease = ImageLease::of(&images)?;
+    refuse_partial(&images)?;
+    let manifest = ManifestReader::open(&images)?;
+    let id = manifest.id();
+    let listed = store.list(PACKS).await?;
+    if has(store, name, id, &listed).await {
+        return Ok(StorePushReport { id, had: true, ..StorePushReport::default() });
+    }
+    let known = known_chunks(store, &listed).await?;
+    let now = if listed.is_empty() { SystemTime::UNIX_EPOCH } else { store.now().await? };
+    let mut push = ImagePush {
+        store,
+        images: &images,
+        known,
+        packs: Packs::new(store, &listed, now),
+        jobs: VecDeque::new(),
+        chunks: Vec::new(),
+        seen: HashSet::new(),
+        report: StorePushReport { id, ..StorePushReport::default() },
+        deadline,
+        limit,
+    };
+    push.all(manifest).await?;
+    push.packs.finish().await?;
+    push.finish(name).await
+}
+
+/// Whether the store has this image under this name, with all its packs.
+async fn has(store: &ImageStore, name: &str, id: Digest, packs: &BTreeMap<String, ListedObject>) -> bool {
+    let Ok(Some(image)) = store.find(name).await else { return false };
+    if image.id != id {
+        return false;
+    }
+    let index = store.index(&image.version).await;
+    index.is_ok_and(|index| {
+        index.is_some_and(|index| index.chunks.iter().all(|(_, chunk)| is_in(chunk, packs)))
+    })
+}
+
+/// Whether the store has the bytes of a chunk, as far as a listing of its packs says.
+fn is_in(chunk: &ChunkLocation, packs: &BTreeMap<String, ListedObject>) -> bool {
+    let end = u64::from(chunk.offset) + u64::from(chunk.stored_length());
+    packs.get(&*chunk.pack).is_some_and(|pack| pack.length >= end)
+}
+
+/// Reads which chunks the images of the store have. Images that are being removed do not count.
+async fn known_chunks(
+    store: &ImageStore,
+    packs: &BTreeMap<String, ListedObject>,
+) -> Result<HashMap<Digest, ChunkLocation>> {
+    let mut versions = store.list(INDEXES).await?;
+    for version in store.list(REMOVED).await?.keys() {
+        versions.remove(version);
+    }
+    let indexes =
+        futures::stream::iter(versions.into_keys()).map(async |version| store.index(&version).await);
+    let mut indexes = std::pin::pin!(indexes.buffer_unordered(MAX_REQUESTS));
+    let mut known = HashMap::new();
+    while let Some(index) = indexes.next().await {
+        match index {
+            Ok(Some(index)) => {
+                known.extend(index.chunks.into_iter().filter(|(_, chunk)| is_in(chunk, packs)));
+            }
+            // It was removed meanwhile.
+            Ok(None) => {}
+            Err(error @ (ImageStoreError::Damaged { .. } | ImageStoreError::Version { .. })) => {
+                warn!("{error}; its chunks are stored again");
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(known)
+}
+
+struct ImagePush<'a> {
+    store: &'a ImageStore,
+    images: &'a ImageDir,
+    /// The chunks that other images have.
+    known: HashMap<Digest, ChunkLocation>,
+    packs: Packs,
+    /// Chunks that are being read, and those behind them, in the order of the manifest.
+    jobs: VecDeque<ChunkJob>,
+    chunks: Vec<(Digest, PushedChunk)>,
+    seen: HashSet<Digest>,
+    report: StorePushReport,
+    deadline: Duration,
+    limit: Duration,
+}
+
+/// A chunk of the image, in the order of the manifest.
+enum ChunkJob {
+    Known(Digest, ChunkLocation),
+    Read(SealedChunk, JoinHandle<Result<StoredBlocks>>),
+}
+
+/// A chunk that is stored when all packs are.
+enum PushedChunk {
+    Known(ChunkLocation),
+    Packed(PackedChunk, u32),
+}
+
+impl ImagePush<'_> {
+    async fn all(&mut self, mut manifest: ManifestReader) -> Result<()> {
+        let threads = thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS);
+        let mut file = None;
+        while let Some(record) = manifest.next_record()? {
+            match record {
+                ManifestRecord::Parent(_) => {}
+                ManifestRecord::File(sealed) => {
+                    self.report.files += 1;
+                    self.report.bytes += sealed.length;
+                    file = self
+                        .images
+                        .file(&sealed.name)?
+                        .map(|(path, file, _)| Arc::new((path.display().to_string(), file)));
+                }
+                ManifestRecord::Segment(segment) => {
+                    let mut offset = segment.offset;
+                    for chunk in segment.chunks {
+                        self.chunk(file.as_ref(), offset, chunk);
+                        offset += u64::from(chunk.length);
+                        while self.jobs.len() >= threads * CHUNKS_PER_THREAD {
+                            self.finish_job().await?;
+                        }
+                    }
+                }
+            }
+        }
+        while !self.jobs.is_empty() {
+            self.finish_job().await?;
+        }
+        Ok(())
+    }
+
+    /// Begins with a chunk, if it is not zeros or a duplicate.
+    fn chunk(&mut self, file: Option<&Arc<(String, File)>>, offset: u64, chunk: SealedChunk) {
+        if chunk.is_zero() {
+            return;
+        }
+        if !self.seen.insert(chunk.digest) {
+            self.report.shared += u64::from(chunk.length);
+            return;
+        }
+        let known = self.known.remove(&chunk.digest).filter(|known| known.length == chunk.length);
+        if let Some(known) = known {
+            self.report.shared += u64::from(chunk.length);
+            self.jobs.push_back(ChunkJob::Known(chunk.digest, known));
+            return;
+        }
+        let file = file.cloned();
+        let read = tokio::task::spawn_blocking(move || read(file.as_deref(), offset, chunk));
+        self.jobs.push_back(ChunkJob::Read(chunk, read));
+    }
+
+    /// Packs the oldest chunk.
+    async fn finish_job(&mut self) -> Result<()> {
+        let (digest, chunk) = match self.jobs.pop_front() {
+            None => return Ok(()),
+            Some(ChunkJob::Known(digest, known)) => (digest, PushedChunk::Known(known)),
+            Some(ChunkJob::Read(chunk, read)) => {
+                let ended = |error| self.store.setup(&format!("reading a chunk ended early: {error}"));
+                let blocks = read.await.map_err(ended)??;
+                self.check_time()?;
+                (chunk.digest, PushedChunk::Packed(self.packs.add(blocks).await?, chunk.length))
+            }
+        };
+        self.chunks.push((digest, chunk));
+        Ok(())
+    }
+
+    /// Writes what makes the packs an image.
+    async fn finish(mut self, name: &str) -> Result<StorePushReport> {
+        let random = random().map_err(|error| self.store.setup(&format!("/dev/urandom: {error}")))?;
+        let version = format!("{}-{random}", hash_part(self.report.id));
+        let Some((_, manifest, manifest_length)) = self.images.file(MANIFEST_NAME)? else {
+            return Err(ManifestError::NotSealed { directory: self.images.path().to_owned() }.into());
+        };
+        let StorePushReport { id, files, bytes, .. } = self.report;
+        let image = StoredImage { name: name.to_owned(), version, id, manifest_length, files, bytes };
+        let chunks = std::mem::take(&mut self.chunks).into_iter().map(|(digest, chunk)| match chunk {
+            PushedChunk::Known(known) => (digest, known),
+            PushedChunk::Packed(packed, length) => (digest, self.packs.location(&packed, length)),
+        });
+        let index = ImageIndex { chunks: chunks.collect(), image };
+        let (encoded, image) = (index.encode(), index.image);
+        self.store.put_from(MANIFESTS, &image.version, &manifest).await?;
+        self.check_time()?;
+        self.store.put_from(INDEXES, &image.version, &*encoded).await?;
+        self.store.put(NAMES, name, image.encode()).await?;
+        self.report.kept = self.packs.kept;
+        self.report.written = self.packs.written + manifest_length + encoded.len() as u64;
+        Ok(self.report)
+    }
+
+    fn check_time(&self) -> Result<()> {
+        if boot_time() < self.deadline { Ok(()) } else { Err(ImageStoreError::TooLong { limit: self.limit }) }
+    }
+}
+
+/// Reads a chunk of a file, compares it with its hash, and compresses it.
+fn read(file: Option<&(String, File)>, offset: u64, chunk: SealedChunk) -> Result<StoredBlocks> {
+    let not_sealed =
+        |file: &str| ImageStoreError::NotAsSealed { file: file.to_owned(), offset, length: chunk.length };
+    let Some((name, file)) = file else { return Err(not_sealed("a file of the image that was removed")) };
+    let mut bytes = vec![0; chunk.length as usize];
+    match file.read_exact_at(&mut bytes, offset) {
+        Ok(()) if blake3::hash(&bytes).as_bytes() == &chunk.digest.0 => {}
+        Ok(()) => return Err(not_sealed(name)),
+        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Err(not_sealed(name)),
+        Err(reason) => return Err(ImageStoreError::File { file: name.clone(), reason }),
+    }
+    blocks::store(&bytes).map_err(|reason| ImageStoreError::File { file: name.clone(), reason })
+}
+
+/// The time since the host was booted, also while it was suspended.
+fn boot_time() -> Duration {
+    // The kernel has this clock.
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::MAX, Duration::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::collect_garbage;
+    use crate::pack::FULL;
+    use crate::testing::{TestImage, TestObjects, random_bytes, run};
+    use crate::verify;
+
+    const CHUNK: usize = 2 << 20;
+
+    async fn check(store: &ImageStore, name: &str) {
+        let report = verify(store, name, |wrong| panic!("{wrong}")).await.unwrap();
+        assert_eq!(report.wrong, 0);
+    }
+
+    fn names(images: &[(String, Result<StoredImage>)]) -> Vec<&str> {
+        images.iter().map(|(name, _)| name.as_str()).collect()
+    }
+
+    #[test]
+    fn chunks_are_stored_once_and_zeros_not_at_all() {
+        run(async {
+            let (objects, store) = TestObjects::new();
+            let (first, second) = (random_bytes("1", CHUNK), random_bytes("2", CHUNK));
+            let zeros = vec![0; CHUNK];
+            let image = TestImage::new(&[&*first, &zeros, &second, &first].concat());
+            let report = push(&store, &image.path(), "a").await.unwrap();
+            assert_eq!((report.files, report.shared, report.kept), (2, CHUNK as u64, 0));
+            // Another image, which has the second chunk and a new one.
+            let third = random_bytes("3", CHUNK);
+            let other = TestImage::new(&[&*third, &second].concat());
+            let before = report.written;
+            let report = push(&store, &other.path(), "b").await.unwrap();
+            assert_eq!(report.shared, CHUNK as u64);
+            assert!(report.written < before - CHUNK as u64, "{report:?}");
+            assert_eq!(objects.names(PACKS).await.len(), 2);
+            check(&store, "a").await;
+            check(&store, "b").await;
+            assert_eq!(names(&store.images().await.unwrap()), ["a", "b"]);
+        });
+    }
+
+    #[test]
+    fn a_push_killed_at_any_write_leaves_no_image() {
+        let memory = random_bytes("memory", 2 * FULL + CHUNK);
+        let image = TestImage::new(&memory);
+        run(async {
+            let mut kept = Vec::new();
+            for writes in 0.. {
+                let (objects, store) = TestObjects::new();
+                objects.kill_after(writes);
+                let pushed = push(&store, &image.path(), "a").await;
+                objects.revive();
+                if pushed.is_ok() {
+                    // Three packs, the manifest, the index and the name.
+                    assert_eq!(writes, 6);
+                    check(&store, "a").await;
+                    break;
+                }
+                assert!(matches!(pushed, Err(ImageStoreError::Request { act: "write", .. })), "{pushed:?}");
+                assert_eq!(names(&store.images().await.unwrap()), [""; 0]);
+                assert!(matches!(store.image("a").await, Err(ImageStoreError::NoImage { .. })));
+                kept.push(push(&store, &image.path(), "a").await.unwrap().kept);
+                check(&store, "a").await;
+            }
+            // Packs were not written again, whichever of them came first. With an index they are those of an image.
+            let all = memory.len() as u64;
+            assert!(kept[0] == 0 && kept[1] > 0 && kept[2] > kept[1] && all > kept[2], "{kept:?}");
+            assert!(kept[3] >= all && kept[4] == kept[3] && kept[5] == 0, "{kept:?}");
+        });
+    }
+
+    #[test]
+    fn two_pushes_at_once_give_two_images() {
+        let common = random_bytes("common", FULL);
+        let [one, two] =
+            ["one", "two"].map(|name| TestImage::new(&[&*common, &random_bytes(name, CHUNK)].concat()));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            let [path_one, path_two] = [one.path(), two.path()];
+            let (first, second) =
+                tokio::join!(push(&store, &path_one, "one"), push(&store, &path_two, "two"));
+            assert!(first.is_ok() && second.is_ok(), "{first:?} {second:?}");
+            check(&store, "one").await;
+            check(&store, "two").await;
+            // The same image under one name: the last one has it, and both can be read.
+            let (first, second) =
+                tokio::join!(push(&store, &path_one, "same"), push(&store, &path_two, "same"));
+            assert!(first.is_ok() && second.is_ok(), "{first:?} {second:?}");
+            check(&store, "same").await;
+            assert_eq!(objects.names(INDEXES).await.len(), 4);
+            objects.pass(25);
+            collect_garbage(&store, GRACE).await.unwrap();
+            objects.pass(25);
+            assert_eq!(collect_garbage(&store, GRACE).await.unwrap().removed_images, 1);
+            check(&store, "same").await;
+        });
+    }
+
+    #[test]
+    fn an_image_that_is_not_as_sealed_is_not_stored() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK + 4096));
+        let pages = image.path().join("pages-1.img");
+        let mut bytes = fs::read(&pages).unwrap();
+        bytes[CHUNK + 5] ^= 1;
+        fs::write(&pages, &bytes).unwrap();
+        run(async {
+            let (_, store) = TestObjects::new();
+            let error = push(&store, &image.path(), "a").await.unwrap_err();
+            assert!(
+                matches!(&error, ImageStoreError::NotAsSealed { offset, length: 4096, .. } if *offset == CHUNK as u64),
+                "{error}"
+            );
+            fs::write(&pages, &bytes[..CHUNK]).unwrap();
+            let error = push(&store, &image.path(), "a").await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::NotAsSealed { .. }), "{error}");
+            assert_eq!(names(&store.images().await.unwrap()), [""; 0]);
+        });
+    }
+
+    #[test]
+    fn a_push_that_takes_too_long_ends_without_an_image() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        run(async {
+            let (_, store) = TestObjects::new();
+            let error = push_within(&store, &image.path(), "a", Duration::ZERO).await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::TooLong { .. }), "{error}");
+            assert_eq!(names(&store.images().await.unwrap()), [""; 0]);
+        });
+    }
+
+    #[test]
+    fn a_lost_or_cut_pack_is_stored_again() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &image.path(), "a").await.unwrap();
+            assert!(push(&store, &image.path(), "a").await.unwrap().had);
+            let pack = objects.names(PACKS).await.remove(0);
+            let bytes = objects.read(PACKS, &pack).await;
+            objects.replace(PACKS, &pack, bytes[..bytes.len() - 1].to_vec()).await;
+            // An earlier push has left nothing that can be used.
+            objects.pass(12);
+            assert!(!push(&store, &image.path(), "a").await.unwrap().had);
+            check(&store, "a").await;
+            for pack in objects.names(PACKS).await {
+                objects.remove(PACKS, &pack).await;
+            }
+            assert!(!push(&store, &image.path(), "a").await.unwrap().had);
+            check(&store, "a").await;
+        });
+    }
+
+    #[test]
+    fn a_damaged_index_of_another_image_does_not_stop_a_push() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &image.path(), "a").await.unwrap();
+            let index = objects.names(INDEXES).await.remove(0);
+            objects.replace(INDEXES, &index, b"x".to_vec()).await;
+            objects.pass(12);
+            assert_eq!(push(&store, &image.path(), "b").await.unwrap().shared, 0);
+            check(&store, "b").await;
+        });
+    }
+}

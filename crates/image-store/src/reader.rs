@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads the chunks of an image from packs, as a whole or by block.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use rewake_criu_images::Digest;
+
+use crate::blocks;
+use crate::error::{ImageStoreError, Result};
+use crate::format::{ChunkLocation, StoredImage};
+use crate::names::{INDEXES, PACKS};
+use crate::store::ImageStore;
+
+/// Times that a chunk is read which is not what it was: the store may have answered with other bytes once.
+const ATTEMPTS: u32 = 3;
+
+/// The chunks of an image. It takes some 130 bytes for each.
+#[derive(Debug)]
+pub(crate) struct ChunkReader {
+    store: ImageStore,
+    index: String,
+    chunks: HashMap<Digest, ChunkLocation>,
+}
+
+impl ChunkReader {
+    /// Reads the index of an image.
+    pub(crate) async fn open(store: &ImageStore, image: &StoredImage) -> Result<Self> {
+        let object = store.object(INDEXES, &image.version);
+        let damaged = |what: &str| ImageStoreError::Damaged { object: object.clone(), what: what.to_owned() };
+        let index = store.index(&image.version).await?.ok_or_else(|| damaged("it is missing"))?;
+        if index.image.id != image.id {
+            return Err(damaged("it is of another image than the name says"));
+        }
+        Ok(Self { store: store.clone(), chunks: index.chunks.into_iter().collect(), index: object })
+    }
+
+    /// Reads a chunk, and compares it with its hash.
+    pub(crate) async fn chunk(&self, digest: Digest, length: u32) -> Result<Vec<u8>> {
+        let at = self.locate(digest)?;
+        if at.length != length {
+            let what = format!("chunk {digest:.12} has {} bytes, expected {length}", at.length);
+            return Err(ImageStoreError::Damaged { object: self.index.clone(), what });
+        }
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            let found = match self.blocks(at, 0..at.blocks.len()).await {
+                Ok(bytes) if blake3::hash(&bytes).as_bytes() == &digest.0 => return Ok(bytes),
+                Ok(_) => Err(self.damaged(at, &format!("not the bytes of chunk {digest:.12}"))),
+                Err(error) => Err(error),
+            };
+            match found {
+                Err(ImageStoreError::Damaged { .. }) if attempt < ATTEMPTS => {}
+                found => return found,
+            }
+        }
+    }
+
+    /// Reads blocks of a chunk. Nothing proves them but their own checksums, which a manifest has.
+    pub(crate) async fn blocks(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Vec<u8>> {
+        let stored = self.store.get_range(PACKS, &at.pack, blocks::range(at, blocks.clone())).await?;
+        blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
+    }
+
+    pub(crate) fn locate(&self, digest: Digest) -> Result<&ChunkLocation> {
+        self.chunks.get(&digest).ok_or_else(|| ImageStoreError::Damaged {
+            object: self.index.clone(),
+            what: format!("it lacks chunk {digest:.12} of the manifest"),
+        })
+    }
+
+    fn damaged(&self, at: &ChunkLocation, what: &str) -> ImageStoreError {
+        let (from, length) = (at.offset, at.stored_length());
+        let what = format!("in the {length} bytes from offset {from}: {what}");
+        ImageStoreError::Damaged { object: self.store.object(PACKS, &at.pack), what }
+    }
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! An image of a store as a source of `rewake pull`: reads run ahead of the chunks that are written.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use rewake_criu_images::Digest;
+use rewake_image_pull::{ChunkPlace, ChunkSource};
+use rewake_manifest::SealedChunk;
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
+
+use crate::error::Result;
+use crate::format::StoredImage;
+use crate::names::MANIFESTS;
+use crate::reader::ChunkReader;
+use crate::store::{ImageStore, MAX_REQUESTS};
+
+/// An image of a store. Its reads run in a runtime that must have threads of its own.
+#[derive(Debug)]
+pub struct StoreSource {
+    runtime: Handle,
+    store: ImageStore,
+    image: StoredImage,
+    reader: Arc<ChunkReader>,
+    outstanding: VecDeque<JoinHandle<Result<TravelledBytes>>>,
+}
+
+/// Bytes of a read, and how many travelled for them.
+type TravelledBytes = (Vec<u8>, u64);
+
+impl StoreSource {
+    /// Opens an image.
+    ///
+    /// # Errors
+    /// There is no such image, or its index is damaged, or the store cannot be read.
+    pub async fn open(store: &ImageStore, name: &str) -> Result<Self> {
+        let image = store.image(name).await?;
+        let reader = Arc::new(ChunkReader::open(store, &image).await?);
+        let (runtime, store, outstanding) = (Handle::current(), store.clone(), VecDeque::new());
+        Ok(Self { runtime, store, image, reader, outstanding })
+    }
+}
+
+impl ChunkSource for StoreSource {
+    fn image_id(&self) -> Digest {
+        self.image.id
+    }
+
+    fn manifest_length(&self) -> u64 {
+        self.image.manifest_length
+    }
+
+    fn has_room(&self) -> bool {
+        self.outstanding.len() < MAX_REQUESTS
+    }
+
+    fn request_manifest(&mut self, offset: u64, length: u32) -> anyhow::Result<()> {
+        let (store, version) = (self.store.clone(), self.image.version.clone());
+        self.outstanding.push_back(self.runtime.spawn(async move {
+            let range = offset..offset + u64::from(length);
+            let bytes = store.get_range(MANIFESTS, &version, range).await?;
+            Ok((bytes.into(), length.into()))
+        }));
+        Ok(())
+    }
+
+    fn request_chunk(&mut self, _: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
+        let (reader, SealedChunk { length, digest }) = (Arc::clone(&self.reader), *chunk);
+        self.outstanding.push_back(self.runtime.spawn(async move {
+            let bytes = reader.chunk(digest, length).await?;
+            Ok((bytes, reader.locate(digest)?.stored_length().into()))
+        }));
+        Ok(())
+    }
+
+    fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64> {
+        let read = self.outstanding.pop_front().context("no read is outstanding")?;
+        let (bytes, travelled) = self.runtime.block_on(read).context("a read ended early")??;
+        *into = bytes;
+        Ok(travelled)
+    }
+}

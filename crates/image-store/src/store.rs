@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The objects of a store: requests, with the object in each error.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use futures::{StreamExt as _, TryStreamExt as _};
+use object_store::buffered::BufWriter;
+use object_store::path::Path;
+use object_store::{Error, ObjectStore, ObjectStoreExt as _};
+use tokio::io::AsyncWriteExt as _;
+
+use crate::connect;
+use crate::error::{ImageStoreError, Result, request};
+use crate::format::{ImageIndex, StoredImage};
+use crate::names::{CLOCK, INDEXES, NAMES, REMOVED, random};
+use crate::url::StoreUrl;
+
+/// Requests that are outstanding at once, of one command.
+pub(crate) const MAX_REQUESTS: usize = 16;
+/// The longest index, in bytes: that of an image of some 10 TiB.
+const MAX_INDEX: u64 = 1 << 30;
+/// Bytes of one request that writes a long object. A longer object is written in parts.
+const PART: usize = 16 << 20;
+
+/// A store of images: a bucket, or a directory.
+#[derive(Debug, Clone)]
+pub struct ImageStore {
+    objects: Arc<dyn ObjectStore>,
+    url: String,
+}
+
+/// An object of a listing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ListedObject {
+    pub(crate) length: u64,
+    /// By the store's clock.
+    pub(crate) written: SystemTime,
+}
+
+impl ImageStore {
+    /// Opens a store for reading.
+    ///
+    /// # Errors
+    /// There is no such directory, or no credentials, or the configuration is not usable.
+    pub fn open(url: &StoreUrl) -> Result<Self> {
+        Ok(Self { objects: connect::connect(url, false)?, url: url.to_string() })
+    }
+
+    /// Opens a store for a push. The directory of a new store is made.
+    ///
+    /// # Errors
+    /// As for [`ImageStore::open`].
+    pub fn create(url: &StoreUrl) -> Result<Self> {
+        Ok(Self { objects: connect::connect(url, true)?, url: url.to_string() })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn of(objects: Arc<dyn ObjectStore>) -> Self {
+        Self { objects, url: "test:".to_owned() }
+    }
+
+    /// Lists the images. An entry is an error where an image's object cannot be read.
+    ///
+    /// # Errors
+    /// The store cannot be listed.
+    pub async fn images(&self) -> Result<Vec<(String, Result<StoredImage>)>> {
+        let names = self.list(NAMES).await?.into_keys();
+        let images = futures::stream::iter(names).map(async |name| {
+            let image = self.image(&name).await;
+            (name, image)
+        });
+        Ok(images.buffered(MAX_REQUESTS).collect().await)
+    }
+
+    /// Reads what the store has under an image's name.
+    ///
+    /// # Errors
+    /// There is no image of this name, or its object is damaged.
+    pub async fn image(&self, name: &str) -> Result<StoredImage> {
+        self.find(name).await?.ok_or_else(|| ImageStoreError::NoImage { url: format!("{}/{name}", self.url) })
+    }
+
+    pub(crate) async fn find(&self, name: &str) -> Result<Option<StoredImage>> {
+        let Some(bytes) = self.get(NAMES, name).await? else { return Ok(None) };
+        StoredImage::decode(&bytes, name, &self.object(NAMES, name)).map(Some)
+    }
+
+    /// Removes an image's name. `collect_garbage` removes its bytes later.
+    ///
+    /// # Errors
+    /// There is no image of this name, or the store refuses.
+    pub async fn remove(&self, name: &str) -> Result<()> {
+        let image = self.find(name).await;
+        if matches!(image, Ok(None)) {
+            return Err(ImageStoreError::NoImage { url: format!("{}/{name}", self.url) });
+        }
+        self.delete(NAMES, name).await?;
+        match image {
+            Ok(Some(image)) => self.put(REMOVED, &image.version, Vec::new()).await,
+            // Its index has no name from now on, so `collect_garbage` finds it.
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads an index; `None` if there is none of this name.
+    pub(crate) async fn index(&self, version: &str) -> Result<Option<ImageIndex>> {
+        let Some(bytes) = self.get(INDEXES, version).await? else { return Ok(None) };
+        ImageIndex::decode(&bytes, version, &self.object(INDEXES, version)).map(Some)
+    }
+
+    /// Returns the store's time. Ages are differences of its own times: hosts may have other clocks.
+    pub(crate) async fn now(&self) -> Result<SystemTime> {
+        let name = random().map_err(|error| self.setup(&error.to_string()))?;
+        self.put(CLOCK, &name, Vec::new()).await?;
+        let found = self.objects.head(&path(CLOCK, &name)).await;
+        let found = found.map_err(request("read", &self.object(CLOCK, &name)))?;
+        self.delete(CLOCK, &name).await?;
+        Ok(found.last_modified.into())
+    }
+
+    /// Lists the objects of a folder.
+    pub(crate) async fn list(&self, folder: &str) -> Result<BTreeMap<String, ListedObject>> {
+        let listing = self.objects.list(Some(&Path::from(folder)));
+        let listing = listing.try_filter_map(async |found| {
+            let object = ListedObject { length: found.size, written: found.last_modified.into() };
+            Ok(found.location.filename().map(|name| (name.to_owned(), object)))
+        });
+        listing.try_collect().await.map_err(request("list", &format!("{}/{folder}", self.url)))
+    }
+
+    /// Reads an object as a whole; `None` if there is none.
+    async fn get(&self, folder: &str, name: &str) -> Result<Option<Bytes>> {
+        let object = self.object(folder, name);
+        let found = match self.objects.get(&path(folder, name)).await {
+            Err(Error::NotFound { .. }) => return Ok(None),
+            found => found.map_err(request("read", &object))?,
+        };
+        let length = found.meta.size;
+        if length > MAX_INDEX {
+            let what = format!("it has {length} bytes, expected at most {MAX_INDEX}");
+            return Err(ImageStoreError::Damaged { object, what });
+        }
+        found.bytes().await.map(Some).map_err(request("read", &object))
+    }
+
+    /// Reads a range of an object.
+    pub(crate) async fn get_range(&self, folder: &str, name: &str, range: Range<u64>) -> Result<Bytes> {
+        let object = self.object(folder, name);
+        let length = range.end - range.start;
+        let found = self.objects.get_range(&path(folder, name), range.clone()).await;
+        match found {
+            Ok(bytes) if bytes.len() as u64 == length => Ok(bytes),
+            Ok(bytes) => {
+                let what = format!("{} bytes from offset {}, expected {length}", bytes.len(), range.start);
+                Err(ImageStoreError::Damaged { object, what })
+            }
+            Err(Error::NotFound { .. }) => {
+                Err(ImageStoreError::Damaged { object, what: "it is missing".to_owned() })
+            }
+            Err(error) => Err(request("read", &object)(error)),
+        }
+    }
+
+    /// Writes an object: it exists as a whole, or not at all.
+    pub(crate) async fn put(&self, folder: &str, name: &str, bytes: Vec<u8>) -> Result<()> {
+        let written = self.objects.put(&path(folder, name), bytes.into()).await;
+        written.map(drop).map_err(request("write", &self.object(folder, name)))
+    }
+
+    /// Writes an object that may be long.
+    pub(crate) async fn put_from(&self, folder: &str, name: &str, mut from: impl Read) -> Result<()> {
+        let object = self.object(folder, name);
+        let failed = |error: std::io::Error| ImageStoreError::Request {
+            act: "write",
+            object: object.clone(),
+            reason: crate::error::reason(&error.to_string()),
+        };
+        let mut writer = BufWriter::with_capacity(Arc::clone(&self.objects), path(folder, name), PART);
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            let length = from.read(&mut buffer).map_err(&failed)?;
+            if length == 0 {
+                return writer.shutdown().await.map_err(&failed);
+            }
+            writer.write_all(&buffer[..length]).await.map_err(&failed)?;
+        }
+    }
+
+    /// Removes an object, if it exists.
+    pub(crate) async fn delete(&self, folder: &str, name: &str) -> Result<()> {
+        match self.objects.delete(&path(folder, name)).await {
+            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(request("remove", &self.object(folder, name))(error)),
+        }
+    }
+
+    /// Returns an object's name for messages.
+    pub(crate) fn object(&self, folder: &str, name: &str) -> String {
+        format!("{}/{folder}/{name}", self.url)
+    }
+
+    pub(crate) fn setup(&self, what: &str) -> ImageStoreError {
+        ImageStoreError::Setup { url: self.url.clone(), what: what.to_owned() }
+    }
+
+    /// Returns the image's URL in this store, for messages.
+    #[must_use]
+    pub fn image_url(&self, name: &str) -> String {
+        format!("{}/{name}", self.url)
+    }
+}
+
+fn path(folder: &str, name: &str) -> Path {
+    Path::from_iter([folder, name])
+}

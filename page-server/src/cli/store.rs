@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Options of the commands for stores of images.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use rewake_image_store::{ImageUrl, StoreUrl};
+
+use super::RemoteImage;
+
+/// Options of `rewake push`.
+#[derive(Debug, Args)]
+pub struct PushArgs {
+    /// Directory of the images: they must be sealed
+    #[arg(value_name = "IMG")]
+    pub images_dir: PathBuf,
+    /// The store and, as the last part, the name that the image gets in it: s3://BUCKET/FOLDER/NAME or
+    /// file:///DIRECTORY/NAME. An image of that name is replaced
+    #[arg(value_name = "URL")]
+    pub image: ImageUrl,
+}
+
+/// Options of `rewake ls`.
+#[derive(Debug, Args)]
+pub struct LsArgs {
+    /// The store: s3://BUCKET/FOLDER or file:///DIRECTORY
+    #[arg(value_name = "STORE")]
+    pub store: StoreUrl,
+}
+
+/// Options of `rewake rm`.
+#[derive(Debug, Args)]
+pub struct RmArgs {
+    /// The image: s3://BUCKET/FOLDER/NAME or file:///DIRECTORY/NAME
+    #[arg(value_name = "URL")]
+    pub image: ImageUrl,
+}
+
+/// Options of `rewake gc`.
+#[derive(Debug, Args)]
+pub struct GcArgs {
+    /// The store: s3://BUCKET/FOLDER or file:///DIRECTORY
+    #[arg(value_name = "STORE")]
+    pub store: StoreUrl,
+    /// Remove what no image uses at once, not after a day. No push into this store and no pull from it may run: it would
+    /// lose what it has stored, or reads
+    #[arg(long)]
+    pub now: bool,
+}
+
+/// An image of another host or of a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PullSource {
+    /// `HOST:IMAGE`
+    Server(RemoteImage),
+    /// `s3://...` or `file://...`
+    Store(ImageUrl),
+}
+
+impl std::str::FromStr for PullSource {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if is_url(text) {
+            return text
+                .parse()
+                .map(Self::Store)
+                .map_err(|error: rewake_image_store::ImageStoreError| error.to_string());
+        }
+        text.parse().map(Self::Server)
+    }
+}
+
+/// A sealed image: its directory, or its URL in a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SealedPlace {
+    /// Its directory.
+    Directory(PathBuf),
+    /// Its URL.
+    Store(ImageUrl),
+}
+
+impl std::str::FromStr for SealedPlace {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if is_url(text) {
+            return text
+                .parse()
+                .map(Self::Store)
+                .map_err(|error: rewake_image_store::ImageStoreError| error.to_string());
+        }
+        Ok(Self::Directory(text.into()))
+    }
+}
+
+/// Whether a text names something in a store. A directory's path may have two slashes, and a colon, but seldom all.
+fn is_url(text: &str) -> bool {
+    text.contains("://")
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake push`: stores a sealed image.
+
+use std::io::{self, Write as _};
+use std::time::Instant;
+
+use anyhow::Context as _;
+use rewake_image_store::{ImageStore, StorePushReport, push};
+use rewake_streamer::units;
+
+use super::store_runtime;
+use crate::cli::PushArgs;
+use crate::logging;
+
+/// Runs the command; gives the exit code.
+///
+/// # Errors
+/// See [`push()`].
+pub fn run(options: &PushArgs) -> anyhow::Result<u8> {
+    logging::start(None, 2)?;
+    let (start, image) = (Instant::now(), &options.image);
+    let runtime = store_runtime()?;
+    let store = ImageStore::create(&image.store)?;
+    let report = runtime.block_on(push(&store, &options.images_dir, &image.name));
+    let report = report.with_context(|| image.to_string())?;
+    let StorePushReport { id, files, bytes, shared, written, kept, had } = report;
+    let mut out = io::stdout();
+    if had {
+        return Ok(
+            writeln!(out, "{image}: the store has image {id:.16} under this name already").map(|()| 0)?
+        );
+    }
+    let ([bytes, shared, written, kept], time) =
+        ([bytes, shared, written, kept].map(units::bytes), units::seconds(start.elapsed()));
+    writeln!(
+        out,
+        "{image}: {files} files, {bytes} in {time}: {written} were written; duplicates, and what the store had: \
+         {shared}; from a push that was cut: {kept}; image {id:.16}"
+    )?;
+    Ok(0)
+}

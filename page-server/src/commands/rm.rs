@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake rm`: removes an image from a store.
+
+use rewake_image_store::ImageStore;
+
+use super::store_runtime;
+use crate::cli::RmArgs;
+use crate::logging;
+
+/// Runs the command; gives the exit code.
+///
+/// # Errors
+/// There is no such image, or the store refuses.
+pub fn run(options: &RmArgs) -> anyhow::Result<u8> {
+    logging::start(None, 2)?;
+    let runtime = store_runtime()?;
+    let store = ImageStore::open(&options.image.store)?;
+    runtime.block_on(store.remove(&options.image.name))?;
+    Ok(0)
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! SeaweedFS: a store that answers as S3 does, on this host alone.
+
+use std::fs::{self, File};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context;
+use rewake_testkit::process::{MINUTE, until};
+use rewake_testkit::programs::rewake;
+use tempfile::TempDir;
+
+/// The key that the server knows.
+pub const KEY: [&str; 2] = ["a-key-id", "a-secret-that-is-never-shown"];
+
+/// The options with a port of their own.
+const PORTS: [&str; 8] = [
+    "s3.port",
+    "s3.port.grpc",
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+];
+
+/// A running server; ended when dropped.
+#[derive(Debug)]
+pub struct SeaweedServer {
+    child: Child,
+    port: u16,
+    folder: TempDir,
+}
+
+impl SeaweedServer {
+    /// Finds the program: `REWAKE_WEED`, which `cargo xtask test` sets.
+    ///
+    /// # Errors
+    /// It was not fetched.
+    pub fn program() -> anyhow::Result<PathBuf> {
+        let path = std::env::var_os("REWAKE_WEED").map(PathBuf::from).filter(|path| path.is_file());
+        path.context("no SeaweedFS: REWAKE_WEED does not name its program `weed`")
+    }
+
+    /// Starts a server with an empty bucket `bucket`.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn start(program: &Path) -> anyhow::Result<Self> {
+        let folder = tempfile::Builder::new().prefix("rewake-seaweedfs-").tempdir()?;
+        let [id, secret] = KEY;
+        let identity = format!(
+            r#"{{"identities":[{{"name":"t","credentials":[{{"accessKey":"{id}","secretKey":"{secret}"}}],"actions":["Admin"]}}]}}"#
+        );
+        let (config, log) = (folder.path().join("s3.json"), File::create(folder.path().join("log"))?);
+        fs::write(&config, identity)?;
+        let ports = free_ports()?;
+        let mut command = Command::new(program);
+        command.arg("server").arg(format!("-dir={}", folder.path().display()));
+        command.args(["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-s3"]);
+        command.args([
+            "-master.volumeSizeLimitMB=64",
+            "-volume.max=20",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+        ]);
+        command.arg(format!("-s3.config={}", config.display()));
+        command.args(PORTS.iter().zip(ports).map(|(option, port)| format!("-{option}={port}")));
+        command.env("HOME", folder.path()).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let child = command.spawn().context("start SeaweedFS")?;
+        let server = Self { child, port: ports[0], folder };
+        // It makes a bucket with its first object.
+        let is_ready =
+            || server.rewake(&["gc", "s3://bucket"]).ok()?.output().ok()?.status.success().then_some(());
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, server.port));
+        let answers = || TcpStream::connect_timeout(&address, Duration::from_secs(1)).ok();
+        until(MINUTE, answers).and_then(|_| until(MINUTE, is_ready)).with_context(|| server.log())?;
+        Ok(server)
+    }
+
+    /// Returns `rewake` with these arguments and the server's key.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn rewake(&self, arguments: &[&str]) -> anyhow::Result<Command> {
+        let mut command = Command::new(rewake()?);
+        command.args(arguments).stdin(Stdio::null());
+        let endpoint = format!("http://127.0.0.1:{}", self.port);
+        command
+            .env("AWS_ACCESS_KEY_ID", KEY[0])
+            .env("AWS_SECRET_ACCESS_KEY", KEY[1])
+            .env("AWS_ENDPOINT_URL", endpoint);
+        Ok(command)
+    }
+
+    /// Ends the server.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Returns what it logged.
+    fn log(&self) -> String {
+        fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+}
+
+impl Drop for SeaweedServer {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Ports that were free a moment ago.
+fn free_ports() -> anyhow::Result<[u16; PORTS.len()]> {
+    let listeners: Vec<TcpListener> =
+        PORTS.iter().map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).collect::<Result<_, _>>()?;
+    let ports: Vec<u16> =
+        listeners.iter().map(|listener| Ok(listener.local_addr()?.port())).collect::<std::io::Result<_>>()?;
+    ports.try_into().ok().context("a port for each option")
+}
