@@ -215,13 +215,37 @@ fn without_its_agent_the_program_reads_no_zeros() {
 }
 
 #[test]
+fn a_later_agent_continues_a_program_that_runs() {
+    let criu = need!(Criu::main());
+    for options in [&[][..], &["--pre-copy-only"]] {
+        let migration = Migration::started(&criu, "random", LARGE).unwrap();
+        let mut receive = migration.receive(path(&criu)).unwrap();
+        let mut migrate = migration.migrate_with(RECEIVER, options).unwrap();
+        until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+        receive.signal(Signal::SIGKILL).unwrap();
+        receive.ended().unwrap();
+        let mut later = migration.receive(path(&criu)).unwrap();
+        let migrated = migrate.ended().unwrap();
+        assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
+        assert_eq!(later.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+        assert!(migration.received().contains("and this one continues"), "{}", migration.received());
+        assert!(soon(|| migration.processes() == (0, 1)), "{:?}", migration.processes());
+        migration.expect_right_bytes().unwrap();
+    }
+}
+
+#[test]
 fn a_later_agent_says_what_became_of_the_program() {
     let criu = need!(Criu::main());
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
-    let receive = migration.receive(path(&criu)).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
     let mut migrate = migration.migrate().unwrap();
     until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
     receive.signal(Signal::SIGKILL).unwrap();
+    receive.ended().unwrap();
+    // It gets no memory for 5 s, and is killed.
+    let ended = until(MINUTE, || (migration.processes().1 == 0).then_some(()));
+    assert!(ended.is_some(), "the program runs on: {:?}", migration.written());
     let mut later = migration.receive(path(&criu)).unwrap();
     let migrated = migrate.ended().unwrap();
     assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());

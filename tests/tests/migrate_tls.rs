@@ -116,6 +116,40 @@ fn all_connections_of_a_migration_have_one_certificate() {
     migration.expect_right_bytes().unwrap();
 }
 
+/// Both agents are killed after GRANT, and the program ends without them.
+#[test]
+fn a_later_agent_answers_its_own_source_only() {
+    let criu = need!(Criu::main());
+    let authority = Authority::new();
+    let mut migration = Migration::started(&criu, "random", LARGE).unwrap();
+    let (own, other) = (named(&authority, SOURCE), named(&authority, SOURCE));
+    migration.secure_receive(receiving(&authority, DESTINATION));
+    migration.secure_migrate(own.clone());
+    let mut receive = migration.receive(Path::new(criu.as_ref())).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    receive.signal(Signal::SIGKILL).unwrap();
+    receive.ended().unwrap();
+    migrate.signal(Signal::SIGKILL).unwrap();
+    migrate.ended().unwrap();
+    until(MINUTE, || (migration.processes().1 == 0).then_some(())).expect("the program's end");
+
+    let mut later = migration.receive(Path::new(criu.as_ref())).unwrap();
+    migration.secure_migrate(other);
+    let mut stranger = migration.migrate().unwrap();
+    let reason = "its certificate is not that of the connection before";
+    assert!(soon(|| migration.received().contains(reason)), "{}", migration.received());
+    assert!(migration.is_frozen() && migration.is_granted());
+    stranger.signal(Signal::SIGKILL).unwrap();
+    stranger.ended().unwrap();
+
+    migration.secure_migrate(own);
+    let migrated = migration.migrate().unwrap().ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
+    later.signal(Signal::SIGTERM).unwrap();
+    later.ended().unwrap();
+}
+
 #[test]
 fn a_program_moves_encrypted_with_every_byte() {
     let criu = need!(Criu::main());

@@ -145,14 +145,20 @@ impl TreeCgroup {
         for _ in 0..MAX_GROUPS {
             let made = Self::make(own.join(new_name(RESTORED)?))?;
             // Another agent may remove it before it is locked.
-            let locked = File::open(&made.path).map(|folder| Flock::lock(folder, FlockArg::LockExclusive));
-            if let Ok(Ok(lock)) = locked
+            if let Ok(lock) = made.lock()
                 && made.path.exists()
             {
                 return Ok((made, lock));
             }
         }
         bail!("{}: {MAX_GROUPS} new cgroups were removed by other processes", own.display())
+    }
+
+    /// Keeps other agents from removing the group.
+    pub(crate) fn lock(&self) -> anyhow::Result<Flock<File>> {
+        let locking = || format!("locking cgroup {}", self.path.display());
+        let folder = File::open(&self.path).with_context(locking)?;
+        Flock::lock(folder, FlockArg::LockExclusive).map_err(|(_, error)| error).with_context(locking)
     }
 
     fn make(path: PathBuf) -> anyhow::Result<Self> {

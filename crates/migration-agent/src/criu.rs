@@ -102,6 +102,10 @@ impl RunningCriu {
         Ok(Self { child, act, logs: [log, words] })
     }
 
+    pub(crate) fn pid(&self) -> i32 {
+        self.child.id().cast_signed()
+    }
+
     /// Returns how it ended, if it has.
     pub(crate) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         self.child.try_wait()

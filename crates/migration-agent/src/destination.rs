@@ -4,9 +4,8 @@
 use std::env;
 use std::fs::{self, File};
 use std::net::TcpListener;
-use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,18 +21,17 @@ use rewake_migration::message::FromDestination;
 use rewake_migration::record::DestinationRecord;
 use rewake_peer_stream::Admission;
 
-use crate::candidates::CandidateStore;
-use crate::cgroup::TreeCgroup;
 use crate::criu::{CriuChoice, RunningCriu};
 use crate::destination_link::{ConnectionState, DestinationEvent, accept};
+use crate::destination_place::DestinationPlace;
 use crate::dry_run;
 use crate::earlier::EarlierMigration;
 use crate::folder::{self, DestinationEntry, MigrationFolder, WrittenRecord};
-use crate::frame::{Frame, FrameWriter, MAX_EVENTS, new_name};
+use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::intake::Intake;
-use crate::peer::certificate_digest;
+use crate::page_client::{ClientProcess, PageClient};
 use crate::relay::PageRelay;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 use crate::strangers::Strangers;
@@ -75,33 +73,24 @@ pub fn receive(
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
     folder::remove_leftovers();
+    let left = DestinationPlace::left()?;
     let earlier = EarlierMigration::end_all();
-    let name = new_name(folder::DESTINATION)?;
-    let folder = MigrationFolder::open(&name)?;
-    let work = folder::work(&name);
-    let begun = match begin(&folder, &work) {
-        Ok(begun) => begun,
-        Err(error) => {
-            // It may not exist.
-            let _ = fs::remove_dir_all(&work);
-            folder.remove();
-            return Err(error);
-        }
-    };
+    let is_left = left.is_some();
+    let place = left.map_or_else(DestinationPlace::new, Ok)?;
     let (sender, events) = sync_channel(MAX_EVENTS);
     let state = Arc::new(ConnectionState {
         admission,
-        id: Mutex::default(),
+        id: Mutex::new(place.entry.id.map(|id| (id, place.entry.peer))),
         earlier: Mutex::new(earlier),
         strangers: Strangers::default(),
         newest: Mutex::default(),
-        images: folder.images(),
+        images: place.folder.images(),
         criu: criu.clone(),
-        store: Arc::new(begun.store),
+        store: Arc::new(place.store),
         intake: Mutex::default(),
         relay: Mutex::default(),
     });
-    let scripts = begun.scripts;
+    let scripts = place.scripts;
     let (to_scripts, to_aborts, to_links) = (sender.clone(), sender.clone(), sender.clone());
     thread::spawn(move || {
         script::receive(&scripts, |call, script| match call {
@@ -111,52 +100,38 @@ pub fn receive(
         });
     });
     thread::spawn(move || while aborts.recv().is_ok() && to_aborts.send(DestinationEvent::Abort).is_ok() {});
-    let shared = Arc::clone(&state);
-    thread::spawn(move || accept(&listener, &shared, &to_links));
+    let machine = match is_left {
+        true => MigrationDestination::restarted(place.entry.record, true).0,
+        false => MigrationDestination::new(),
+    };
+    let client = place.entry.client.clone().map(PageClient::Left);
     let agent = DestinationAgent {
-        machine: MigrationDestination::new(),
+        machine,
         criu,
-        entry: begun.entry,
-        _cgroup_lock: begun.cgroup_lock,
-        state,
+        entry: place.entry,
+        _cgroup_lock: place.cgroup_lock,
+        state: Arc::clone(&state),
         sender,
         events,
         link: None,
         link_number: 0,
-        lost_since: None,
+        lost_since: is_left.then(Instant::now),
         lost_limit: LOST_LIMIT,
         restore: None,
-        client: None,
+        client,
         script: None,
-        is_released: false,
+        is_released: is_left,
         outcome: None,
-        work,
-        folder,
+        work: place.work,
+        folder: place.folder,
     };
-    Ok(agent.run())
-}
-
-/// What a destination has before its source connects.
-struct DestinationPlace {
-    entry: DestinationEntry,
-    cgroup_lock: Flock<File>,
-    store: CandidateStore,
-    scripts: UnixListener,
-}
-
-/// Makes what a restore needs. The caller removes both folders if that fails.
-fn begin(folder: &MigrationFolder, work: &Path) -> anyhow::Result<DestinationPlace> {
-    let made = fs::DirBuilder::new().mode(0o700).create(work);
-    made.with_context(|| format!("making {}", work.display()))?;
-    let store = CandidateStore::make(work)?;
-    let scripts = folder.listen()?;
-    let (cgroup, cgroup_lock) = TreeCgroup::for_restore()?;
-    let entry = DestinationEntry { record: DestinationRecord::Started, id: None, peer: None, cgroup };
-    if let Err(error) = folder.write(&WrittenRecord::Destination(entry.clone())) {
-        entry.cgroup.release();
-        return Err(error);
+    if is_left {
+        let listener = agent.bind_pages()?;
+        agent.serve_pages(listener);
+        tracing::warn!("an earlier agent was killed: its program runs here, and this one continues");
     }
-    Ok(DestinationPlace { entry, cgroup_lock, store, scripts })
+    thread::spawn(move || accept(&listener, &state, &to_links));
+    Ok(agent.run())
 }
 
 /// Time without a connection before GRANT is asked for, longer than the limit that the offer's source has.
@@ -179,7 +154,7 @@ struct DestinationAgent<'a> {
     lost_limit: Duration,
     restore: Option<RunningCriu>,
     /// The lazy-pages client, until all memory is resident.
-    client: Option<RunningCriu>,
+    client: Option<PageClient>,
     script: Option<WaitingScript>,
     is_released: bool,
     outcome: Option<DestinationOutcome>,
@@ -263,17 +238,9 @@ impl DestinationAgent<'_> {
                 false => self.step(DestinationInput::RestoreFailed(failure)),
             }
         }
-        if let Some(client) = &mut self.client
-            && let Ok(Some(status)) = client.ended()
-        {
-            let failure = client.failure(status);
+        if let Some(input) = self.client.as_mut().and_then(|client| client.end(&self.entry.cgroup)) {
             self.client = None;
-            match status.success() {
-                // The client also ends well when no process needs it any more.
-                true if !self.entry.cgroup.has_processes() => self.step(DestinationInput::TreeEnded),
-                true => self.step(DestinationInput::Resident),
-                false => self.step(DestinationInput::MemoryLost(failure)),
-            }
+            self.step(input);
         }
         let has_asked_for_grant = self.script.is_some();
         let limit = if self.is_released || has_asked_for_grant { GIVE_UP_LIMIT } else { self.lost_limit };
@@ -346,12 +313,11 @@ impl DestinationAgent<'_> {
     /// Starts the process that serves the restore's page faults, with this agent as its page server. If it or this agent
     /// is killed, no page reads as zeros: the userfaultfds are parked in the tree.
     fn start_client(&mut self) -> anyhow::Result<()> {
-        let pages = self.work.join("pages.socket");
-        let listener = UnixListener::bind(&pages).with_context(|| format!("binding {}", pages.display()))?;
+        let listener = self.bind_pages()?;
         let program = env::current_exe().context("finding this program")?;
         let this = CriuChoice { program, options: Vec::new(), plugins: None };
         let mut command = this.command("lazy-pages", &self.folder.images(), &self.work);
-        command.args(["--page-server", "--address"]).arg(&pages);
+        command.args(["--page-server", "--address"]).arg(self.pages());
         let mut client = RunningCriu::start(&mut command, "lazy-pages", &self.work)?;
         let socket = self.work.join("lazy-pages.socket");
         let start = Instant::now();
@@ -362,7 +328,26 @@ impl DestinationAgent<'_> {
             ensure!(start.elapsed() < CLIENT_LIMIT, "lazy-pages does not listen");
             sleep(POLL);
         }
-        self.client = Some(client);
+        let process = Some(ClientProcess::of(client.pid())?);
+        self.client = Some(PageClient::Started(client));
+        let entry = DestinationEntry { client: process, ..self.entry.clone() };
+        self.write(entry).map_err(anyhow::Error::msg)?;
+        self.serve_pages(listener);
+        Ok(())
+    }
+
+    fn pages(&self) -> PathBuf {
+        self.work.join("pages.socket")
+    }
+
+    /// Listens for the process that serves page faults. An agent that was killed has left its socket.
+    fn bind_pages(&self) -> anyhow::Result<UnixListener> {
+        let pages = self.pages();
+        let _ = fs::remove_file(&pages);
+        UnixListener::bind(&pages).with_context(|| format!("binding {}", pages.display()))
+    }
+
+    fn serve_pages(&self, listener: UnixListener) {
         let relay = Arc::new(PageRelay::new(Arc::clone(&self.state.store)));
         relay.connect(self.link.clone());
         *self.state.relay.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&relay));
@@ -373,7 +358,6 @@ impl DestinationAgent<'_> {
                 let _ = sender.send(DestinationEvent::MemoryLost(format!("{error:#}")));
             }
         });
-        Ok(())
     }
 
     /// Brings all lazy pages to this host, in another thread.
@@ -393,9 +377,8 @@ impl DestinationAgent<'_> {
 
     /// Writes down which migration this is: a later agent then answers its source.
     fn note_source(&mut self) {
-        let known = self.state.id.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let (id, peer) =
-            known.map_or((None, None), |(id, peer)| (Some(id), peer.as_ref().map(certificate_digest)));
+        let known = *self.state.id.lock().unwrap_or_else(PoisonError::into_inner);
+        let (id, peer) = known.map_or((None, None), |(id, peer)| (Some(id), peer));
         if self.entry.id != id
             && let Err(reason) = self.write(DestinationEntry { id, peer, ..self.entry.clone() })
         {

@@ -9,7 +9,6 @@ use std::thread::{self, sleep};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_tls::PeerCertificate;
 use rewake_migration::message::FromSource;
 use rewake_peer_stream::{Admission, PeerStream};
 
@@ -47,7 +46,7 @@ pub(crate) enum DestinationEvent {
 pub(crate) struct ConnectionState {
     pub(crate) admission: Admission,
     /// The migration that the first greeting named, and the certificate of its source, which has TLS.
-    pub(crate) id: Mutex<Option<(MigrationId, Option<PeerCertificate>)>>,
+    pub(crate) id: Mutex<Option<(MigrationId, Option<CertificateDigest>)>>,
     /// Migrations of agents that were killed.
     pub(crate) earlier: Mutex<Vec<EarlierMigration>>,
     pub(crate) strangers: Strangers,
@@ -154,11 +153,11 @@ fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<Option<Pe
         }
         return answered.map(|()| None);
     }
-    let certificate = stream.peer();
+    let certificate = stream.peer().map(certificate_digest);
     let mut known = state.id.lock().unwrap_or_else(PoisonError::into_inner);
-    let (known, first) = known.get_or_insert_with(|| (id, certificate.cloned()));
+    let (known, first) = known.get_or_insert_with(|| (id, certificate));
     ensure!(*known == id, "another migration: this agent takes one program");
-    ensure!(first.as_ref() == certificate, OTHER_CERTIFICATE);
+    ensure!(*first == certificate, OTHER_CERTIFICATE);
     stream.socket().set_read_timeout(None)?;
     Ok(Some(stream))
 }

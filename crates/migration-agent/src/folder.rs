@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cgroup::TreeCgroup;
 use crate::frame::MigrationId;
+use crate::page_client::ClientProcess;
 use crate::peer::CertificateDigest;
 
 /// Where a destination's CRIU works: on a disk, because it has the candidates and the cache file of all lazy pages.
@@ -49,7 +50,7 @@ pub(crate) struct SourceEntry {
     pub(crate) cgroup: TreeCgroup,
 }
 
-/// What a later agent of this host needs to end a migration.
+/// What a later agent of this host needs to continue a migration, or to end it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DestinationEntry {
     pub(crate) record: DestinationRecord,
@@ -57,6 +58,8 @@ pub(crate) struct DestinationEntry {
     pub(crate) id: Option<MigrationId>,
     /// The certificate of the source, which has TLS.
     pub(crate) peer: Option<CertificateDigest>,
+    /// The process that serves page faults, once it listens.
+    pub(crate) client: Option<ClientProcess>,
     pub(crate) cgroup: TreeCgroup,
 }
 
@@ -243,7 +246,7 @@ mod tests {
             }
             path
         };
-        let destination = r#"{"destination":{"record":"released","id":null,"peer":null,"cgroup":{"path":"/g","is_made":true}}}"#;
+        let destination = r#"{"destination":{"record":"released","id":null,"peer":null,"client":null,"cgroup":{"path":"/g","is_made":true}}}"#;
         let source = |group: &str| {
             let id = [0; 16];
             format!(

@@ -3,7 +3,8 @@
 //!
 //! * [`source`]: dumps and freezes the tree, serves its memory, kills it at the end. Start here.
 //!   `source_begin`: its group and its offer. `frozen_wait`: how long it may be frozen.
-//! * [`destination`]: restores the tree, and releases it after GRANT.
+//! * [`destination`]: restores the tree, and releases it after GRANT. `destination_place`: its folders, new or of an
+//!   agent that was killed. `page_client`: the process that serves page faults.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `earlier`: what agents of this host have left that were killed.
@@ -21,6 +22,7 @@ mod cgroup;
 pub mod criu;
 pub mod destination;
 mod destination_link;
+mod destination_place;
 pub mod dry_run;
 mod earlier;
 mod folder;
@@ -30,6 +32,7 @@ mod held_dump;
 mod host;
 mod image_files;
 mod intake;
+mod page_client;
 mod peer;
 pub mod pre_copy;
 mod program_files;
