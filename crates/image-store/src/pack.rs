@@ -53,7 +53,7 @@ impl Packs {
         Self {
             store: store.clone(),
             left: left.collect(),
-            pack: Vec::new(),
+            pack: Vec::with_capacity(FULL),
             names: Vec::new(),
             writes: JoinSet::new(),
             written: 0,
@@ -96,7 +96,7 @@ impl Packs {
     }
 
     async fn write(&mut self) -> Result<()> {
-        let pack = std::mem::take(&mut self.pack);
+        let pack = std::mem::replace(&mut self.pack, Vec::with_capacity(FULL));
         let hash = hash_part(Digest(*blake3::hash(&pack).as_bytes()));
         if let Some(name) = self.left.get(&hash) {
             self.kept += pack.len() as u64;
