@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage, SourceArgs};
-pub use store::{GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
+pub use store::{ExportedPlace, GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
 pub use tls::{PeerTlsArgs, TlsArgs};
 
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.

@@ -8,7 +8,9 @@ use std::process::Command;
 
 use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{restore, timeline};
-use rewake_tests::export::seal;
+use rewake_tests::export::{
+    ImageExport, messages, restore_from, seal, streamer_ended, verify, with_messages_in_file,
+};
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
@@ -75,6 +77,27 @@ fn an_image_goes_through_a_store_and_is_restored() {
         timeline(&command.arg("-W").arg(scene.work()).args(["--", "-d"]).output().unwrap()).unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
     }
+}
+
+#[test]
+fn a_program_runs_while_its_memory_arrives_from_a_store() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "random", 32).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let store = format!("file://{}/store", folder.path().display());
+    let name = seal(&scene).unwrap();
+    done(&["push", text(&scene.images()), &format!("{store}/{name}")]);
+    fs::remove_dir_all(scene.images()).unwrap();
+
+    let server = ImageExport::start(Path::new(&store), &[]).unwrap();
+    let copy = scene.files().join("copy");
+    let mut command = restore_from(&criu, &scene, server.port(), &copy, &["--wait", "alive"]).unwrap();
+    with_messages_in_file(&mut command, &scene).unwrap();
+    assert!(command.status().unwrap().success(), "{}{}", messages(&scene), scene.logs());
+    scene.go().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+    streamer_ended(&scene).unwrap();
+    verify(&copy).unwrap();
 }
 
 #[test]

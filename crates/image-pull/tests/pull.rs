@@ -13,7 +13,7 @@ use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, Properties, kfd
 use rewake_criu_images::{Generation, Inventory, PageFlags, Pagemap, write};
 use rewake_image_pull::{ImageSource, PullReport, complete, complete_image, pull, pull_eager};
 use rewake_image_server::connection::serve;
-use rewake_image_server::exports::Exports;
+use rewake_image_server::exports::{Exports, ImageDirectory};
 use rewake_manifest::{seal, verify};
 
 const CHUNK: usize = 2 << 20;
@@ -53,7 +53,8 @@ impl Scene {
 
     /// Opens an image. Each connection is cut after so many bytes to the client.
     fn source(&self, image: &str, cut_after: usize) -> anyhow::Result<(ImageSource, Arc<AtomicUsize>)> {
-        let exports = Arc::new(Exports::new(&self.dir.path().join("exports"))?);
+        let exports =
+            Arc::new(Exports::new(Arc::new(ImageDirectory::new(&self.dir.path().join("exports"))?)));
         let connections = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&connections);
         let connect = move || {

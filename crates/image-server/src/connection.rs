@@ -2,7 +2,6 @@
 //! The requests of one client, one after another.
 
 use std::io::{Read, Write};
-use std::os::unix::fs::FileExt as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -12,7 +11,7 @@ use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
 use rewake_image_protocol::{Data, MAX_READ, Open, Opened, Read as RangeRead, VERSION, hello, reply_of};
 
-use crate::exports::{ExportedImage, Exports};
+use crate::exports::{Exports, OpenImage};
 use crate::pace::ReplyPace;
 
 /// Bytes that are read from a file and sent at a time: those of a demand read, in one write.
@@ -78,7 +77,7 @@ fn answer<S: Read + Write>(
     let (mut served, mut reader) = (Served::default(), RangeSender::default());
     while let Some(request) = next(stream)? {
         let Request::Read(read) = request else { return Err(unexpected("a read", &request)) };
-        reader.send(&mut image, read, stream)?;
+        reader.send(&mut *image, read, stream)?;
         served.reads += 1;
         served.bytes += u64::from(read.length);
     }
@@ -108,23 +107,21 @@ impl RangeSender {
     /// Sends a range of a file. The first piece is read before the reply begins.
     fn send(
         &mut self,
-        image: &mut ExportedImage,
+        image: &mut dyn OpenImage,
         read: RangeRead,
         stream: &mut impl Write,
     ) -> anyhow::Result<()> {
         let RangeRead { file: number, offset, length } = read;
         ensure!((1..=MAX_READ).contains(&length), "a read of {length} bytes: 1 to {MAX_READ} expected");
-        let file = image.file(number)?;
         let context = || format!("file {number}: {length} bytes from offset {offset}");
-        let size = file.metadata().with_context(context)?.len();
-        let end = offset.checked_add(u64::from(length)).filter(|end| *end <= size);
-        ensure!(end.is_some(), "{}: the file has {size}", context());
+        let end = offset.checked_add(u64::from(length)).with_context(context)?;
+        image.begin(number, offset..end).with_context(context)?;
         let data = reply_of(Reply::Data(Data { length, compressed: self.pace.is_compressed() }));
         let (mut sent, mut took) = (0, Duration::ZERO);
         while sent < length as usize {
             let piece = self.piece.len().min(length as usize - sent);
             let piece = &mut self.piece[..piece];
-            file.read_exact_at(piece, offset + sent as u64).with_context(context)?;
+            image.next(piece).with_context(context)?;
             let began = Instant::now();
             let mut bytes = &*piece;
             if self.pace.is_compressed() {

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The images that clients may open: directories with a manifest below one directory.
+//! The images that clients may open, and their files. [`ImageFolder`] is where they are: [`ImageDirectory`] has those
+//! below a directory; a store of images is another one.
 
+use std::fmt::Debug;
 use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::{Digest, ImageDir, ImageLease};
@@ -13,36 +18,62 @@ use rewake_peer_stream::PeerRights;
 /// The longest name of an image, in bytes.
 const MAX_NAME: usize = 4096;
 
-/// The directory whose images are served, and which of them a client may read.
+/// Where images are that a server serves.
+pub trait ImageFolder: Debug + Send + Sync {
+    /// Opens an image by its name, a path without `..`, or the `ancestor`-th of its parents.
+    ///
+    /// # Errors
+    /// There is no such image, or it is damaged.
+    fn open(&self, name: &Path, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>>;
+}
+
+/// An open image. It stays the same when another one takes its place.
+pub trait OpenImage {
+    /// Returns the image's id.
+    fn id(&self) -> Digest;
+
+    /// Returns the length of the manifest in bytes.
+    fn manifest_length(&self) -> u64;
+
+    /// Begins to read a range of a file: 0 is the manifest, 1 the first file that it names.
+    ///
+    /// # Errors
+    /// The image has no such file, or the range is beyond its end.
+    fn begin(&mut self, file: u32, range: Range<u64>) -> anyhow::Result<()>;
+
+    /// Reads the next bytes of the range.
+    ///
+    /// # Errors
+    /// They cannot be read, or are more than is left of the range.
+    fn next(&mut self, into: &mut [u8]) -> anyhow::Result<()>;
+}
+
+/// The images that are served, and which of them a client may read.
 #[derive(Debug)]
 pub struct Exports {
-    root: PathBuf,
+    folder: Arc<dyn ImageFolder>,
     rights: PeerRights,
 }
 
 impl Exports {
-    /// Serves the images below a directory.
-    ///
-    /// # Errors
-    /// It is no directory.
-    pub fn new(root: &Path) -> anyhow::Result<Self> {
-        let root = root.canonicalize().with_context(|| root.display().to_string())?;
-        ensure!(root.is_dir(), "{}: expected a directory with images", root.display());
-        Ok(Self { root, rights: PeerRights::All })
+    /// Serves the images of a folder.
+    #[must_use]
+    pub fn new(folder: Arc<dyn ImageFolder>) -> Self {
+        Self { folder, rights: PeerRights::All }
     }
 
     /// Returns those of the images that a client with these rights may read.
     #[must_use]
     pub fn permitted(&self, rights: PeerRights) -> Self {
-        Self { root: self.root.clone(), rights }
+        Self { folder: Arc::clone(&self.folder), rights }
     }
 
-    /// Opens an image by its name, a path below the directory, or the `ancestor`-th of its parents. Who may read an
-    /// image may read its parents, whose memory is a part of it.
+    /// Opens an image by its name, or the `ancestor`-th of its parents. Who may read an image may read its parents,
+    /// whose memory is a part of it.
     ///
     /// # Errors
     /// The client may not read it, there is no such image, it is not sealed, or its manifest is damaged.
-    pub fn open(&self, name: &str, ancestor: u32) -> anyhow::Result<ExportedImage> {
+    pub fn open(&self, name: &str, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
         let path = Path::new(name);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
         ensure!(
@@ -50,24 +81,48 @@ impl Exports {
             "{name:.80?}: expected the name of an image, a path without `..`"
         );
         self.rights.check_image(path)?;
-        let mut directory = ImageDir::open(self.root.join(path)).with_context(|| format!("image {name}"))?;
-        for _ in 0..ancestor {
-            let parent = directory.parent()?;
-            directory = parent.with_context(|| format!("image {name}: it has no {ancestor} ancestors"))?;
-        }
-        ExportedImage::open(directory)
+        self.folder.open(path, ancestor).with_context(|| format!("image {name}"))
     }
 }
 
-/// An open image. It stays the same when another image takes its directory's place: it is leased.
+/// A directory: each image is a directory below it.
 #[derive(Debug)]
-pub struct ExportedImage {
+pub struct ImageDirectory(PathBuf);
+
+impl ImageDirectory {
+    /// Serves the images below a directory.
+    ///
+    /// # Errors
+    /// It is no directory.
+    pub fn new(root: &Path) -> anyhow::Result<Self> {
+        let root = root.canonicalize().with_context(|| root.display().to_string())?;
+        ensure!(root.is_dir(), "{}: expected a directory with images", root.display());
+        Ok(Self(root))
+    }
+}
+
+impl ImageFolder for ImageDirectory {
+    fn open(&self, name: &Path, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+        let mut directory = ImageDir::open(self.0.join(name))?;
+        for _ in 0..ancestor {
+            let parent = directory.parent()?;
+            directory = parent.with_context(|| format!("it has no {ancestor} ancestors"))?;
+        }
+        Ok(Box::new(ExportedImage::open(directory)?))
+    }
+}
+
+/// An image in a directory. It is leased.
+#[derive(Debug)]
+struct ExportedImage {
     directory: ImageDir,
     id: Digest,
     manifest_length: u64,
     /// Names in the order of the manifest.
     names: Vec<String>,
     open: OpenFiles,
+    /// The file that is read, and what is left of the range.
+    reading: (u32, Range<u64>),
     /// None where the file system has no locks.
     _lease: Option<ImageLease>,
 }
@@ -84,26 +139,11 @@ impl ExportedImage {
         }
         let (_, _, manifest_length) = directory.file(MANIFEST_NAME)?.context("the manifest was removed")?;
         let (id, open) = (manifest.id(), OpenFiles::default());
-        Ok(Self { directory, id, manifest_length, names, open, _lease: lease })
+        let reading = (0, 0..0);
+        Ok(Self { directory, id, manifest_length, names, open, reading, _lease: lease })
     }
 
-    /// Returns the image's id.
-    #[must_use]
-    pub fn id(&self) -> Digest {
-        self.id
-    }
-
-    /// Returns the length of the manifest in bytes.
-    #[must_use]
-    pub fn manifest_length(&self) -> u64 {
-        self.manifest_length
-    }
-
-    /// Returns a file: 0 is the manifest, 1 the first file that it names.
-    ///
-    /// # Errors
-    /// The image has no such file, or it cannot be opened.
-    pub fn file(&mut self, number: u32) -> anyhow::Result<&File> {
+    fn file(&mut self, number: u32) -> anyhow::Result<&File> {
         let Self { directory, names, open, .. } = self;
         open.get(number, || {
             let name = match number.checked_sub(1) {
@@ -116,6 +156,32 @@ impl ExportedImage {
             let (_, file, _) = directory.file(name)?.with_context(|| format!("{name}: it was removed"))?;
             Ok(file)
         })
+    }
+}
+
+impl OpenImage for ExportedImage {
+    fn id(&self) -> Digest {
+        self.id
+    }
+
+    fn manifest_length(&self) -> u64 {
+        self.manifest_length
+    }
+
+    fn begin(&mut self, file: u32, range: Range<u64>) -> anyhow::Result<()> {
+        let size = self.file(file)?.metadata()?.len();
+        ensure!(range.end <= size, "the file has {size}");
+        self.reading = (file, range);
+        Ok(())
+    }
+
+    fn next(&mut self, into: &mut [u8]) -> anyhow::Result<()> {
+        let (number, range) = self.reading.clone();
+        let end = range.start + into.len() as u64;
+        ensure!(end <= range.end, "more bytes than are left of the range");
+        self.file(number)?.read_exact_at(into, range.start)?;
+        self.reading.1.start = end;
+        Ok(())
     }
 }
 
@@ -134,18 +200,25 @@ mod tests {
         seal(image).unwrap();
     }
 
+    fn exports(root: &Path) -> Exports {
+        Exports::new(Arc::new(ImageDirectory::new(root).unwrap()))
+    }
+
     #[test]
     fn an_open_image_is_leased_and_survives_one_in_its_place() {
         let root = tempfile::tempdir().unwrap();
         let (image, old) = (root.path().join("web"), root.path().join("old"));
         sealed(&image);
-        let exports = Exports::new(root.path()).unwrap();
+        let exports = exports(root.path());
         let mut open = exports.open("web", 0).unwrap();
         // What a dump does: it exchanges the directories, and removes the old one if it has no reader.
         fs::rename(&image, &old).unwrap();
         let is_removable = || ImageLease::shared(&old).unwrap().unwrap().make_exclusive().unwrap();
         assert!(!is_removable());
-        assert!(open.file(1).unwrap().metadata().unwrap().len() > 0);
+        open.begin(1, 0..8).unwrap();
+        open.next(&mut [0; 8]).unwrap();
+        open.next(&mut [0; 1]).unwrap_err();
+        open.begin(1, 0..1 << 40).unwrap_err();
         drop(open);
         assert!(is_removable());
     }
@@ -155,9 +228,9 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         sealed(&root.path().join("web/1"));
         sealed(&root.path().join("db/1"));
-        let exports = Exports::new(root.path()).unwrap().permitted(PeerRights::Folders(vec!["web".into()]));
+        let exports = exports(root.path()).permitted(PeerRights::Folders(vec!["web".into()]));
         exports.open("web/1", 0).unwrap();
-        let refused = |name| exports.open(name, 0).unwrap_err().to_string().replace(name, "NAME");
+        let refused = |name| exports.open(name, 0).err().unwrap().to_string().replace(name, "NAME");
         assert_eq!(refused("db/1"), refused("db/none"));
         assert!(refused("db/1").contains("to read web only"), "{}", refused("db/1"));
         assert!(refused("web/../db/1").contains("a path without `..`"));

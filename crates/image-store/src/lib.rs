@@ -3,7 +3,7 @@
 //!
 //! * [`ImageStore`]: a store, its images, and their names. [`push`](push()) stores an image, [`verify`](verify())
 //!   compares one with its manifest, [`collect_garbage`] removes what no image uses.
-//! * [`StoreSource`]: where `rewake_image_pull` gets an image from.
+//! * [`StoreSource`]: where `rewake_image_pull` gets an image from. [`StoreFolder`]: what an image server serves.
 //! * `blocks`: chunks in packs, readable by block. `format`: names and indexes. `connect`, `profile`: credentials.
 //!
 //! No act needs a condition that the store checks. Two pushes never write an object of the same name, but that which
@@ -21,6 +21,7 @@ mod pack;
 mod profile;
 mod push;
 mod reader;
+mod served;
 mod source;
 mod store;
 #[cfg(test)]
@@ -32,6 +33,7 @@ pub use error::{ImageStoreError, Result};
 pub use format::StoredImage;
 pub use garbage::{GRACE, GarbageReport, collect_garbage};
 pub use push::{StorePushReport, push};
+pub use served::StoreFolder;
 pub use source::StoreSource;
 pub use store::ImageStore;
 pub use url::{ImageUrl, StoreUrl};

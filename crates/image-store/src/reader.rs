@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use rewake_criu_images::Digest;
+use rewake_image_io::BLOCK;
+use rewake_manifest::SealedChunk;
 
 use crate::blocks;
 use crate::error::{ImageStoreError, Result};
@@ -37,11 +39,7 @@ impl ChunkReader {
 
     /// Reads a chunk, and compares it with its hash.
     pub(crate) async fn chunk(&self, digest: Digest, length: u32) -> Result<Vec<u8>> {
-        let at = self.locate(digest)?;
-        if at.length != length {
-            let what = format!("chunk {digest:.12} has {} bytes, expected {length}", at.length);
-            return Err(ImageStoreError::Damaged { object: self.index.clone(), what });
-        }
+        let at = self.locate_whole(digest, length)?;
         let mut attempt = 0;
         loop {
             attempt += 1;
@@ -57,10 +55,32 @@ impl ChunkReader {
         }
     }
 
+    /// Reads a part of a chunk. All of it is compared with its hash; less is not: a manifest has checksums of blocks.
+    pub(crate) async fn part(&self, chunk: SealedChunk, part: Range<usize>) -> Result<Vec<u8>> {
+        let SealedChunk { digest, length } = chunk;
+        if part == (0..length as usize) {
+            return self.chunk(digest, length).await;
+        }
+        let at = self.locate_whole(digest, length)?;
+        let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
+        let start = part.start - blocks.start * BLOCK;
+        let bytes = self.blocks(at, blocks).await?;
+        Ok(bytes[start..start + part.len()].to_vec())
+    }
+
     /// Reads blocks of a chunk. Nothing proves them but their own checksums, which a manifest has.
     pub(crate) async fn blocks(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Vec<u8>> {
         let stored = self.store.get_range(PACKS, &at.pack, blocks::range(at, blocks.clone())).await?;
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
+    }
+
+    fn locate_whole(&self, digest: Digest, length: u32) -> Result<&ChunkLocation> {
+        let at = self.locate(digest)?;
+        if at.length != length {
+            let what = format!("chunk {digest:.12} has {} bytes, expected {length}", at.length);
+            return Err(ImageStoreError::Damaged { object: self.index.clone(), what });
+        }
+        Ok(at)
     }
 
     pub(crate) fn locate(&self, digest: Digest) -> Result<&ChunkLocation> {

@@ -3,6 +3,7 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
+use std::fs::File;
 use std::io::{Seek as _, SeekFrom, Write as _};
 use std::sync::Arc;
 
@@ -65,7 +66,7 @@ pub async fn verify(
 ) -> Result<StoreVerifyReport> {
     let image = store.image(name).await?;
     let reader = Arc::new(ChunkReader::open(store, &image).await?);
-    let mut manifest = manifest(store, &image).await?;
+    let (mut manifest, _) = manifest(store, &image).await?;
     let sums = StoreVerifyReport { id: image.id, ..StoreVerifyReport::default() };
     let mut verification = Verification {
         reader,
@@ -98,8 +99,8 @@ pub async fn verify(
     Ok(verification.sums)
 }
 
-/// Copies the manifest of an image, and checks that it is the image's.
-async fn manifest(store: &ImageStore, image: &StoredImage) -> Result<ManifestReader> {
+/// Copies the manifest of an image, and checks that it is the image's. Returns its records, and the file that it is in.
+pub(crate) async fn manifest(store: &ImageStore, image: &StoredImage) -> Result<(ManifestReader, File)> {
     let object = store.object(MANIFESTS, &image.version);
     let failed = |reason| ImageStoreError::File { file: "a temporary file".to_owned(), reason };
     let mut file = tempfile::tempfile().map_err(failed)?;
@@ -112,9 +113,10 @@ async fn manifest(store: &ImageStore, image: &StoredImage) -> Result<ManifestRea
         offset = end;
     }
     file.seek(SeekFrom::Start(0)).map_err(failed)?;
-    let reader = ManifestReader::of(file, length, object.as_ref())?;
+    let copy = file.try_clone().map_err(failed)?;
+    let reader = ManifestReader::of(copy, length, object.as_ref())?;
     if reader.id() == image.id {
-        return Ok(reader);
+        return Ok((reader, file));
     }
     let what = format!("it is of image {:.16}, expected {:.16}", reader.id(), image.id);
     Err(ImageStoreError::Damaged { object, what })

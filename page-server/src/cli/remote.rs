@@ -7,14 +7,15 @@ use std::path::PathBuf;
 use clap::Args;
 use rewake_peer_stream::AllowedPeer;
 
-use super::{PeerTlsArgs, PullSource, TlsArgs};
+use super::{ExportedPlace, PeerTlsArgs, PullSource, TlsArgs};
 
 /// Options of `rewake export`.
 #[derive(Debug, Args)]
 pub struct ExportArgs {
-    /// The directory whose images are served: each one is a directory below it, and its path is its name
+    /// The directory whose images are served: each one is a directory below it, and its path is its name. Or a store
+    /// with images: s3://BUCKET/FOLDER or file:///DIRECTORY
     #[arg(value_name = "DIR")]
-    pub root: PathBuf,
+    pub root: ExportedPlace,
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long, value_name = "ADDR")]
     pub address: Option<String>,

@@ -94,6 +94,29 @@ impl std::str::FromStr for SealedPlace {
     }
 }
 
+/// Where the images are that `rewake export` serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExportedPlace {
+    /// Directories below one directory.
+    Directory(PathBuf),
+    /// A store.
+    Store(StoreUrl),
+}
+
+impl std::str::FromStr for ExportedPlace {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if is_url(text) {
+            return text
+                .parse()
+                .map(Self::Store)
+                .map_err(|error: rewake_image_store::ImageStoreError| error.to_string());
+        }
+        Ok(Self::Directory(text.into()))
+    }
+}
+
 /// Whether a text names something in a store. A directory's path may have two slashes, and a colon, but seldom all.
 fn is_url(text: &str) -> bool {
     text.contains("://")

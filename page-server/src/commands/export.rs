@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake export`: serves sealed images to other hosts.
+//! `rewake export`: serves sealed images to other hosts: of a directory, or of a store.
 
 use std::io::Write as _;
+use std::sync::Arc;
 
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
-use rewake_image_server::exports::Exports;
+use rewake_image_server::exports::{Exports, ImageDirectory, ImageFolder};
 use rewake_image_server::server;
+use rewake_image_store::{ImageStore, StoreFolder};
 
-use crate::cli::ExportArgs;
+use super::store_runtime;
+use crate::cli::{ExportArgs, ExportedPlace};
 use crate::logging;
 
 /// Runs the command. It ends by a signal: clients connect again, and no image is written.
@@ -16,7 +19,16 @@ use crate::logging;
 /// The directory does not exist, or the port cannot be bound.
 pub fn run(options: &ExportArgs) -> anyhow::Result<u8> {
     let ExportArgs { address, port, peers, .. } = options;
-    let exports = Exports::new(&options.root)?;
+    // Its threads read the store.
+    let mut runtime = None;
+    let folder: Arc<dyn ImageFolder> = match &options.root {
+        ExportedPlace::Directory(directory) => Arc::new(ImageDirectory::new(directory)?),
+        ExportedPlace::Store(url) => {
+            let runtime = runtime.insert(store_runtime()?);
+            Arc::new(StoreFolder::new(ImageStore::open(url)?, runtime.handle().clone()))
+        }
+    };
+    let exports = Exports::new(folder);
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     let admission = peers.admission(&options.allow)?;
     let for_other_hosts = peers.for_other_hosts();

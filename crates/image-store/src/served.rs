@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The images of a store as those of an image server: ranges of files are read from packs, by block.
+//!
+//! Bytes that are a part of a chunk are not checked here. The client does that, by the manifest.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, ensure};
+use futures::future::try_join_all;
+use rewake_criu_images::Digest;
+use rewake_image_server::exports::{ImageFolder, OpenImage};
+use rewake_manifest::{ManifestRecord, SealedChunk};
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
+
+use crate::error::Result;
+use crate::format::StoredImage;
+use crate::reader::ChunkReader;
+use crate::store::ImageStore;
+use crate::verify::manifest;
+
+/// A store whose images are served. Its requests run in a runtime that must have threads of its own.
+#[derive(Debug)]
+pub struct StoreFolder {
+    store: ImageStore,
+    runtime: Handle,
+}
+
+impl StoreFolder {
+    /// Serves the images of a store.
+    #[must_use]
+    pub fn new(store: ImageStore, runtime: Handle) -> Self {
+        Self { store, runtime }
+    }
+}
+
+impl ImageFolder for StoreFolder {
+    fn open(&self, name: &Path, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+        ensure!(ancestor == 0, "a store has no parents of images: pull each image of the chain by its name");
+        let name = name.to_str().context("expected a name of UTF-8")?;
+        let files = self.runtime.block_on(StoredFiles::open(&self.store, name))?;
+        Ok(Box::new(ServedImage {
+            files: Arc::new(files),
+            runtime: self.runtime.clone(),
+            bytes: Vec::new(),
+            used: 0,
+            last: (0, 0..0),
+            ahead: None,
+        }))
+    }
+}
+
+/// A file in an image of a store.
+#[derive(Debug)]
+struct StoredFile {
+    length: u64,
+    /// Its chunks, in ascending order of their offsets: some 48 bytes for each.
+    chunks: Vec<(u64, SealedChunk)>,
+}
+
+/// The files of an image of a store.
+#[derive(Debug)]
+struct StoredFiles {
+    image: StoredImage,
+    manifest: File,
+    files: Vec<StoredFile>,
+    reader: ChunkReader,
+}
+
+impl StoredFiles {
+    async fn open(store: &ImageStore, name: &str) -> Result<Self> {
+        let image = store.image(name).await?;
+        let reader = ChunkReader::open(store, &image).await?;
+        let (mut records, manifest) = manifest(store, &image).await?;
+        let mut files: Vec<StoredFile> = Vec::new();
+        while let Some(record) = records.next_record()? {
+            match (record, files.last_mut()) {
+                (ManifestRecord::File(file), _) => {
+                    files.push(StoredFile { length: file.length, chunks: Vec::new() });
+                }
+                (ManifestRecord::Segment(segment), Some(file)) => {
+                    let mut offset = segment.offset;
+                    for chunk in segment.chunks {
+                        file.chunks.push((offset, chunk));
+                        offset += u64::from(chunk.length);
+                    }
+                }
+                (ManifestRecord::Segment(_) | ManifestRecord::Parent(_), _) => {}
+            }
+        }
+        Ok(Self { image, manifest, files, reader })
+    }
+
+    /// Returns the length of a file.
+    fn length(&self, file: u32) -> anyhow::Result<u64> {
+        let Some(index) = file.checked_sub(1) else { return Ok(self.image.manifest_length) };
+        let found = self.files.get(index as usize).map(|file| file.length);
+        found.with_context(|| format!("the image has {} files", self.files.len()))
+    }
+
+    /// Reads a range, which is in the file.
+    async fn read(&self, file: u32, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
+        let mut bytes = vec![0; usize::try_from(range.end - range.start)?];
+        let Some(index) = file.checked_sub(1) else {
+            self.manifest.read_exact_at(&mut bytes, range.start)?;
+            return Ok(bytes);
+        };
+        let chunks = &self.files[index as usize].chunks;
+        let first = chunks.partition_point(|(offset, chunk)| offset + u64::from(chunk.length) <= range.start);
+        let these = chunks[first..].iter().take_while(|(offset, _)| *offset < range.end);
+        // What lies in the range of each chunk that is no zeros.
+        let parts = these.filter(|(_, chunk)| !chunk.is_zero()).map(async |(offset, chunk)| {
+            let (from, to) = (range.start.max(*offset), range.end.min(offset + u64::from(chunk.length)));
+            let part = (from - offset) as usize..(to - offset) as usize;
+            let found = self.reader.part(*chunk, part).await?;
+            anyhow::Ok(((from - range.start) as usize, found))
+        });
+        for (at, part) in try_join_all(parts).await? {
+            bytes[at..at + part.len()].copy_from_slice(&part);
+        }
+        Ok(bytes)
+    }
+}
+
+/// A range that is being read.
+type RangeRead = (u32, Range<u64>, JoinHandle<anyhow::Result<Vec<u8>>>);
+
+/// An image of a store that a client has open.
+struct ServedImage {
+    files: Arc<StoredFiles>,
+    runtime: Handle,
+    /// The range that is read, and how many bytes of it are used.
+    bytes: Vec<u8>,
+    used: usize,
+    last: (u32, Range<u64>),
+    /// The range after it, if the client reads in order: it is requested before the client does.
+    ahead: Option<RangeRead>,
+}
+
+impl ServedImage {
+    fn start(&self, file: u32, range: Range<u64>) -> RangeRead {
+        let (files, read) = (Arc::clone(&self.files), range.clone());
+        (file, range, self.runtime.spawn(async move { files.read(file, read).await }))
+    }
+}
+
+impl OpenImage for ServedImage {
+    fn id(&self) -> Digest {
+        self.files.image.id
+    }
+
+    fn manifest_length(&self) -> u64 {
+        self.files.image.manifest_length
+    }
+
+    fn begin(&mut self, file: u32, range: Range<u64>) -> anyhow::Result<()> {
+        let length = self.files.length(file)?;
+        ensure!(range.end <= length, "the file has {length}");
+        let ahead = self.ahead.take().filter(|(number, of, _)| (*number, of) == (file, &range));
+        let (_, _, read) = ahead.unwrap_or_else(|| self.start(file, range.clone()));
+        let is_in_order = self.last.0 == file && self.last.1.end == range.start;
+        let next = range.end..length.min(range.end + (range.end - range.start));
+        if is_in_order && !next.is_empty() {
+            self.ahead = Some(self.start(file, next));
+        }
+        self.last = (file, range);
+        self.bytes = self.runtime.block_on(read).context("a read ended early")??;
+        self.used = 0;
+        Ok(())
+    }
+
+    fn next(&mut self, into: &mut [u8]) -> anyhow::Result<()> {
+        let bytes = self.bytes.get(self.used..self.used + into.len());
+        into.copy_from_slice(bytes.context("more bytes than are left of the range")?);
+        self.used += into.len();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::push;
+    use crate::testing::{TestImage, TestObjects, random_bytes};
+
+    /// Reads a range in pieces.
+    fn read(image: &mut dyn OpenImage, file: u32, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
+        image.begin(file, range.clone())?;
+        let mut bytes = vec![0; usize::try_from(range.end - range.start)?];
+        bytes.chunks_mut(1000).try_for_each(|piece| image.next(piece))?;
+        Ok(bytes)
+    }
+
+    #[test]
+    fn ranges_of_files_are_those_of_the_image() {
+        const CHUNK: usize = 2 << 20;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let (_objects, store) = TestObjects::new();
+        // Chunks of bytes, of zeros, of the same bytes, and a short one.
+        let bytes = random_bytes("1", CHUNK);
+        let memory = [&*bytes, &vec![0; CHUNK], &bytes, &random_bytes("2", 5000)].concat();
+        let image = TestImage::new(&memory);
+        runtime.block_on(push(&store, &image.path(), "web")).unwrap();
+        let folder = StoreFolder::new(store, runtime.handle().clone());
+        assert!(folder.open(Path::new("none"), 0).is_err() && folder.open(Path::new("web"), 1).is_err());
+        let mut open = folder.open(Path::new("web"), 0).unwrap();
+        let length = open.manifest_length();
+        let manifest = read(&mut *open, 0, 0..length).unwrap();
+        assert_eq!(manifest, std::fs::read(image.path().join("rewake-manifest")).unwrap());
+        let length = memory.len() as u64;
+        let pages = (1..=2).find(|file| open.begin(*file, 0..length).is_ok()).unwrap();
+        let at = |range: &Range<u64>| &memory[range.start as usize..range.end as usize];
+        let (block, chunk) = (64 << 10, CHUNK as u64);
+        let mut ranges = vec![0..length, 1..2, chunk - 1..2 * chunk + 1, 3 * chunk + 7..length];
+        // In order: the next one is read ahead.
+        ranges.extend((0..8).map(|n| n * block..(n + 1) * block));
+        for range in ranges {
+            assert!(read(&mut *open, pages, range.clone()).unwrap() == at(&range), "{range:?}");
+        }
+        for (file, range) in [(9, 0..1), (pages, 0..length + 1)] {
+            assert!(open.begin(file, range).is_err());
+        }
+        open.begin(pages, 0..10).unwrap();
+        assert!(open.next(&mut [0; 11]).is_err());
+    }
+}
