@@ -82,7 +82,7 @@ fn an_image_goes_through_a_store_and_is_restored() {
 #[test]
 fn a_program_runs_while_its_memory_arrives_from_a_store() {
     let criu = need!(Criu::main());
-    let scene = Scene::dumped(&criu, "random", 32).unwrap();
+    let scene = Scene::dumped(&criu, "plain", 32).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let store = format!("file://{}/store", folder.path().display());
     let name = seal(&scene).unwrap();
