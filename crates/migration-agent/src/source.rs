@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use rewake_criu_tls::TlsClient;
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
@@ -404,7 +404,7 @@ impl SourceAgent<'_> {
 
     fn freeze(&mut self) -> anyhow::Result<()> {
         self.entry.cgroup.freeze()?;
-        self.entry.tasks = self.entry.cgroup.expect_tree(self.options.tree)?;
+        self.entry.cgroup.expect_tree(self.options.tree)?;
         self.frozen_wait = Some(FrozenWait::begin(self.travels_frozen()?));
         self.open_memory()
     }
@@ -417,7 +417,10 @@ impl SourceAgent<'_> {
     }
 
     fn open_memory(&self) -> anyhow::Result<()> {
-        let opened = TreeMemory::open(&self.entry.cgroup.processes()?)?;
+        let mut processes = self.entry.cgroup.processes()?;
+        // 0 stands for a process of another pid namespace, which has joined since the freeze.
+        processes.retain(|pid| *pid > 0);
+        let opened = TreeMemory::open(&processes)?;
         *self.shared.frozen() = Some(opened);
         Ok(())
     }
@@ -446,18 +449,23 @@ impl SourceAgent<'_> {
     }
 
     fn write_grant(&mut self) {
+        let input = match self.try_grant() {
+            Ok(()) => SourceInput::GrantWritten,
+            Err(error) => SourceInput::WriteFailed(format!("{error:#}")),
+        };
+        self.step(input);
+    }
+
+    /// Compares what is frozen with what was dumped once more, and writes GRANT.
+    fn try_grant(&mut self) -> anyhow::Result<()> {
         if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
-            self.step(SourceInput::WriteFailed(reason));
-            return;
+            bail!(reason);
         }
+        self.entry.cgroup.expect_tree(self.options.tree)?;
         let entry = SourceEntry { record: SourceRecord::Granted, ..self.entry.clone() };
-        match self.folder.write(&WrittenRecord::Source(entry.clone())) {
-            Ok(()) => {
-                self.entry = entry;
-                self.step(SourceInput::GrantWritten);
-            }
-            Err(error) => self.step(SourceInput::WriteFailed(format!("{error:#}"))),
-        }
+        self.folder.write(&WrittenRecord::Source(entry.clone()))?;
+        self.entry = entry;
+        Ok(())
     }
 
     /// Thaws the tree, and ends CRIU's command. The tree is stopped until CRIU releases it. In this order it runs on if
@@ -484,7 +492,7 @@ impl SourceAgent<'_> {
     }
 
     fn kill(&mut self) {
-        self.entry.cgroup.kill_frozen(&self.entry.tasks);
+        self.entry.cgroup.kill();
         if let Some(dump) = self.dump.take() {
             dump.end();
         }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How a source begins: what an earlier agent has left, the tree's group, and the offer.
 
-use std::collections::BTreeSet;
-
 use anyhow::{Context as _, bail, ensure};
 use rewake_migration::message::FromSource;
 use rewake_migration::record::SourceRecord;
@@ -39,13 +37,7 @@ pub(crate) fn begin(
     let cgroup = TreeCgroup::of_tree(options.tree)?;
     let begun = describe(options, &cgroup).and_then(|offer| {
         let (id, to) = (new_id()?, options.to.clone());
-        let entry = SourceEntry {
-            record: SourceRecord::Started,
-            id,
-            to,
-            tasks: BTreeSet::new(),
-            cgroup: cgroup.clone(),
-        };
+        let entry = SourceEntry { record: SourceRecord::Started, id, to, cgroup: cgroup.clone() };
         folder.write(&WrittenRecord::Source(entry.clone()))?;
         Ok((entry, offer))
     });
