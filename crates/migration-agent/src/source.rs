@@ -14,6 +14,7 @@ use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 
 use crate::criu::CriuChoice;
+use crate::file_hasher::FILES_LIMIT;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::frozen_wait::FrozenWait;
@@ -29,8 +30,8 @@ use crate::tree_memory::TreeMemory;
 
 /// Time without a connection before GRANT, after which the program runs on here.
 const LOST_LIMIT: Duration = Duration::from_secs(5);
-/// Time from the beginning until the destination has answered the offer.
-const COMPARE_LIMIT: Duration = Duration::from_secs(60);
+/// Time from the offer until the destination has answered it. It is longer than that of its own comparison.
+const COMPARE_LIMIT: Duration = FILES_LIMIT.saturating_add(Duration::from_secs(40));
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
 /// Time between two looks at children and limits.
@@ -90,6 +91,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
     let (sender, events) = sync_channel(MAX_EVENTS);
     listen_to_scripts(&folder, sender.clone())?;
+    forward_aborts(aborts, sender.clone());
     let mut dialed = None;
     let (machine, outputs, entry) = match earlier(&folder)? {
         Some(entry) => {
@@ -106,7 +108,8 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
         None => {
             // Nothing is touched before the destination has proved who it is, and admits this host.
-            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options, &folder)?)));
+            let begun =
+                peer.dial().and_then(|stream| Ok((stream, begin(options, &folder, &sender, &events)?)));
             match begun {
                 Ok((stream, (entry, offer))) => {
                     dialed = Some(stream);
@@ -120,7 +123,6 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
     };
     let shared = SharedMemory::default();
-    forward_aborts(aborts, sender.clone());
     let mut agent = SourceAgent {
         machine,
         options,
@@ -266,6 +268,8 @@ impl SourceAgent<'_> {
                 }
                 self.step(SourceInput::Received(message));
             }
+            // Before the migration.
+            SourceEvent::Described(_) => {}
             SourceEvent::PreCopied(Ok(true)) => self.step(SourceInput::PreCopied),
             SourceEvent::PreCopied(Ok(false)) => {}
             SourceEvent::PreCopied(Err(reason)) => self.step(SourceInput::PreCopyFailed(reason)),

@@ -11,6 +11,7 @@ use rewake_migration::message::FromDestination;
 use rewake_peer_stream::PeerStream;
 
 use crate::frame::{Frame, FrameWriter, MigrationId, greet};
+use crate::host::HostOffer;
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopy;
 use crate::script::{AgentCall, WaitingScript};
@@ -24,6 +25,8 @@ pub(crate) enum SourceEvent {
     Disconnected,
     Unreachable(String),
     Received(FromDestination),
+    /// The tree was looked at, before the migration begins.
+    Described(Box<anyhow::Result<HostOffer>>),
     /// Pre-copy has ended: false if the migration had, or why the program cannot move.
     PreCopied(Result<bool, String>),
     /// The files of the image cannot be read.
