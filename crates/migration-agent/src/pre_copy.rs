@@ -87,6 +87,8 @@ struct PreCopyState {
     stored: u32,
     is_over: bool,
     rounds: u32,
+    /// Bytes of all blocks in the last round.
+    total: u64,
 }
 
 /// Why a round ended early.
@@ -125,6 +127,11 @@ impl PreCopy {
         self.state().rounds
     }
 
+    /// Bytes of all blocks in the last round.
+    pub(crate) fn total(&self) -> u64 {
+        self.state().total
+    }
+
     pub(crate) fn blocks(&self) -> MutexGuard<'_, SourceBlocks> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -142,7 +149,10 @@ impl PreCopy {
         let mut rate = None;
         for number in 1..=MAX_ROUNDS {
             let Some(round) = self.round(cgroup, goal)? else { return Ok(false) };
-            self.state().rounds = number;
+            {
+                let mut state = self.state();
+                (state.rounds, state.total) = (number, round.total);
+            }
             tracing::info!(
                 "pre-copy, round {number}: {} of {} bytes in {:?}{}",
                 round.sent,

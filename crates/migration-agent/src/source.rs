@@ -22,7 +22,6 @@ use crate::held_dump::HeldDump;
 use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopyGoal;
-use crate::room::TreeSize;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 use crate::source_begin::{begin, earlier, start_of};
 use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
@@ -334,7 +333,7 @@ impl SourceAgent<'_> {
         if self.machine.is_comparing() && self.begun.elapsed() > COMPARE_LIMIT.max(before_grant) {
             return Some(format!("{} has not answered the offer", self.entry.to));
         }
-        let sent = self.sent + self.link.as_ref().map_or(0, |link| link.sent());
+        let sent = self.sent();
         if let Some(reason) = self.frozen_wait.as_mut().and_then(|wait| wait.look(sent)) {
             return Some(reason);
         }
@@ -409,15 +408,19 @@ impl SourceAgent<'_> {
     fn freeze(&mut self) -> anyhow::Result<()> {
         self.entry.cgroup.freeze()?;
         self.entry.cgroup.expect_tree(self.options.tree)?;
-        self.frozen_wait = Some(FrozenWait::begin(self.travels_frozen()?));
+        self.frozen_wait = Some(FrozenWait::begin(self.travels_frozen()?, self.sent()));
         self.open_memory()
     }
 
     /// Bytes that travel before GRANT.
     fn travels_frozen(&self) -> anyhow::Result<u64> {
         let files = image_files::size(&self.folder.images())?;
-        let all_first = self.options.goal.all_first;
-        Ok(files + if all_first { TreeSize::of(&self.entry.cgroup)?.anonymous } else { 0 })
+        Ok(files + if self.options.goal.all_first { self.shared.pre_copy.total() } else { 0 })
+    }
+
+    /// Bytes that were sent, and bytes of pages that need not travel.
+    fn sent(&self) -> u64 {
+        self.sent + self.link.as_ref().map_or(0, |link| link.sent()) + self.shared.spared()
     }
 
     fn open_memory(&self) -> anyhow::Result<()> {
