@@ -5,7 +5,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, ensure};
 use rewake_migration::blocks::{
@@ -17,6 +17,8 @@ use crate::tree_memory::digest;
 
 const PAGE_LEN: usize = 4096;
 const PAGE: u64 = PAGE_LEN as u64;
+/// The digest of a block of zeros.
+static ZEROS: LazyLock<BlockDigest> = LazyLock::new(|| digest(&[0; BLOCK_LEN]));
 
 /// The stored blocks of one migration.
 #[derive(Debug)]
@@ -52,8 +54,10 @@ impl CandidateStore {
         for (number, page) in page_numbers(pages).zip(bytes.chunks_exact(PAGE_LEN)) {
             block[number * PAGE_LEN..][..PAGE_LEN].copy_from_slice(page);
         }
+        // A source may send many blocks of zeros, which have no bytes.
+        let digest = if pages == 0 { *ZEROS } else { digest(&block) };
         let mut blocks = self.blocks();
-        let Some(slot) = blocks.candidate(BlockPlace { task, vaddr }, digest(&block), pages) else {
+        let Some(slot) = blocks.candidate(BlockPlace { task, vaddr }, digest, pages) else {
             return Ok(());
         };
         // Pages that had bytes before are zeros now.
@@ -205,6 +209,15 @@ mod tests {
         assert!(store.candidate(3, 4096, PageMask::MAX, &[0; BLOCK_LEN]).is_err());
         assert!(store.candidate(3, 0, 0b11, &[1; 4096]).is_err());
         assert!(store.candidate(3, 0, 0b1, &[1; 8192]).is_err());
+    }
+
+    #[test]
+    fn a_candidate_without_bytes_is_a_block_of_zeros() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = CandidateStore::make(folder.path()).unwrap();
+        store.candidate(3, 0, 0, &[]).unwrap();
+        assert!(store.confirm(3, run(0, 16), digest(&[0; BLOCK_LEN])).unwrap());
+        assert_eq!(store.resident(3, run(0, 16)).unwrap().unwrap(), [0; BLOCK_LEN]);
     }
 
     #[test]

@@ -4,14 +4,14 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::ErrorKind;
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use rewake_process::pidfd::{pidfd_kill, pidfd_open};
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
@@ -187,12 +187,11 @@ impl TreeCgroup {
         self.wait_for("frozen 1")
     }
 
-    /// Compares the group with a tree that is stopped. CRIU dumps the tree, and the freezer holds the group. Returns the
-    /// processes.
+    /// Compares the group with a tree that is stopped. CRIU dumps the tree, and the freezer holds the group.
     ///
     /// # Errors
     /// A process of one is not in the other.
-    pub(crate) fn expect_tree(&self, root: i32) -> anyhow::Result<BTreeSet<i32>> {
+    pub(crate) fn expect_tree(&self, root: i32) -> anyhow::Result<()> {
         let tasks = tree(root)?;
         let inside: BTreeSet<i32> = members(&self.path)?.into_iter().collect();
         // 0 stands for a process of another pid namespace.
@@ -202,7 +201,7 @@ impl TreeCgroup {
         if let Some(task) = tasks.difference(&inside).find(|pid| lives(**pid)) {
             bail!("process {task} of the tree has left cgroup {}", self.path.display());
         }
-        Ok(inside)
+        Ok(())
     }
 
     /// Lets the tasks run. A group that was removed has none.
@@ -213,18 +212,9 @@ impl TreeCgroup {
     /// Kills every process, frozen or not, and returns when the group has none. There is no limit: what keeps missing
     /// memory, or says that the tree must not run, must stay until then.
     pub(crate) fn kill(&self) {
-        self.until_killed(|| self.try_kill());
-    }
-
-    /// The same, for the processes that were frozen. Others that have joined the group since are thawed, and run on.
-    pub(crate) fn kill_frozen(&self, tasks: &BTreeSet<i32>) {
-        self.until_killed(|| self.try_kill_frozen(tasks));
-    }
-
-    fn until_killed(&self, try_kill: impl Fn() -> anyhow::Result<()>) {
         loop {
             let start = Instant::now();
-            let Err(error) = try_kill() else { return };
+            let Err(error) = self.try_kill() else { return };
             tracing::error!("cgroup {}: its processes are not killed yet: {error:#}", self.path.display());
             sleep(CHANGE_LIMIT.saturating_sub(start.elapsed()));
         }
@@ -241,33 +231,19 @@ impl TreeCgroup {
         self.wait_for("populated 0")
     }
 
-    fn try_kill_frozen(&self, tasks: &BTreeSet<i32>) -> anyhow::Result<()> {
-        if self.is_removed() {
-            return Ok(());
-        }
-        let (frozen, others): (Vec<i32>, Vec<i32>) =
-            members(&self.path)?.into_iter().partition(|pid| tasks.contains(pid));
-        if others.is_empty() {
-            return self.try_kill();
-        }
-        frozen.iter().for_each(|pid| kill_one(*pid));
-        let start = Instant::now();
-        while let Some(pid) = frozen.iter().find(|pid| lives(**pid)) {
-            ensure!(start.elapsed() < CHANGE_LIMIT, "process {pid} has not ended");
-            sleep(POLL);
-        }
-        tracing::warn!(
-            "cgroup {}: processes {others:?} have joined it since it was frozen, and run on",
-            self.path.display()
-        );
-        self.thaw()
-    }
-
     /// Kills the processes one by one, frozen: none of them forks meanwhile.
     fn kill_each(&self) -> anyhow::Result<()> {
         self.freeze()?;
+        let mount = mount()?;
         // 0 stands for a process of another pid namespace.
-        members(&self.path)?.into_iter().filter(|pid| *pid > 0).for_each(kill_one);
+        for pid in members(&self.path)?.into_iter().filter(|pid| *pid > 0) {
+            // It may have ended, and another process may have got its number.
+            let Ok(process) = pidfd_open(pid) else { continue };
+            if group_of(pid).is_ok_and(|group| mount.join(group).starts_with(&self.path)) {
+                // It may have ended meanwhile.
+                let _ = pidfd_kill(process.as_raw_fd());
+            }
+        }
         Ok(())
     }
 
@@ -327,11 +303,6 @@ pub(crate) fn tree(root: i32) -> anyhow::Result<BTreeSet<i32>> {
     let tasks = proc::tree(root, MAX_TASKS + 1);
     ensure!(tasks.len() <= MAX_TASKS, "-t {root}: the tree has more than {MAX_TASKS} processes");
     Ok(tasks.into_iter().collect())
-}
-
-/// Kills a process. Another one may have done so.
-fn kill_one(pid: i32) {
-    let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
 }
 
 /// Whether a process exists, and is not ending. The kernel moves none that is ending, and its group may not list it,
@@ -479,7 +450,7 @@ mod tests {
         let root = sleeper.id().cast_signed();
         let mut tree = Command::new("sh").args(["-c", "sleep 100 & wait"]).spawn().unwrap();
         let shell = tree.id().cast_signed();
-        assert_eq!(group.expect_tree(root).unwrap(), BTreeSet::from([root]));
+        group.expect_tree(root).unwrap();
         let error = |root| group.expect_tree(root).unwrap_err().to_string();
         assert!(error(std::process::id().cast_signed()).starts_with("process "), "this test is outside");
         fs::write(group.entrance(), shell.to_string()).unwrap();
@@ -504,22 +475,6 @@ mod tests {
         sleeper.wait().unwrap();
         tree.wait().unwrap();
         group.release();
-    }
-
-    #[test]
-    fn a_process_that_joins_a_frozen_group_is_not_killed() {
-        let Some((group, mut sleeper)) = group_with_sleeper() else { return };
-        group.freeze().unwrap();
-        let tasks = group.expect_tree(sleeper.id().cast_signed()).unwrap();
-        let mut joined = Command::new("sleep").arg("100").spawn().unwrap();
-        fs::write(group.entrance(), joined.id().to_string()).unwrap();
-        group.kill_frozen(&tasks);
-        assert!(!sleeper.wait().unwrap().success());
-        assert!(lives(joined.id().cast_signed()) && !has_event(&group.path, "frozen 1").unwrap());
-        group.release();
-        assert!(group.is_removed());
-        joined.kill().unwrap();
-        joined.wait().unwrap();
     }
 
     #[test]

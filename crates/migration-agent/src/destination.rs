@@ -218,6 +218,7 @@ impl DestinationAgent<'_> {
             }
             DestinationEvent::Script(CriuMoment::PostResume, _) => self.step(DestinationInput::Running),
             DestinationEvent::Script(CriuMoment::PreDump | CriuMoment::PostDump, _) => {}
+            DestinationEvent::Compared(offer, refusals) => self.compared(&offer, &refusals),
             DestinationEvent::MemoryLost(reason) => self.step(DestinationInput::MemoryLost(reason)),
             DestinationEvent::AllArrived => self.step(DestinationInput::AllArrived),
             DestinationEvent::Abort => self.step(DestinationInput::Abort),
@@ -258,16 +259,7 @@ impl DestinationAgent<'_> {
         for output in outputs {
             match output {
                 DestinationOutput::Send(message) => self.send(message),
-                DestinationOutput::Compare(offer) => {
-                    self.lost_limit = lost_limit(&offer);
-                    let refusals = HostOffer::refused_there(&offer, self.criu);
-                    if let Ok(offer) = HostOffer::read(&offer)
-                        && refusals.is_empty()
-                    {
-                        *self.state.intake() = Intake::open(offer.size, offer.uses_gpus());
-                    }
-                    self.step(DestinationInput::Compared(dry_run::as_result(&refusals)));
-                }
+                DestinationOutput::Compare(offer) => self.compare(offer),
                 DestinationOutput::Restore => {
                     if let Err(error) = self.start_restore() {
                         self.step(DestinationInput::RestoreFailed(format!("{error:#}")));
@@ -294,6 +286,26 @@ impl DestinationAgent<'_> {
         {
             tracing::warn!("{error:#}");
         }
+    }
+
+    /// Compares in another thread: a file system may not answer, and an abort can end the migration meanwhile.
+    fn compare(&mut self, offer: String) {
+        self.lost_limit = lost_limit(&offer);
+        let (criu, sender) = (self.criu.clone(), self.sender.clone());
+        thread::spawn(move || {
+            let refusals = HostOffer::refused_there(&offer, &criu);
+            // The agent may have ended.
+            let _ = sender.send(DestinationEvent::Compared(offer, refusals));
+        });
+    }
+
+    fn compared(&mut self, offer: &str, refusals: &[String]) {
+        if let Ok(offer) = HostOffer::read(offer)
+            && refusals.is_empty()
+        {
+            *self.state.intake() = Intake::open(offer.size, offer.uses_gpus());
+        }
+        self.step(DestinationInput::Compared(dry_run::as_result(refusals)));
     }
 
     fn start_restore(&mut self) -> anyhow::Result<()> {

@@ -36,6 +36,8 @@ pub(crate) enum DestinationEvent {
     Disconnected(usize),
     Received(usize, FromSource),
     Script(CriuMoment, WaitingScript),
+    /// This host was compared with an offer: what it lacks.
+    Compared(String, Vec<String>),
     MemoryLost(String),
     AllArrived,
     Abort,

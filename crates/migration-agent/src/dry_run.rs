@@ -10,6 +10,7 @@ use rewake_peer_stream::PeerStream;
 
 use crate::cgroup::{self, TreeCgroup};
 use crate::criu::CriuChoice;
+use crate::file_hasher::FILES_LIMIT;
 use crate::frame::{Frame, FrameWriter, MigrationId};
 use crate::host::HostOffer;
 use crate::peer::DestinationPeer;
@@ -19,8 +20,8 @@ use crate::source_link;
 
 /// The id in the greeting of a connection that belongs to no migration.
 pub(crate) const DRY_RUN: MigrationId = [0; 16];
-/// Time that a peer has for each frame.
-const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// Time that a peer has for each frame, also for its answer to an offer.
+const ANSWER_LIMIT: Duration = FILES_LIMIT.saturating_add(Duration::from_secs(10));
 /// Frames of a source at most: Hello, an offer, and its end.
 const MAX_FRAMES: usize = 3;
 
@@ -36,7 +37,7 @@ pub fn compare(options: &SourceOptions) -> anyhow::Result<Vec<String>> {
         refusals.push(format!("{error:#}"));
     }
     let processes: Vec<i32> = cgroup::tree(options.tree)?.into_iter().collect();
-    let offer = HostOffer::of(&processes, &options.criu)?;
+    let offer = HostOffer::in_time(processes, &options.criu)?;
     refusals.extend(offer.refused_here(options));
     let (stream, writer) = source_link::connect(peer.dial()?, &DRY_RUN)?;
     let asked = ask(stream, &writer, serde_json::to_string(&offer)?);

@@ -2,7 +2,6 @@
 //! The folder of one migration on one host, below `/run/rewake/migrations`: its record, the image, and the socket
 //! of CRIU's action script. It lives as long as the host runs, as the tree does.
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
@@ -45,8 +44,6 @@ pub(crate) struct SourceEntry {
     pub(crate) id: MigrationId,
     /// The destination's address.
     pub(crate) to: String,
-    /// The processes of the frozen tree; none before the freeze.
-    pub(crate) tasks: BTreeSet<i32>,
     pub(crate) cgroup: TreeCgroup,
 }
 
@@ -250,7 +247,7 @@ mod tests {
         let source = |group: &str| {
             let id = [0; 16];
             format!(
-                r#"{{"source":{{"record":"granted","id":{id:?},"to":"","tasks":[],"cgroup":{{"path":"{group}","is_made":true}}}}}}"#
+                r#"{{"source":{{"record":"granted","id":{id:?},"to":"","cgroup":{{"path":"{group}","is_made":true}}}}}}"#
             )
         };
         let left = add("destination-1", destination);

@@ -124,6 +124,14 @@ impl PagePart {
         }
     }
 
+    /// Bytes of pages that need not travel.
+    pub(crate) fn spared(&self) -> u64 {
+        match self {
+            Self::Bytes(_) => 0,
+            Self::Zeros(pages) | Self::Unchanged { pages, .. } => pages.saturating_mul(PAGE as u64),
+        }
+    }
+
     fn encode(&self, body: &mut Vec<u8>) {
         body.extend(self.pages().to_le_bytes());
         match self {

@@ -11,7 +11,8 @@ use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
 use crate::criu::{CriuChoice, CriuRelease};
-use crate::program_files::ProgramFiles;
+use crate::file_hasher::{FILES_LIMIT, FileHasher, HASH_LIMIT, looked_at};
+use crate::program_files::{MAX_HASHED, ProgramFiles};
 use crate::room::{self, TreeSize};
 use crate::sockets::{self, TreeSocket};
 use crate::source::SourceOptions;
@@ -46,7 +47,15 @@ pub(crate) struct HostOffer {
 
 impl HostOffer {
     /// Describes this host, and a tree on it.
-    pub(crate) fn of(processes: &[i32], criu: &CriuChoice) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// A process cannot be described, or a file system does not answer.
+    pub(crate) fn in_time(processes: Vec<i32>, criu: &CriuChoice) -> anyhow::Result<Self> {
+        let criu = criu.clone();
+        looked_at(move || Self::of(&processes, &criu)).with_context(silent)?
+    }
+
+    fn of(processes: &[i32], criu: &CriuChoice) -> anyhow::Result<Self> {
         let mut offer = Self {
             architecture: std::env::consts::ARCH.to_owned(),
             cpu_features: cpu_features()?,
@@ -65,6 +74,16 @@ impl HostOffer {
             if exists(pid) {
                 added?;
             }
+        }
+        let left_out = offer.files.hash(&mut FileHasher::new(HASH_LIMIT));
+        if !left_out.is_empty() {
+            tracing::warn!(
+                "executables and libraries are compared by their size alone, because {} MiB in {} s are hashed at \
+                 most, of disks, NFS and tmpfs: {}",
+                MAX_HASHED >> 20,
+                HASH_LIMIT.as_secs(),
+                shown(&left_out)
+            );
         }
         // The others are closed by the dump.
         let closes = criu.has("--tcp-close");
@@ -128,9 +147,11 @@ impl HostOffer {
 
     /// Compares this host with the source's text: what it lacks. Nothing is changed.
     pub(crate) fn refused_there(text: &str, criu: &CriuChoice) -> Vec<String> {
-        match Self::lacking(text, criu) {
-            Ok(refusals) => refusals,
-            Err(error) => vec![format!("{error:#}")],
+        let (text, criu) = (text.to_owned(), criu.clone());
+        match looked_at(move || Self::lacking(&text, &criu)) {
+            Some(Ok(refusals)) => refusals,
+            Some(Err(error)) => vec![format!("{error:#}")],
+            None => vec![silent()],
         }
     }
 
@@ -153,9 +174,13 @@ impl HostOffer {
         );
         let used = offer.pids.iter().filter(|pid| exists(pid)).map(ToString::to_string);
         refuse(used.collect(), "pids of the program that are in use here");
-        let (absent, different) = offer.files.compare();
-        refuse(absent, "files of the program that do not exist here");
-        refuse(different, "files that the program has mapped, and that differ here");
+        let files = offer.files.compare(&mut FileHasher::new(HASH_LIMIT));
+        refuse(files.absent, "files of the program that do not exist here");
+        refuse(files.different, "files that the program has mapped, and that are other files here");
+        refuse(
+            files.not_hashed,
+            "libraries of the program that this host could not hash in time, or not on their file system",
+        );
         // Others may have the GPU's place: CRIU's plugin finds one that fits.
         let has_gpu = Path::new(GPU_DEVICES[0]).exists();
         let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(|path| path.display().to_string());
@@ -169,6 +194,14 @@ impl HostOffer {
         refusals.extend(room::refused(offer.size)?);
         Ok(refusals)
     }
+}
+
+/// Why files are not known.
+fn silent() -> String {
+    format!(
+        "the files of the program were not looked at within {} s: a file system does not answer",
+        FILES_LIMIT.as_secs()
+    )
 }
 
 fn exists(pid: &i32) -> bool {

@@ -9,7 +9,7 @@
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `earlier`: what agents of this host have left that were killed.
 //! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy restore, over that connection.
-//! * `host`: what hosts compare, with `room`, `sockets` and `program_files`. [`dry_run`]: that alone.
+//! * `host`: what hosts compare, with `room`, `sockets`, `program_files` and `file_hasher`. [`dry_run`]: that alone.
 //! * [`pre_copy`]: rounds of memory while the tree runs. `tree_blocks`: their order. `tree_memory`: blocks and pages.
 //!   `candidates`: where they wait for a comparison.
 //! * `strangers`: connections that have sent no greeting.
@@ -25,6 +25,7 @@ mod destination_link;
 mod destination_place;
 pub mod dry_run;
 mod earlier;
+mod file_hasher;
 mod folder;
 mod frame;
 mod frozen_wait;

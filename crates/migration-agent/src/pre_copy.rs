@@ -87,6 +87,8 @@ struct PreCopyState {
     stored: u32,
     is_over: bool,
     rounds: u32,
+    /// Bytes of all blocks in the last round.
+    total: u64,
 }
 
 /// Why a round ended early.
@@ -125,6 +127,11 @@ impl PreCopy {
         self.state().rounds
     }
 
+    /// Bytes of all blocks in the last round.
+    pub(crate) fn total(&self) -> u64 {
+        self.state().total
+    }
+
     pub(crate) fn blocks(&self) -> MutexGuard<'_, SourceBlocks> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -142,7 +149,10 @@ impl PreCopy {
         let mut rate = None;
         for number in 1..=MAX_ROUNDS {
             let Some(round) = self.round(cgroup, goal)? else { return Ok(false) };
-            self.state().rounds = number;
+            {
+                let mut state = self.state();
+                (state.rounds, state.total) = (number, round.total);
+            }
             tracing::info!(
                 "pre-copy, round {number}: {} of {} bytes in {:?}{}",
                 round.sent,
@@ -160,19 +170,19 @@ impl PreCopy {
             let shared = TreeSize::of(cgroup).unwrap_or_default().shared;
             let predicted = predict(shared, &round, rate, goal.all_first);
             let is_too_long = goal.max_downtime.is_some_and(|accepted| predicted > accepted);
-            if (round.is_in_vain || is_last(&round, before.as_ref())) && !is_too_long {
-                return Ok(true);
+            match after_round(&round, before.as_ref(), is_too_long, number) {
+                AfterRound::Freeze => return Ok(true),
+                AfterRound::Round => before = Some(round),
+                AfterRound::Refuse => {
+                    let (predicted, accepted) =
+                        (predicted.as_millis(), goal.max_downtime.unwrap_or_default().as_millis());
+                    return Err(format!(
+                        "the downtime would be {predicted} ms after {number} rounds of pre-copy, the last with {} \
+                         MiB: --max-downtime accepts {accepted} ms",
+                        round.sent >> 20
+                    ));
+                }
             }
-            if is_too_long && number == MAX_ROUNDS {
-                let (predicted, accepted) =
-                    (predicted.as_millis(), goal.max_downtime.unwrap_or_default().as_millis());
-                return Err(format!(
-                    "the downtime would be {predicted} ms after {number} rounds of pre-copy, the last with {} MiB: \
-                     --max-downtime accepts {accepted} ms",
-                    round.sent >> 20
-                ));
-            }
-            before = Some(round);
         }
         Ok(true)
     }
@@ -276,9 +286,11 @@ impl PreCopy {
 
     /// Whether too much was sent in vain.
     fn is_in_vain(&self, list: &TreeBlocks, goal: PreCopyGoal) -> bool {
-        let blocks = self.blocks();
-        let limit = list.len() as f64 * MAX_IN_VAIN;
-        !goal.all_first && blocks.in_vain(list.changed_share(&blocks)) > limit
+        if goal.all_first {
+            return false;
+        }
+        let changed = list.changed_share(&self.blocks);
+        self.blocks().in_vain(changed) > list.len() as f64 * MAX_IN_VAIN
     }
 
     /// Has the destination report what was sent up to now as stored, and waits for that, or begins another part.
@@ -330,6 +342,28 @@ impl PreCopy {
     }
 }
 
+/// What follows a round.
+#[derive(Debug, PartialEq, Eq)]
+enum AfterRound {
+    Freeze,
+    Round,
+    Refuse,
+}
+
+fn after_round(
+    round: &RoundResult,
+    before: Option<&RoundResult>,
+    is_too_long: bool,
+    number: u32,
+) -> AfterRound {
+    match is_too_long {
+        false if round.is_in_vain || is_last(round, before) => AfterRound::Freeze,
+        // What changes is not in the prediction then: another round sends more in vain, and predicts the same.
+        true if round.is_in_vain || number == MAX_ROUNDS => AfterRound::Refuse,
+        _ => AfterRound::Round,
+    }
+}
+
 /// Whether another round would not make the rest smaller.
 fn is_last(round: &RoundResult, before: Option<&RoundResult>) -> bool {
     let share = |round: &RoundResult| round.sent as f64 / round.total.max(1) as f64;
@@ -371,6 +405,19 @@ mod tests {
         assert!(!is_last(&round(50), Some(&round(100))));
         assert!(is_last(&round(95), Some(&round(100))));
         assert!(is_last(&round(1), None));
+    }
+
+    #[test]
+    fn a_downtime_that_no_round_shortens_is_refused_at_once() {
+        let next = |is_in_vain, is_too_long, number| {
+            let round = RoundResult { is_in_vain, ..round(50) };
+            after_round(&round, None, is_too_long, number)
+        };
+        assert_eq!(next(true, true, 1), AfterRound::Refuse);
+        assert_eq!(next(true, false, 1), AfterRound::Freeze);
+        assert_eq!(next(false, true, 1), AfterRound::Round);
+        assert_eq!(next(false, true, MAX_ROUNDS), AfterRound::Refuse);
+        assert_eq!(next(false, false, 1), AfterRound::Round);
     }
 
     #[test]

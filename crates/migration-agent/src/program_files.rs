@@ -5,31 +5,45 @@
 //! wrong bytes.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use serde::{Deserialize, Serialize};
 
-/// Bytes of executables and libraries that are hashed; further ones are compared by their size alone.
-const MAX_HASHED: u64 = 256 << 20;
-/// Bytes of a file that are read at once.
-const PIECE: usize = 1 << 20;
+use crate::file_hasher::{FileDigest, FileHasher};
 
-/// A digest of a file's bytes: BLAKE3.
-type FileDigest = [u8; 32];
+/// Bytes of executables and libraries that are hashed; further ones are compared by their size alone.
+pub(crate) const MAX_HASHED: u64 = 256 << 20;
 
 /// Regular files that a program has open or mapped, and that have a name.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct ProgramFiles(BTreeMap<PathBuf, FileFacts>);
+#[serde(transparent)]
+pub(crate) struct ProgramFiles {
+    facts: BTreeMap<PathBuf, FileFacts>,
+    /// Executables and libraries, with a link to what is mapped.
+    #[serde(skip)]
+    executables: BTreeMap<PathBuf, PathBuf>,
+}
 
 /// What a file must be.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct FileFacts {
     /// Its bytes, if it is mapped privately.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     size: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     digest: Option<FileDigest>,
+}
+
+/// Names of files that a host has not as the source has them.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct FileDifferences {
+    pub(crate) absent: Vec<String>,
+    /// Other files have these names.
+    pub(crate) different: Vec<String>,
+    /// Files whose digests were not compared.
+    pub(crate) not_hashed: Vec<String>,
 }
 
 impl ProgramFiles {
@@ -39,7 +53,7 @@ impl ProgramFiles {
         for entry in fs::read_dir(&folder).with_context(|| format!("listing {folder}"))? {
             let link = entry.with_context(|| format!("listing {folder}"))?.path();
             if let Some(path) = named_file(&link) {
-                self.0.entry(path).or_default();
+                self.facts.entry(path).or_default();
             }
         }
         let maps = format!("/proc/{pid}/maps");
@@ -48,54 +62,69 @@ impl ProgramFiles {
             let link = mapping.link(pid);
             // The program may have unmapped it.
             if let Some(path) = named_file(&link) {
-                self.add_mapped(&path, &link, &mapping)?;
+                self.add_mapped(path, link, &mapping)?;
             }
         }
         Ok(())
     }
 
-    fn add_mapped(&mut self, path: &Path, link: &Path, mapping: &FileMapping) -> anyhow::Result<()> {
-        let hashed: u64 =
-            self.0.values().filter(|facts| facts.digest.is_some()).filter_map(|facts| facts.size).sum();
-        let facts = self.0.entry(path.to_owned()).or_default();
+    fn add_mapped(&mut self, path: PathBuf, link: PathBuf, mapping: &FileMapping) -> anyhow::Result<()> {
+        let facts = self.facts.entry(path.clone()).or_default();
         if !mapping.is_private {
             return Ok(());
         }
-        // What is mapped, and not what has the name by now.
-        let facts_of = || -> io::Result<FileFacts> {
-            let size = fs::metadata(link)?.len();
-            let is_hashed = mapping.is_executable && hashed.saturating_add(size) <= MAX_HASHED;
-            Ok(FileFacts { size: Some(size), digest: is_hashed.then(|| digest(link)).transpose()? })
-        };
-        if facts.digest.is_none() && (mapping.is_executable || facts.size.is_none()) {
-            *facts = facts_of().with_context(|| format!("reading {}", path.display()))?;
+        if facts.size.is_none() {
+            // Of what is mapped, and not of what has the name by now.
+            let found = fs::metadata(&link).with_context(|| format!("reading {}", path.display()))?;
+            facts.size = Some(found.len());
+        }
+        if mapping.is_executable {
+            self.executables.entry(path).or_insert(link);
         }
         Ok(())
     }
 
-    /// Compares with this host. Returns files that do not exist here, and files that differ.
-    pub(crate) fn compare(&self) -> (Vec<String>, Vec<String>) {
-        let (mut absent, mut different, mut hashed) = (Vec::new(), Vec::new(), 0_u64);
-        for (path, facts) in &self.0 {
-            let shown = path.display();
-            let Ok(found) = fs::metadata(path) else {
-                absent.push(shown.to_string());
+    /// Hashes executables and libraries. Returns those that are compared by their size alone: they are too large, or
+    /// could not be read in time.
+    pub(crate) fn hash(&mut self, hasher: &mut FileHasher) -> Vec<String> {
+        let (mut hashed, mut left_out) = (0_u64, Vec::new());
+        for (path, link) in &self.executables {
+            let facts = self.facts.entry(path.clone()).or_default();
+            let size = facts.size.unwrap_or_default();
+            let sum = hashed.saturating_add(size);
+            // The program may have unmapped it.
+            let digest = (sum <= MAX_HASHED).then(|| hasher.hash(link, size).ok().flatten()).flatten();
+            facts.digest = digest;
+            match digest {
+                Some(_) => hashed = sum,
+                None => left_out.push(path.display().to_string()),
+            }
+        }
+        left_out
+    }
+
+    /// Compares with this host. A file that has a digest is hashed, however large it is.
+    pub(crate) fn compare(&self, hasher: &mut FileHasher) -> FileDifferences {
+        let mut found = FileDifferences::default();
+        for (path, facts) in &self.facts {
+            let shown = path.display().to_string();
+            let Ok(here) = fs::metadata(path) else {
+                found.absent.push(shown);
                 continue;
             };
             let Some(size) = facts.size else { continue };
-            if found.len() != size || !found.is_file() {
-                different.push(format!("{shown} ({} bytes here, {size} at the source)", found.len()));
+            if here.len() != size || !here.is_file() {
+                found.different.push(shown);
                 continue;
             }
-            hashed = hashed.saturating_add(size);
-            let Some(expected) = facts.digest.filter(|_| hashed <= MAX_HASHED) else { continue };
-            match digest(path) {
-                Ok(digest) if digest == expected => {}
-                Ok(_) => different.push(format!("{shown} (other contents here)")),
-                Err(error) => different.push(format!("{shown} ({error})")),
+            let Some(expected) = facts.digest else { continue };
+            match hasher.hash(path, size) {
+                Ok(Some(digest)) if digest == expected => {}
+                Ok(Some(_)) => found.different.push(shown),
+                Ok(None) | Err(_) => found.not_hashed.push(shown),
             }
         }
-        (absent, different)
+        found
     }
 }
 
@@ -130,80 +159,159 @@ fn named_file(link: &Path) -> Option<PathBuf> {
     fs::read_link(link).ok().filter(|path| path.is_absolute() && path.is_file())
 }
 
-/// The digest of a file.
-fn digest(path: &Path) -> io::Result<FileDigest> {
-    let mut file = File::open(path)?;
-    let (mut hasher, mut piece) = (blake3::Hasher::new(), vec![0; PIECE]);
-    loop {
-        match file.read(&mut piece)? {
-            0 => return Ok(*hasher.finalize().as_bytes()),
-            len => drop(hasher.update(&piece[..len])),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::time::Duration;
+
     use super::*;
+    use crate::file_hasher::HASH_LIMIT;
+
+    const LIBRARY: FileMapping = FileMapping { start: 0, end: 1, is_private: true, is_executable: true };
+    const DATA: FileMapping = FileMapping { is_executable: false, ..LIBRARY };
 
     impl ProgramFiles {
         /// Adds a file that must exist.
         pub(crate) fn add_name(&mut self, path: &str) {
-            self.0.entry(path.into()).or_default();
+            self.facts.entry(path.into()).or_default();
         }
 
         pub(crate) fn has(&self, path: &Path) -> bool {
-            self.0.contains_key(path)
+            self.facts.contains_key(path)
         }
+
+        /// Adds a file that the program has mapped.
+        fn map(&mut self, path: &Path, mapping: &FileMapping) {
+            self.add_mapped(path.to_owned(), path.to_owned(), mapping).unwrap();
+        }
+
+        fn hashed(mut self) -> Self {
+            assert_eq!(self.hash(&mut FileHasher::new(HASH_LIMIT)), [""; 0]);
+            self
+        }
+
+        fn compared(&self) -> FileDifferences {
+            self.compare(&mut FileHasher::new(HASH_LIMIT))
+        }
+    }
+
+    fn different(path: &Path) -> FileDifferences {
+        FileDifferences { different: vec![path.display().to_string()], ..FileDifferences::default() }
     }
 
     #[test]
     fn executables_are_hashed_and_equal_on_their_own_host() {
         let mut files = ProgramFiles::default();
         files.add(std::process::id().cast_signed()).unwrap();
-        let own = &files.0[&std::env::current_exe().unwrap()];
-        assert!(own.digest.is_some() || own.size.unwrap() > MAX_HASHED, "{own:?}");
-        let hashed = files.0.values().filter(|facts| facts.digest.is_some()).count();
+        let own = std::env::current_exe().unwrap();
+        let left_out = files.hash(&mut FileHasher::new(HASH_LIMIT));
+        let is_small = fs::metadata(&own).unwrap().len() <= MAX_HASHED;
+        assert_eq!(files.facts[&own].digest.is_some(), is_small, "{left_out:?}");
+        let hashed = files.facts.values().filter(|facts| facts.digest.is_some()).count();
         assert!(hashed >= 2, "libraries: {files:?}");
-        assert_eq!(files.compare(), (Vec::new(), Vec::new()));
+        assert_eq!(files.compared(), FileDifferences::default());
     }
 
     #[test]
     fn another_version_of_a_library_is_refused_by_name() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("libx.so");
-        let shown = path.display().to_string();
-        let mapping = FileMapping { start: 0, end: 1, is_private: true, is_executable: true };
         let mut files = ProgramFiles::default();
         fs::write(&path, "version 1").unwrap();
-        files.add_mapped(&path, &path, &mapping).unwrap();
-        assert_eq!(files.compare(), (Vec::new(), Vec::new()));
-        fs::write(&path, "version 2").unwrap();
-        assert_eq!(files.compare().1, [format!("{shown} (other contents here)")]);
-        fs::write(&path, "version 10").unwrap();
-        assert_eq!(files.compare().1, [format!("{shown} (10 bytes here, 9 at the source)")]);
+        files.map(&path, &LIBRARY);
+        let files = files.hashed();
+        assert_eq!(files.compared(), FileDifferences::default());
+        for other in ["version 2", "version 10"] {
+            fs::write(&path, other).unwrap();
+            assert_eq!(files.compared(), different(&path), "{other}");
+        }
         fs::remove_file(&path).unwrap();
-        assert_eq!(files.compare(), (vec![shown], Vec::new()));
+        assert_eq!(files.compared().absent, [path.display().to_string()]);
+    }
+
+    #[test]
+    fn much_data_leaves_libraries_compared() {
+        let folder = tempfile::tempdir().unwrap();
+        let (data, library) = (folder.path().join("a"), folder.path().join("libx.so"));
+        File::create(&data).unwrap().set_len(MAX_HASHED + 1).unwrap();
+        fs::write(&library, "version 1").unwrap();
+        let mut files = ProgramFiles::default();
+        files.map(&data, &DATA);
+        files.map(&library, &LIBRARY);
+        let files = files.hashed();
+        fs::write(&library, "version 2").unwrap();
+        assert_eq!(files.compared(), different(&library));
+    }
+
+    #[test]
+    fn a_library_that_is_too_large_is_compared_by_its_size() {
+        let folder = tempfile::tempdir().unwrap();
+        let (large, small) = (folder.path().join("a"), folder.path().join("b"));
+        File::create(&large).unwrap().set_len(MAX_HASHED + 1).unwrap();
+        fs::write(&small, "version 1").unwrap();
+        let mut files = ProgramFiles::default();
+        files.map(&large, &LIBRARY);
+        files.map(&small, &LIBRARY);
+        let left_out = files.hash(&mut FileHasher::new(HASH_LIMIT));
+        assert_eq!(left_out, [large.display().to_string()]);
+        assert!(files.facts[&large].digest.is_none() && files.facts[&small].digest.is_some());
+    }
+
+    #[test]
+    fn a_digest_that_is_not_compared_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("libx.so");
+        fs::write(&path, "version 1").unwrap();
+        let mut files = ProgramFiles::default();
+        files.map(&path, &LIBRARY);
+        let mut files = files.hashed();
+        let no_time = || FileHasher::new(Duration::ZERO);
+        assert_eq!(files.compare(&mut no_time()).not_hashed, [path.display().to_string()]);
+        // A source that lies.
+        let facts = FileFacts { size: Some(0), digest: files.facts[&path].digest };
+        files.facts = BTreeMap::from([("/proc/kmsg".into(), facts)]);
+        assert_eq!(files.compared().not_hashed, ["/proc/kmsg"]);
+        // At the source it is compared by its size.
+        assert_eq!(files.hash(&mut no_time()), [path.display().to_string()]);
+        assert_eq!(files.facts[&path].digest, None);
     }
 
     #[test]
     fn data_is_compared_by_its_size_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model");
-        let mapping = FileMapping { start: 0, end: 1, is_private: true, is_executable: false };
         let mut files = ProgramFiles::default();
         fs::write(&path, "12345").unwrap();
-        files.add_mapped(&path, &path, &mapping).unwrap();
+        files.map(&path, &DATA);
+        let files = files.hashed();
         fs::write(&path, "54321").unwrap();
-        assert_eq!(files.compare(), (Vec::new(), Vec::new()));
+        assert_eq!(files.compared(), FileDifferences::default());
         fs::write(&path, "1234").unwrap();
-        assert_eq!(files.compare().1.len(), 1);
+        assert_eq!(files.compared(), different(&path));
         // Shared memory may have any size: it travels.
-        let shared = FileMapping { is_private: false, ..mapping };
         let mut files = ProgramFiles::default();
-        files.add_mapped(&path, &path, &shared).unwrap();
+        files.map(&path, &FileMapping { is_private: false, ..DATA });
         fs::write(&path, "").unwrap();
-        assert_eq!(files.compare(), (Vec::new(), Vec::new()));
+        assert_eq!(files.hashed().compared(), FileDifferences::default());
+    }
+
+    #[test]
+    fn an_offer_has_each_file_once_and_no_empty_field() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("libx.so");
+        fs::write(&path, "version 1").unwrap();
+        let mut files = ProgramFiles::default();
+        for mapping in [LIBRARY, DATA, LIBRARY] {
+            files.map(&path, &mapping);
+        }
+        files.add_name("/data");
+        let files = files.hashed();
+        let digest = blake3::hash(b"version 1");
+        let expected = format!(r#"{{"/data":{{}},"{}":{{"size":9,"digest":"{digest}"}}}}"#, path.display());
+        let text = serde_json::to_string(&files).unwrap();
+        assert_eq!(text, expected);
+        let read: ProgramFiles = serde_json::from_str(&text).unwrap();
+        assert_eq!(read.facts, files.facts);
     }
 
     #[test]

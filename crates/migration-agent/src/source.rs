@@ -7,13 +7,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use rewake_criu_tls::TlsClient;
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 
 use crate::criu::CriuChoice;
+use crate::file_hasher::FILES_LIMIT;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::frozen_wait::FrozenWait;
@@ -21,7 +22,6 @@ use crate::held_dump::HeldDump;
 use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopyGoal;
-use crate::room::TreeSize;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 use crate::source_begin::{begin, earlier, start_of};
 use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
@@ -29,8 +29,8 @@ use crate::tree_memory::TreeMemory;
 
 /// Time without a connection before GRANT, after which the program runs on here.
 const LOST_LIMIT: Duration = Duration::from_secs(5);
-/// Time from the beginning until the destination has answered the offer.
-const COMPARE_LIMIT: Duration = Duration::from_secs(60);
+/// Time from the offer until the destination has answered it. It is longer than that of its own comparison.
+const COMPARE_LIMIT: Duration = FILES_LIMIT.saturating_add(Duration::from_secs(40));
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
 /// Time between two looks at children and limits.
@@ -90,6 +90,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     let folder = MigrationFolder::open(&folder::source_name(options.tree, &start))?;
     let (sender, events) = sync_channel(MAX_EVENTS);
     listen_to_scripts(&folder, sender.clone())?;
+    forward_aborts(aborts, sender.clone());
     let mut dialed = None;
     let (machine, outputs, entry) = match earlier(&folder)? {
         Some(entry) => {
@@ -106,7 +107,8 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
         None => {
             // Nothing is touched before the destination has proved who it is, and admits this host.
-            let begun = peer.dial().and_then(|stream| Ok((stream, begin(options, &folder)?)));
+            let begun =
+                peer.dial().and_then(|stream| Ok((stream, begin(options, &folder, &sender, &events)?)));
             match begun {
                 Ok((stream, (entry, offer))) => {
                     dialed = Some(stream);
@@ -120,7 +122,6 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         }
     };
     let shared = SharedMemory::default();
-    forward_aborts(aborts, sender.clone());
     let mut agent = SourceAgent {
         machine,
         options,
@@ -266,6 +267,8 @@ impl SourceAgent<'_> {
                 }
                 self.step(SourceInput::Received(message));
             }
+            // Before the migration.
+            SourceEvent::Described(_) => {}
             SourceEvent::PreCopied(Ok(true)) => self.step(SourceInput::PreCopied),
             SourceEvent::PreCopied(Ok(false)) => {}
             SourceEvent::PreCopied(Err(reason)) => self.step(SourceInput::PreCopyFailed(reason)),
@@ -330,7 +333,7 @@ impl SourceAgent<'_> {
         if self.machine.is_comparing() && self.begun.elapsed() > COMPARE_LIMIT.max(before_grant) {
             return Some(format!("{} has not answered the offer", self.entry.to));
         }
-        let sent = self.sent + self.link.as_ref().map_or(0, |link| link.sent());
+        let sent = self.sent();
         if let Some(reason) = self.frozen_wait.as_mut().and_then(|wait| wait.look(sent)) {
             return Some(reason);
         }
@@ -404,20 +407,27 @@ impl SourceAgent<'_> {
 
     fn freeze(&mut self) -> anyhow::Result<()> {
         self.entry.cgroup.freeze()?;
-        self.entry.tasks = self.entry.cgroup.expect_tree(self.options.tree)?;
-        self.frozen_wait = Some(FrozenWait::begin(self.travels_frozen()?));
+        self.entry.cgroup.expect_tree(self.options.tree)?;
+        self.frozen_wait = Some(FrozenWait::begin(self.travels_frozen()?, self.sent()));
         self.open_memory()
     }
 
     /// Bytes that travel before GRANT.
     fn travels_frozen(&self) -> anyhow::Result<u64> {
         let files = image_files::size(&self.folder.images())?;
-        let all_first = self.options.goal.all_first;
-        Ok(files + if all_first { TreeSize::of(&self.entry.cgroup)?.anonymous } else { 0 })
+        Ok(files + if self.options.goal.all_first { self.shared.pre_copy.total() } else { 0 })
+    }
+
+    /// Bytes that were sent, and bytes of pages that need not travel.
+    fn sent(&self) -> u64 {
+        self.sent + self.link.as_ref().map_or(0, |link| link.sent()) + self.shared.spared()
     }
 
     fn open_memory(&self) -> anyhow::Result<()> {
-        let opened = TreeMemory::open(&self.entry.cgroup.processes()?)?;
+        let mut processes = self.entry.cgroup.processes()?;
+        // 0 stands for a process of another pid namespace, which has joined since the freeze.
+        processes.retain(|pid| *pid > 0);
+        let opened = TreeMemory::open(&processes)?;
         *self.shared.frozen() = Some(opened);
         Ok(())
     }
@@ -446,18 +456,23 @@ impl SourceAgent<'_> {
     }
 
     fn write_grant(&mut self) {
+        let input = match self.try_grant() {
+            Ok(()) => SourceInput::GrantWritten,
+            Err(error) => SourceInput::WriteFailed(format!("{error:#}")),
+        };
+        self.step(input);
+    }
+
+    /// Compares what is frozen with what was dumped once more, and writes GRANT.
+    fn try_grant(&mut self) -> anyhow::Result<()> {
         if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
-            self.step(SourceInput::WriteFailed(reason));
-            return;
+            bail!(reason);
         }
+        self.entry.cgroup.expect_tree(self.options.tree)?;
         let entry = SourceEntry { record: SourceRecord::Granted, ..self.entry.clone() };
-        match self.folder.write(&WrittenRecord::Source(entry.clone())) {
-            Ok(()) => {
-                self.entry = entry;
-                self.step(SourceInput::GrantWritten);
-            }
-            Err(error) => self.step(SourceInput::WriteFailed(format!("{error:#}"))),
-        }
+        self.folder.write(&WrittenRecord::Source(entry.clone()))?;
+        self.entry = entry;
+        Ok(())
     }
 
     /// Thaws the tree, and ends CRIU's command. The tree is stopped until CRIU releases it. In this order it runs on if
@@ -484,7 +499,7 @@ impl SourceAgent<'_> {
     }
 
     fn kill(&mut self) {
-        self.entry.cgroup.kill_frozen(&self.entry.tasks);
+        self.entry.cgroup.kill();
         if let Some(dump) = self.dump.take() {
             dump.end();
         }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The connection of a source: it is made again when it is lost, and page requests are answered on it.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::sleep;
@@ -10,7 +11,8 @@ use anyhow::{Context as _, bail};
 use rewake_migration::message::FromDestination;
 use rewake_peer_stream::PeerStream;
 
-use crate::frame::{Frame, FrameWriter, MigrationId, greet};
+use crate::frame::{Frame, FrameWriter, MigrationId, PagePart, greet};
+use crate::host::HostOffer;
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopy;
 use crate::script::{AgentCall, WaitingScript};
@@ -24,6 +26,8 @@ pub(crate) enum SourceEvent {
     Disconnected,
     Unreachable(String),
     Received(FromDestination),
+    /// The tree was looked at, before the migration begins.
+    Described(Box<anyhow::Result<HostOffer>>),
     /// Pre-copy has ended: false if the migration had, or why the program cannot move.
     PreCopied(Result<bool, String>),
     /// The files of the image cannot be read.
@@ -38,11 +42,24 @@ pub(crate) struct SharedMemory {
     /// The memory of the frozen tree.
     frozen: Arc<Mutex<Option<TreeMemory>>>,
     pub(crate) pre_copy: Arc<PreCopy>,
+    /// Bytes of requested pages that did not travel.
+    spared: Arc<AtomicU64>,
 }
 
 impl SharedMemory {
     pub(crate) fn frozen(&self) -> MutexGuard<'_, Option<TreeMemory>> {
         self.frozen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of pages that were answered by their digests, or as zeros.
+    pub(crate) fn spared(&self) -> u64 {
+        self.spared.load(Ordering::Relaxed)
+    }
+
+    fn note(&self, answer: &Frame) {
+        if let Frame::Pages { parts, .. } = answer {
+            self.spared.fetch_add(parts.iter().map(PagePart::spared).sum(), Ordering::Relaxed);
+        }
     }
 }
 
@@ -112,10 +129,26 @@ fn serve(
                     )
                 };
                 writer.send(&answer)?;
+                shared.note(&answer);
             }
             Frame::RoundStored(round) => shared.pre_copy.stored(round),
             _ => bail!("the destination sent a frame of a source"),
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_that_need_not_travel_count_as_sent() {
+        let shared = SharedMemory::default();
+        let unchanged = PagePart::Unchanged { pages: 3, digest: [0; 32] };
+        let parts = vec![PagePart::Zeros(2), PagePart::Bytes(vec![1; 4096]), unchanged];
+        shared.note(&Frame::Pages { pid: 1, vaddr: 0, parts });
+        shared.note(&Frame::PagesLost(String::new()));
+        assert_eq!(shared.spared(), 5 * 4096);
+    }
 }

@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol. A side that gets another one ends the migration.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// A message of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
