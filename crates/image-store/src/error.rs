@@ -26,6 +26,14 @@ pub enum ImageStoreError {
         /// What is wrong, and what to do.
         what: String,
     },
+    /// The place has no store. So nothing in it is read as one, or removed.
+    #[error(
+        "{url}: no store of images: it lacks the object `rewake-store`, which the first `rewake push` writes"
+    )]
+    NoStore {
+        /// The place.
+        url: String,
+    },
     /// The store has no image of this name.
     #[error("{url}: no image of this name: `rewake ls` shows those of the store")]
     NoImage {

@@ -40,6 +40,8 @@ pub(crate) struct TestObjects {
     /// Reads of ranges that get too few bytes, or those of other places.
     short_reads: AtomicUsize,
     other_reads: AtomicUsize,
+    /// The folder that listings show as empty.
+    hidden: Mutex<Option<&'static str>>,
 }
 
 struct Act(BoxFuture<'static, ()>);
@@ -67,6 +69,7 @@ impl TestObjects {
             before: Mutex::default(),
             short_reads: AtomicUsize::new(0),
             other_reads: AtomicUsize::new(0),
+            hidden: Mutex::default(),
         });
         (Arc::clone(&objects), ImageStore::of(objects))
     }
@@ -97,6 +100,11 @@ impl TestObjects {
 
     pub(crate) fn other_reads(&self, count: usize) {
         self.other_reads.store(count, Ordering::Relaxed);
+    }
+
+    /// Listings of a folder are empty: what it has can be read by name only.
+    pub(crate) fn hide(&self, folder: Option<&'static str>) {
+        *self.hidden.lock().unwrap() = folder;
     }
 
     /// Returns the names in a folder.
@@ -196,6 +204,10 @@ impl ObjectStore for TestObjects {
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         if let Err(error) = self.check_alive() {
             return futures::stream::iter([Err(error)]).boxed();
+        }
+        let hidden = *self.hidden.lock().unwrap();
+        if hidden.is_some() && prefix.map(Path::as_ref) == hidden {
+            return futures::stream::empty().boxed();
         }
         let found = self.inner.list(prefix).collect::<Vec<_>>().now_or_never().unwrap();
         let dated: Vec<_> = found.into_iter().map(|meta| meta.map(|meta| self.dated(meta))).collect();
