@@ -6,6 +6,8 @@ use std::time::Duration;
 use rewake_criu_images::ImageError;
 use rewake_manifest::ManifestError;
 
+use crate::names::PACKS;
+
 /// Why something could not be done with a store. Every message has the object, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -39,6 +41,33 @@ pub enum ImageStoreError {
     NoImage {
         /// The image.
         url: String,
+    },
+    /// A push has given the name another image while this one was to be removed.
+    #[error(
+        "{url}: a push has replaced the image meanwhile, and the new one was not removed: repeat `rewake rm` to remove it"
+    )]
+    Replaced {
+        /// The image.
+        url: String,
+    },
+    /// A pack that the image needs was lost while the push ran.
+    #[error(
+        "{object}: lost or cut while the push ran, so no image was stored: push again; `rewake gc --now` may not run \
+         beside a push"
+    )]
+    LostPack {
+        /// The pack.
+        object: String,
+    },
+    /// An image has too many chunks for an index.
+    #[error("{image}: its index has {length} bytes, expected at most {most}: no image was stored")]
+    TooManyChunks {
+        /// The image.
+        image: String,
+        /// The length of its index in bytes.
+        length: u64,
+        /// The limit.
+        most: u64,
     },
     /// Bytes of an object are not those that were written.
     #[error("{object}: damaged: {what}; {}", advice(object))]
@@ -114,8 +143,8 @@ const METADATA: &str = "169.254.169.254";
 
 /// What to do about a damaged object.
 fn advice(object: &str) -> &'static str {
-    if object.contains("/packs/") {
-        "push the images that use it again, after `rewake rm` and `rewake gc --now`"
+    if object.rsplit('/').nth(1) == Some(PACKS) {
+        "`rewake verify` marks it, and then `rewake push` of the image stores its chunks again"
     } else {
         "remove the image with `rewake rm`, and push it again"
     }

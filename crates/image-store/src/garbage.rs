@@ -7,7 +7,7 @@
 //! * An index whose mark is older than [`GRACE`] is removed: each push that has used its chunks has ended.
 //! * A pack that no index uses is removed, when it is older than [`GRACE`].
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, SystemTime};
 
 use futures::{StreamExt as _, TryStreamExt as _};
@@ -15,10 +15,10 @@ use tracing::warn;
 
 use crate::error::{ImageStoreError, Result};
 use crate::format::ImageIndex;
-use crate::names::{CLOCK, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, is_image_name};
+use crate::names::{CLOCK, DAMAGED, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, is_image_name};
 use crate::store::{ImageStore, MAX_INDEXES, MAX_REQUESTS};
 
-/// The age from which what no image uses is removed. A push may take half of it.
+/// The age from which what no image uses is removed: a push and the packs that it may reuse are younger.
 pub const GRACE: Duration = Duration::from_secs(24 * 3600);
 
 /// What was removed, and what is left.
@@ -58,7 +58,7 @@ pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<Garb
     // After the indexes: the packs of each are in the store before it is.
     let packs = store.list(PACKS).await?;
     let mut report = GarbageReport { removed_images: plan.removed.len() as u64, ..GarbageReport::default() };
-    let mut unused = Vec::new();
+    let mut unused = HashSet::new();
     for (name, pack) in &packs {
         match used.get(name) {
             Some(used) => {
@@ -69,7 +69,7 @@ pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<Garb
             None if is_old(pack.written) => {
                 report.removed_packs += 1;
                 report.removed_bytes += pack.length;
-                unused.push(name.clone());
+                unused.insert(name.clone());
             }
             None => report.waiting += pack.length,
         }
@@ -85,10 +85,13 @@ pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<Garb
     let manifests = manifests.map(|(name, _)| name).collect();
     let clocks = store.list(CLOCK).await?.into_iter().filter(|(_, found)| is_old(found.written));
     let clocks = clocks.map(|(name, _)| name).collect();
+    let damaged = store.list(DAMAGED).await?.into_keys();
+    let damaged = damaged.filter(|name| !packs.contains_key(name) || unused.contains(name)).collect();
     // Indexes first: a pack never goes before what says that it is used. Each mark goes after its index.
     delete_all(store, INDEXES, plan.removed).await?;
     delete_all(store, REMOVED, plan.unmarked).await?;
-    delete_all(store, PACKS, unused).await?;
+    delete_all(store, PACKS, unused.into_iter().collect()).await?;
+    delete_all(store, DAMAGED, damaged).await?;
     delete_all(store, MANIFESTS, manifests).await?;
     delete_all(store, CLOCK, clocks).await?;
     Ok(report)
@@ -276,7 +279,7 @@ mod tests {
             let (during, beside) = (objects.clone(), store.clone());
             // The push has written its packs, and takes nearly as long as it may.
             objects.before(INDEXES, async move {
-                during.pass(12);
+                during.pass(7);
                 let report = collect_garbage(&beside, GRACE).await.unwrap();
                 assert_eq!((report.removed_packs, report.packs), (0, 0));
                 assert!(report.waiting >= CHUNK as u64);
@@ -299,7 +302,7 @@ mod tests {
             objects.before(PACKS, async move {
                 beside.remove("one").await.unwrap();
                 collect_garbage(&beside, GRACE).await.unwrap();
-                during.pass(12);
+                during.pass(7);
                 collect_garbage(&beside, GRACE).await.unwrap();
             });
             let report = push(&store, &two.path(), "two").await.unwrap();
@@ -359,6 +362,37 @@ mod tests {
             assert_eq!(objects.names(PACKS).await, [pack]);
             store.mark().await.unwrap();
             assert_eq!(collect_garbage(&store, Duration::ZERO).await.unwrap().removed_packs, 1);
+        });
+    }
+
+    #[test]
+    fn an_image_that_a_push_replaces_meanwhile_is_not_removed() {
+        let (one, two) =
+            (TestImage::new(&random_bytes("one", CHUNK)), TestImage::new(&random_bytes("two", CHUNK)));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &one.path(), "web").await.unwrap();
+            let (beside, path) = (store.clone(), two.path());
+            objects.before(REMOVED, async move {
+                push(&beside, &path, "web").await.unwrap();
+            });
+            let error = store.remove("web").await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::Replaced { .. }), "{error}");
+            check(&store, "web").await;
+        });
+    }
+
+    #[test]
+    fn an_image_whose_name_is_refused_is_not_removed() {
+        let image = TestImage::new(&random_bytes("one", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &image.path(), "one").await.unwrap();
+            objects.refuse(Some(NAMES));
+            let error = store.remove("one").await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::Request { act: "read", .. }), "{error}");
+            objects.refuse(None);
+            check(&store, "one").await;
         });
     }
 

@@ -9,7 +9,7 @@ use rewake_criu_images::Digest;
 use crate::blocks;
 use crate::error::{ImageStoreError, Result};
 use crate::format::{ChunkLocation, StoredImage};
-use crate::names::{INDEXES, PACKS};
+use crate::names::{DAMAGED, INDEXES, PACKS};
 use crate::store::ImageStore;
 
 /// Times that a chunk is read which is not what it was: the store may have answered with other bytes once.
@@ -61,6 +61,11 @@ impl ChunkReader {
     pub(crate) async fn blocks(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Vec<u8>> {
         let stored = self.store.get_range(PACKS, &at.pack, blocks::range(at, blocks.clone())).await?;
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
+    }
+
+    /// Marks the pack of a chunk as damaged: no push uses it again.
+    pub(crate) async fn mark_damaged(&self, digest: Digest) -> Result<()> {
+        self.store.put(DAMAGED, &self.locate(digest)?.pack, Vec::new()).await
     }
 
     pub(crate) fn locate(&self, digest: Digest) -> Result<&ChunkLocation> {

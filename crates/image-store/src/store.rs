@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use futures::{StreamExt as _, TryStreamExt as _};
@@ -17,7 +17,7 @@ use tokio::io::AsyncWriteExt as _;
 use crate::connect;
 use crate::error::{ImageStoreError, Result, request};
 use crate::format::{ImageIndex, StoredImage};
-use crate::names::{CLOCK, INDEXES, NAMES, REMOVED, is_object, random};
+use crate::names::{CLOCK, DAMAGED, INDEXES, NAMES, PACKS, REMOVED, is_object, random};
 use crate::url::StoreUrl;
 
 /// Requests that are outstanding at once, of one command.
@@ -28,6 +28,8 @@ pub(crate) const MAX_INDEXES: usize = 2;
 pub(crate) const MAX_INDEX: u64 = 256 << 20;
 /// The longest object of a name, in bytes; one has some 200.
 const MAX_NAME_OBJECT: u64 = 4 << 10;
+/// Time in which a store says how long an object is, of which it has refused a range.
+const HEAD_LIMIT: Duration = Duration::from_secs(10);
 /// The longest marker, in bytes.
 const MAX_MARKER: u64 = 64;
 /// The object that proves that a place is a store, and of which version. The first push writes it.
@@ -127,21 +129,24 @@ impl ImageStore {
         StoredImage::decode(&bytes, name, &object).map(Some)
     }
 
-    /// Removes an image's name. `collect_garbage` removes its bytes later.
+    /// Removes an image's name. `collect_garbage` removes its bytes later. The mark is written first: if the name stays,
+    /// `collect_garbage` removes the mark.
     ///
     /// # Errors
-    /// There is no image of this name, or no store, or the store refuses.
+    /// There is no image of this name, or no store; a push has replaced the image meanwhile; or the store refuses.
     pub async fn remove(&self, name: &str) -> Result<()> {
         self.require().await?;
-        let image = self.find(name).await;
-        if matches!(image, Ok(None)) {
-            return Err(ImageStoreError::NoImage { url: format!("{}/{name}", self.url) });
-        }
-        self.delete(NAMES, name).await?;
-        match image {
-            Ok(Some(image)) => self.put(REMOVED, &image.version, Vec::new()).await,
+        let image = match self.image(name).await {
             // Its index has no name from now on, so `collect_garbage` finds it.
-            _ => Ok(()),
+            Err(ImageStoreError::Damaged { .. }) => return self.delete(NAMES, name).await,
+            image => image?,
+        };
+        self.put(REMOVED, &image.version, Vec::new()).await?;
+        match self.find(name).await? {
+            // Another `rewake rm` was first.
+            None => Ok(()),
+            Some(found) if found.version == image.version => self.delete(NAMES, name).await,
+            Some(_) => Err(ImageStoreError::Replaced { url: self.image_url(name) }),
         }
     }
 
@@ -191,6 +196,13 @@ impl ImageStore {
         listing.try_collect().await.map_err(request("list", &format!("{}/{folder}", self.url)))
     }
 
+    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes.
+    pub(crate) async fn sound_packs(&self) -> Result<BTreeMap<String, ListedObject>> {
+        let (mut packs, damaged) = (self.list(PACKS).await?, self.list(DAMAGED).await?);
+        packs.retain(|name, _| !damaged.contains_key(name));
+        Ok(packs)
+    }
+
     /// Reads an object of at most so many bytes as a whole; `None` if there is none.
     async fn read(&self, path: &Path, object: &str, most: u64) -> Result<Option<Vec<u8>>> {
         let found = match self.objects.get(path).await {
@@ -217,10 +229,17 @@ impl ImageStore {
                 let what = format!("{} bytes from offset {}, expected {length}", bytes.len(), range.start);
                 Err(ImageStoreError::Damaged { object, what })
             }
-            Err(Error::NotFound { .. }) => {
+            Err(error) if is_missing(&error) => {
                 Err(ImageStoreError::Damaged { object, what: "it is missing".to_owned() })
             }
-            Err(error) => Err(request("read", &object)(error)),
+            // Stores refuse a range past the end in ways of their own.
+            Err(error) => match tokio::time::timeout(HEAD_LIMIT, self.head(folder, name)).await {
+                Ok(Ok(Some(found))) if found.length < range.end => {
+                    let what = format!("it has {} bytes, expected at least {}", found.length, range.end);
+                    Err(ImageStoreError::Damaged { object, what })
+                }
+                _ => Err(request("read", &object)(error)),
+            },
         }
     }
 
@@ -238,7 +257,8 @@ impl ImageStore {
             object: object.clone(),
             reason: crate::error::reason(&error.to_string()),
         };
-        let mut writer = BufWriter::with_capacity(Arc::clone(&self.objects), path(folder, name), PART);
+        let writer = BufWriter::with_capacity(Arc::clone(&self.objects), path(folder, name), PART);
+        let mut writer = writer.with_max_concurrency(1);
         let mut buffer = vec![0; 1 << 20];
         loop {
             let length = from.read(&mut buffer).map_err(&failed)?;

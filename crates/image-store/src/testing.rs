@@ -42,6 +42,8 @@ pub(crate) struct TestObjects {
     other_reads: AtomicUsize,
     /// The folder that listings show as empty.
     hidden: Mutex<Option<&'static str>>,
+    /// The folder whose objects may not be read.
+    refused: Mutex<Option<&'static str>>,
 }
 
 struct Act(BoxFuture<'static, ()>);
@@ -70,6 +72,7 @@ impl TestObjects {
             short_reads: AtomicUsize::new(0),
             other_reads: AtomicUsize::new(0),
             hidden: Mutex::default(),
+            refused: Mutex::default(),
         });
         (Arc::clone(&objects), ImageStore::of(objects))
     }
@@ -100,6 +103,11 @@ impl TestObjects {
 
     pub(crate) fn other_reads(&self, count: usize) {
         self.other_reads.store(count, Ordering::Relaxed);
+    }
+
+    /// The store refuses to read the objects of a folder.
+    pub(crate) fn refuse(&self, folder: Option<&'static str>) {
+        *self.refused.lock().unwrap() = folder;
     }
 
     /// Listings of a folder are empty: what it has can be read by name only.
@@ -173,6 +181,11 @@ impl ObjectStore for TestObjects {
 
     async fn get_opts(&self, location: &Path, mut options: GetOptions) -> Result<GetResult> {
         self.check_alive()?;
+        let folder = location.parts().next();
+        if folder.as_ref().map(AsRef::as_ref) == *self.refused.lock().unwrap() {
+            let (path, source) = (location.to_string(), "refused".into());
+            return Err(Error::PermissionDenied { path, source });
+        }
         if let Some(object_store::GetRange::Bounded(range)) = &mut options.range {
             let less = |count: &AtomicUsize| {
                 count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
