@@ -77,7 +77,7 @@ pub(crate) async fn push_within(
     name: &str,
     limit: Duration,
 ) -> Result<StorePushReport> {
-    let deadline = boot_time() + limit;
+    let deadline = boot_time().saturating_add(limit);
     let images = ImageDir::open(directory)?;
     let _lease = ImageLease::of(&images)?;
     refuse_partial(&images)?;

@@ -294,7 +294,7 @@ impl ImageStore {
 }
 
 /// Refuses an object that is too long, before memory is taken for it.
-fn limited(object: &str, length: u64, most: u64) -> Result<()> {
+pub(crate) fn limited(object: &str, length: u64, most: u64) -> Result<()> {
     if length <= most {
         return Ok(());
     }

@@ -7,6 +7,7 @@ use std::io::{Seek as _, SeekFrom, Write as _};
 use std::sync::Arc;
 
 use rewake_criu_images::Digest;
+use rewake_image_pull::MAX_MANIFEST;
 use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
 use tokio::task::JoinHandle;
 use tracing::warn;
@@ -15,7 +16,7 @@ use crate::error::{ImageStoreError, Result};
 use crate::format::StoredImage;
 use crate::names::MANIFESTS;
 use crate::reader::ChunkReader;
-use crate::store::{ImageStore, MAX_REQUESTS};
+use crate::store::{ImageStore, MAX_REQUESTS, limited};
 
 /// Bytes of the manifest that are read at once.
 const MANIFEST_PART: u64 = 2 << 20;
@@ -107,6 +108,8 @@ async fn manifest(store: &ImageStore, image: &StoredImage) -> Result<ManifestRea
     let failed = |reason| ImageStoreError::File { file: "a temporary file".to_owned(), reason };
     let mut file = tempfile::tempfile().map_err(failed)?;
     let length = image.manifest_length;
+    // It is copied to the disk.
+    limited(&object, length, MAX_MANIFEST)?;
     let mut offset = 0;
     while offset < length {
         let end = length.min(offset + MANIFEST_PART);
@@ -324,6 +327,30 @@ mod tests {
             for (name, _) in &images {
                 assert_eq!(verify(&store, name, |_| {}).await.unwrap().wrong, 0);
             }
+        });
+    }
+
+    #[test]
+    fn a_manifest_of_any_length_is_not_copied() {
+        run(async {
+            let (objects, store) = small().await;
+            let mut image = store.image("one").await.unwrap();
+            image.manifest_length = MAX_MANIFEST + 1;
+            objects.replace(NAMES, "one", image.encode()).await;
+            let error = verify(&store, "one", |_| {}).await.unwrap_err().to_string();
+            assert!(error.contains(&format!("expected at most {MAX_MANIFEST}")), "{error}");
+        });
+    }
+
+    #[test]
+    fn an_object_of_a_name_is_short() {
+        run(async {
+            let (objects, store) = small().await;
+            let mut bytes = objects.read(NAMES, "one").await;
+            bytes.resize((4 << 10) + 1, 0);
+            objects.replace(NAMES, "one", bytes).await;
+            let error = store.image("one").await.unwrap_err().to_string();
+            assert!(error.contains("it has 4097 bytes, expected at most 4096"), "{error}");
         });
     }
 
