@@ -161,6 +161,15 @@ fn bad_input_gets_one_clear_line() {
     let (dir, none) = (text(folder.path()), format!("file://{}/none", folder.path().display()));
     assert!(refused(&["ls", &none]).contains("no such directory: `rewake push` makes it"));
     assert!(refused(&["pull", &format!("file://{dir}/web"), dir]).contains("no image of this name"));
+    // A directory with files of others is no store: nothing is listed or removed.
+    let (store, packs) = (format!("file://{dir}"), folder.path().join("packs"));
+    fs::create_dir(&packs).unwrap();
+    let pack = packs.join("0123456789abcdef0123456789abcdef-0123456789abcdef");
+    fs::write(&pack, "x").unwrap();
+    for arguments in [&["gc", "--now", &store][..], &["ls", &store], &["rm", &format!("{store}/web")]] {
+        assert!(refused(arguments).contains("no store of images: it lacks the object `rewake-store`"));
+    }
+    assert!(pack.exists());
     assert!(
         refused(&["pull", "--tls", &format!("file://{dir}/web"), dir]).contains("--tls is for HOST:IMAGE")
     );

@@ -13,5 +13,5 @@ mod source;
 mod target;
 
 pub use chunks::ChunkPlace;
-pub use pull::{PullReport, complete, complete_image, pull, pull_eager};
+pub use pull::{MAX_MANIFEST, PullReport, complete, complete_image, pull, pull_eager};
 pub use source::{ChunkSource, ImageSource};

@@ -18,7 +18,7 @@ use crate::target::{Target, is_complete, is_right};
 const ID_DIGITS: usize = 16;
 
 /// The longest manifest, in bytes: that of an image of some 25 TiB.
-const MAX_MANIFEST: u64 = 4 << 30;
+pub const MAX_MANIFEST: u64 = 4 << 30;
 /// Chunks that wait for others before them.
 const MAX_PENDING: usize = 1024;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The requests of one client, one after another.
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -30,7 +30,7 @@ pub struct Served {
 ///
 /// # Errors
 /// The client is of another version, breaks the protocol or is lost, or a request was refused: then it has the reason,
-/// too.
+/// too. A read that fails after its reply has begun gives no reason: only the connection ends.
 pub fn serve<S: Read + Write>(
     exports: &Exports,
     stream: &mut S,
@@ -121,7 +121,14 @@ impl RangeSender {
         while sent < length as usize {
             let piece = self.piece.len().min(length as usize - sent);
             let piece = &mut self.piece[..piece];
-            image.next(piece).with_context(context)?;
+            match image.next(piece) {
+                // A refusal would be taken for the data that is due.
+                Err(error) if sent > 0 => {
+                    let what = format!("{}: cut after {sent} bytes: {error:#}", context());
+                    return Err(MessageError::Io(io::Error::other(what)).into());
+                }
+                read => read.with_context(context)?,
+            }
             let began = Instant::now();
             let mut bytes = &*piece;
             if self.pace.is_compressed() {
@@ -149,4 +156,76 @@ fn unexpected(expected: &'static str, found: &Request) -> anyhow::Error {
         Request::Read(_) => "a read",
     };
     MessageError::Unexpected { expected, found: found.to_owned() }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::io::Cursor;
+
+    use rewake_criu_images::{Inventory, write};
+    use rewake_image_protocol::{Reply as RawReply, Request as RawRequest};
+    use rewake_manifest::seal;
+
+    use super::*;
+
+    const LENGTH: usize = 4 * PIECE;
+
+    /// A client that has sent all its requests. The file is cut when data arrives.
+    struct CuttingStream {
+        requests: Cursor<Vec<u8>>,
+        replies: Vec<u8>,
+        file: File,
+    }
+
+    impl Read for CuttingStream {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.requests.read(buffer)
+        }
+    }
+
+    impl Write for CuttingStream {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.replies.write_all(bytes)?;
+            if self.replies.len() >= PIECE {
+                self.file.set_len(PIECE as u64)?;
+            }
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn after_the_first_byte_of_a_reply_only_the_connection_ends() {
+        let root = tempfile::tempdir().unwrap();
+        let image = root.path().join("web");
+        fs::create_dir(&image).unwrap();
+        write::inventory(&image, &Inventory { version: 2, plugins: Vec::new(), run_id: None }).unwrap();
+        let (path, memory) = (image.join("pages-1.img"), vec![7; LENGTH]);
+        fs::write(&path, &memory).unwrap();
+        seal(&image).unwrap();
+        let mut requests = Vec::new();
+        let open = Open { image: "web".to_owned(), ancestor: 0 };
+        let read = RangeRead { file: 2, offset: 0, length: u32::try_from(LENGTH).unwrap() };
+        for request in [Request::Hello(hello()), Request::Open(open), Request::Read(read)] {
+            send(&mut requests, &RawRequest { what: Some(request) }, &[]).unwrap();
+        }
+        let file = File::options().write(true).open(&path).unwrap();
+        let mut stream = CuttingStream { requests: Cursor::new(requests), replies: Vec::new(), file };
+        let exports = Exports::new(root.path()).unwrap();
+        let error = serve(&exports, &mut stream, |_, _| Ok(())).unwrap_err();
+        assert!(
+            matches!(error.downcast_ref(), Some(MessageError::Io(error)) if error.kind() == io::ErrorKind::UnexpectedEof),
+            "{error:#}"
+        );
+        let mut replies = &stream.replies[..];
+        let mut reply = || receive::<RawReply>(&mut replies).unwrap().unwrap().what.unwrap();
+        assert!(matches!(reply(), Reply::Hello(_)));
+        assert!(matches!(reply(), Reply::Opened(_)));
+        assert!(matches!(reply(), Reply::Data(Data { length, .. }) if length as usize == LENGTH));
+        assert!(replies == &memory[..PIECE], "{} bytes after the reply's beginning", replies.len());
+    }
 }

@@ -11,19 +11,38 @@ use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
 use object_store::{BackoffConfig, ClientConfigKey, ObjectStore, RetryConfig};
+use reqwest::Url;
 
 use crate::error::{ImageStoreError, Result, reason};
 use crate::profile::AwsProfile;
 use crate::url::StoreUrl;
 
-/// Time in which a server must accept a connection.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// Time in which a request must be answered as a whole: 16 MiB at half a megabit a second.
-const REQUEST_LIMIT: Duration = Duration::from_secs(300);
+/// The limits of one request.
+#[derive(Debug, Clone, Copy)]
+struct RequestLimits {
+    /// Time in which a server must accept a connection.
+    connect: Duration,
+    /// Time in which a server must send bytes. It includes the time in which a request is sent.
+    silence: Duration,
+    /// Time in which a request must be answered as a whole.
+    request: Duration,
+    /// Time from the first attempt of a request after which it is not sent again.
+    retry: Duration,
+}
+
+/// Of commands that read: a request is short.
+const READ_LIMITS: RequestLimits = RequestLimits {
+    connect: Duration::from_secs(5),
+    silence: Duration::from_secs(20),
+    request: Duration::from_secs(60),
+    retry: Duration::from_secs(200),
+};
+/// Of a push, which sends four packs of 16 MiB at once: a link of 10 Mbit/s takes 54 s.
+const PUSH_LIMITS: RequestLimits = RequestLimits { silence: Duration::from_secs(60), ..READ_LIMITS };
+/// A request that hangs is sent again three times.
+const _: () = assert!(READ_LIMITS.retry.as_secs() > 3 * READ_LIMITS.request.as_secs());
 /// Times that a request is sent again after a failure of the server or of the connection.
 const RETRIES: usize = 8;
-/// Time from the first attempt of a request after which it is not sent again.
-const RETRY_LIMIT: Duration = Duration::from_secs(120);
 /// Time before a request is sent again: it doubles from the first to the second of these.
 const PAUSE: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
 
@@ -45,8 +64,9 @@ pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Arc<dyn ObjectStor
             Ok(Arc::new(objects.with_fsync(true)))
         }
         StoreUrl::S3 { bucket, prefix } => {
-            let objects =
-                builder(bucket).and_then(|builder| builder.build().map_err(|error| error.to_string()));
+            let limits = if create { PUSH_LIMITS } else { READ_LIMITS };
+            let objects = builder(bucket)
+                .and_then(|builder| limited(builder, limits).build().map_err(|error| error.to_string()));
             let objects = objects.map_err(|what| setup(reason(&what)))?;
             if prefix.is_empty() {
                 return Ok(Arc::new(objects));
@@ -59,8 +79,6 @@ pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Arc<dyn ObjectStor
 /// Configures S3 by the environment, then by the profile files. Without credentials there, the host's are requested from
 /// its metadata service.
 fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
-    // A second call, or another provider of the program's, is no error.
-    let _ = rustls::crypto::ring::default_provider().install_default();
     let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
     let profile = AwsProfile::read(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))?;
     let has = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_some();
@@ -93,44 +111,67 @@ fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
         .find_map(|key| builder.get_config_value(&key))
         .or(profile.endpoint);
     if let Some(endpoint) = endpoint {
-        let is_plain = endpoint.starts_with("http://");
         let allow = builder.get_config_value(&client(ClientConfigKey::AllowHttp));
-        if is_plain && !is_loopback(&endpoint) && allow.as_deref() != Some("true") {
-            return Err(format!(
-                "{endpoint}: memory would travel unencrypted: use https, or set AWS_ALLOW_HTTP=true"
-            ));
-        }
-        let allow = if is_plain { "true" } else { "false" };
-        builder = builder.with_config(client(ClientConfigKey::AllowHttp), allow).with_endpoint(endpoint);
+        let is_plain = is_plain(&endpoint, allow.as_deref() == Some("true"))?;
+        builder = builder
+            .with_config(client(ClientConfigKey::AllowHttp), is_plain.to_string())
+            .with_endpoint(endpoint);
     }
-    let seconds = |limit: Duration| format!("{} seconds", limit.as_secs());
+    Ok(builder)
+}
+
+/// Adds the limits of requests.
+fn limited(builder: AmazonS3Builder, limits: RequestLimits) -> AmazonS3Builder {
+    // A second call, or another provider of the program's, is no error.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let time = |limit: Duration| format!("{}ms", limit.as_millis());
     let backoff = BackoffConfig { init_backoff: PAUSE[0], max_backoff: PAUSE[1], base: 2.0 };
-    let retry = RetryConfig { backoff, max_retries: RETRIES, retry_timeout: RETRY_LIMIT };
-    Ok(builder
-        .with_config(client(ClientConfigKey::ConnectTimeout), seconds(CONNECT_LIMIT))
-        .with_config(client(ClientConfigKey::Timeout), seconds(REQUEST_LIMIT))
-        .with_retry(retry))
+    let retry = RetryConfig { backoff, max_retries: RETRIES, retry_timeout: limits.retry };
+    builder
+        .with_config(client(ClientConfigKey::ConnectTimeout), time(limits.connect))
+        .with_config(client(ClientConfigKey::ReadTimeout), time(limits.silence))
+        .with_config(client(ClientConfigKey::Timeout), time(limits.request))
+        .with_retry(retry)
 }
 
 fn client(key: ClientConfigKey) -> AmazonS3ConfigKey {
     AmazonS3ConfigKey::Client(key)
 }
 
-/// Whether a URL that begins with `http://` names this host.
-fn is_loopback(endpoint: &str) -> bool {
-    let rest = endpoint.trim_start_matches("http://");
-    let authority = rest.split('/').next().unwrap_or_default();
-    let host = match authority.strip_prefix('[') {
-        Some(address) => address.split(']').next(),
-        None => authority.split(':').next(),
-    };
-    let host = host.unwrap_or_default();
+/// Whether a server's URL is one without TLS: only of this host, unless `allowed`. It is parsed as the client does it.
+fn is_plain(endpoint: &str, allowed: bool) -> Result<bool, String> {
+    let url = Url::parse(endpoint).map_err(|error| format!("the endpoint is no URL: {error}"))?;
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(
+            "the endpoint has a user or a password: expected https://HOST or https://HOST:PORT".to_owned()
+        );
+    }
+    match url.scheme() {
+        "https" => Ok(false),
+        "http" if allowed || is_loopback(&url) => Ok(true),
+        "http" => {
+            Err(format!("{endpoint}: memory would travel unencrypted: use https, or set AWS_ALLOW_HTTP=true"))
+        }
+        _ => Err("the endpoint is no URL of a server: expected https://HOST or https://HOST:PORT".to_owned()),
+    }
+}
+
+/// Whether a URL names this host.
+fn is_loopback(url: &Url) -> bool {
+    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::{Ipv4Addr, TcpListener};
+    use std::thread;
+    use std::time::Instant;
+
     use super::*;
+    use crate::store::ImageStore;
+    use crate::testing::run;
 
     #[test]
     fn only_addresses_of_this_host_need_no_tls() {
@@ -141,15 +182,61 @@ mod tests {
             "http://[::1]",
             "http://127.1.2.3/",
         ] {
-            assert!(is_loopback(own), "{own}");
+            assert_eq!(is_plain(own, false), Ok(true), "{own}");
         }
         for other in [
             "http://127.example.com",
+            "http://127.0.0.1.example.com",
             "http://10.0.0.1:80",
             "http://localhost.example.com/",
             "http://[fe80::1]",
+            "http:///example.com",
+            "HTTP://example.com",
         ] {
-            assert!(!is_loopback(other), "{other}");
+            let refused = is_plain(other, false).unwrap_err();
+            assert!(refused.contains("memory would travel unencrypted"), "{other}: {refused}");
+            assert_eq!(is_plain(other, true), Ok(true), "{other}");
         }
+        assert_eq!(is_plain("https://example.com", false), Ok(false));
+    }
+
+    #[test]
+    fn an_endpoint_with_a_user_is_refused_and_not_shown() {
+        for endpoint in
+            ["http://127.0.0.1@example.com", "http://localhost:secret@example.com", "https://a:secret@b"]
+        {
+            let refused = is_plain(endpoint, true).unwrap_err();
+            assert!(refused.contains("a user or a password") && !refused.contains("secret"), "{refused}");
+        }
+        assert!(is_plain("localhost:8333", false).unwrap_err().contains("expected https://HOST"));
+        assert!(is_plain("no URL", false).unwrap_err().contains("no URL"));
+    }
+
+    #[test]
+    fn a_request_to_a_silent_server_is_sent_again() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let server = thread::spawn(move || {
+            let (silent, _) = listener.accept().unwrap();
+            let (mut second, _) = listener.accept().unwrap();
+            let mut request = [0; 4096];
+            assert!(second.read(&mut request).unwrap() > 0);
+            let answer = "HTTP/1.1 200 OK\r\nContent-Length: 15\r\nETag: \"1\"\r\n\
+                          Last-Modified: Thu, 26 Nov 2026 06:00:00 GMT\r\n\r\nrewake-store 1\n";
+            second.write_all(answer.as_bytes()).unwrap();
+            drop(silent);
+        });
+        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_region("here");
+        let builder = builder.with_access_key_id("id").with_secret_access_key("key");
+        let builder = builder.with_endpoint(endpoint).with_allow_http(true);
+        let limits = RequestLimits { silence: Duration::from_millis(300), ..READ_LIMITS };
+        let objects = Arc::new(limited(builder, limits).build().unwrap());
+        let start = Instant::now();
+        run(async {
+            let read = ImageStore::of(objects);
+            tokio::time::timeout(Duration::from_secs(20), read.require()).await.unwrap().unwrap();
+        });
+        assert!(start.elapsed() >= Duration::from_millis(300));
+        server.join().unwrap();
     }
 }

@@ -6,6 +6,8 @@ use std::time::Duration;
 use rewake_criu_images::ImageError;
 use rewake_manifest::ManifestError;
 
+use crate::names::PACKS;
+
 /// Why something could not be done with a store. Every message has the object, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -26,11 +28,46 @@ pub enum ImageStoreError {
         /// What is wrong, and what to do.
         what: String,
     },
+    /// The place has no store. So nothing in it is read as one, or removed.
+    #[error(
+        "{url}: no store of images: it lacks the object `rewake-store`, which the first `rewake push` writes"
+    )]
+    NoStore {
+        /// The place.
+        url: String,
+    },
     /// The store has no image of this name.
     #[error("{url}: no image of this name: `rewake ls` shows those of the store")]
     NoImage {
         /// The image.
         url: String,
+    },
+    /// A push has given the name another image while this one was to be removed.
+    #[error(
+        "{url}: a push has replaced the image meanwhile, and the new one was not removed: repeat `rewake rm` to remove it"
+    )]
+    Replaced {
+        /// The image.
+        url: String,
+    },
+    /// A pack that the image needs was lost while the push ran.
+    #[error(
+        "{object}: lost or cut while the push ran, so no image was stored: push again; `rewake gc --now` may not run \
+         beside a push"
+    )]
+    LostPack {
+        /// The pack.
+        object: String,
+    },
+    /// An image has too many chunks for an index.
+    #[error("{image}: its index has {length} bytes, expected at most {most}: no image was stored")]
+    TooManyChunks {
+        /// The image.
+        image: String,
+        /// The length of its index in bytes.
+        length: u64,
+        /// The limit.
+        most: u64,
     },
     /// Bytes of an object are not those that were written.
     #[error("{object}: damaged: {what}; {}", advice(object))]
@@ -104,10 +141,13 @@ pub enum ImageStoreError {
 /// Where hosts of a cloud get credentials.
 const METADATA: &str = "169.254.169.254";
 
+/// The most characters of a text that a store has sent.
+const MAX_TEXT: usize = 300;
+
 /// What to do about a damaged object.
 fn advice(object: &str) -> &'static str {
-    if object.contains("/packs/") {
-        "push the images that use it again, after `rewake rm` and `rewake gc --now`"
+    if object.rsplit('/').nth(1) == Some(PACKS) {
+        "`rewake verify` marks it, and then `rewake push` of the image stores its chunks again"
     } else {
         "remove the image with `rewake rm`, and push it again"
     }
@@ -128,7 +168,7 @@ pub(crate) fn request(
 /// Returns what a store answered, in one line. An answer of S3 may have the id of the key and the text that was signed:
 /// of its XML, only code and message are kept.
 pub(crate) fn reason(text: &str) -> String {
-    let line = without_xml(text);
+    let line = bounded(&without_xml(text));
     if !text.contains(METADATA) {
         return line;
     }
@@ -138,17 +178,28 @@ pub(crate) fn reason(text: &str) -> String {
     )
 }
 
+/// Returns a text of a store as one line that a terminal can show, of [`MAX_TEXT`] characters at most.
+pub(crate) fn bounded(text: &str) -> String {
+    let printable = |char: char| if char.is_control() { ' ' } else { char };
+    // What follows is not looked at: it may be long.
+    let mut chars = text.chars().map(printable);
+    let mut line: String = chars.by_ref().take(MAX_TEXT).collect();
+    if chars.next().is_some() {
+        line.push_str("...");
+    }
+    line.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 fn without_xml(text: &str) -> String {
     let start = text.find("<?xml").or_else(|| text.find("<Error"));
-    let Some(start) = start else { return text.split_whitespace().collect::<Vec<_>>().join(" ") };
+    let Some(start) = start else { return text.to_owned() };
     let (before, xml) = text.split_at(start);
     let tag = |name: &str| {
         let (_, rest) = xml.split_once(&format!("<{name}>"))?;
         Some(rest.split_once(&format!("</{name}>"))?.0)
     };
     let parts = [Some(before.trim()), tag("Code"), tag("Message")];
-    let line = parts.into_iter().flatten().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ");
-    line.split_whitespace().collect::<Vec<_>>().join(" ")
+    parts.into_iter().flatten().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -169,5 +220,14 @@ mod tests {
     #[test]
     fn other_answers_are_one_line() {
         assert_eq!(reason("no\n  route to\thost"), "no route to host");
+    }
+
+    #[test]
+    fn a_long_answer_with_control_characters_is_short_and_printable() {
+        let shown =
+            reason(&format!("404: <html>\u{1b}[2J\u{7}{}</html>", "a page of a proxy ".repeat(100_000)));
+        assert!(shown.starts_with("404: <html> [2J a page of a proxy "), "{shown}");
+        assert!(shown.ends_with("...") && shown.chars().count() <= MAX_TEXT + 3, "{shown}");
+        assert!(!shown.contains(char::is_control), "{shown:?}");
     }
 }

@@ -11,7 +11,7 @@ use prost::Message as _;
 use rewake_criu_images::{CHUNK, Digest};
 use rewake_image_io::BLOCK;
 
-use crate::error::{ImageStoreError, Result};
+use crate::error::{ImageStoreError, Result, bounded};
 use crate::generated as raw;
 use crate::generated::{Kind, Record, record::What};
 use crate::names::{is_pack, is_version};
@@ -269,6 +269,6 @@ impl<'a> ObjectReader<'a> {
     }
 
     fn damaged(&self, what: String) -> ImageStoreError {
-        ImageStoreError::Damaged { object: self.object.to_owned(), what }
+        ImageStoreError::Damaged { object: self.object.to_owned(), what: bounded(&what) }
     }
 }

@@ -13,12 +13,12 @@ use std::time::{Duration, SystemTime};
 use futures::{StreamExt as _, TryStreamExt as _};
 use tracing::warn;
 
-use crate::error::Result;
+use crate::error::{ImageStoreError, Result};
 use crate::format::ImageIndex;
-use crate::names::{CLOCK, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED};
-use crate::store::{ImageStore, ListedObject, MAX_REQUESTS};
+use crate::names::{CLOCK, DAMAGED, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, is_image_name};
+use crate::store::{ImageStore, MAX_INDEXES, MAX_REQUESTS};
 
-/// The age from which what no image uses is removed. A push may take half of it.
+/// The age from which what no image uses is removed: a push and the packs that it may reuse are younger.
 pub const GRACE: Duration = Duration::from_secs(24 * 3600);
 
 /// What was removed, and what is left.
@@ -40,19 +40,25 @@ pub struct GarbageReport {
     pub waiting: u64,
 }
 
-/// Removes what no image uses, if it is older than `grace`: [`GRACE`], or less where no push runs.
+/// Removes what no image uses, if it is older than `grace`: [`GRACE`], or less where no push runs. All is planned before
+/// the first removal.
 ///
 /// # Errors
-/// An index cannot be read: nothing is removed but what has no index. Or the store refuses.
+/// The place is no store, or a name or an index cannot be read: nothing is removed. Or the store refuses.
 pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<GarbageReport> {
+    store.require().await?;
     let now = store.now().await?;
-    let is_old = |object: &ListedObject| now.duration_since(object.written).unwrap_or_default() >= grace;
-    let mut report = GarbageReport::default();
-    let indexes = remove_indexes(store, now, grace, &mut report).await?;
-    let used = used_ranges(store, &indexes).await?;
+    let is_old = |written: SystemTime| now.duration_since(written).unwrap_or_default() >= grace;
+    let plan = IndexPlan::new(store, now, is_old).await?;
+    // A mark removes nothing. Of a damaged index, it begins the day after which the index is not read.
+    for version in &plan.marked {
+        store.put(REMOVED, version, Vec::new()).await?;
+    }
+    let used = used_ranges(store, &plan.kept).await?;
     // After the indexes: the packs of each are in the store before it is.
     let packs = store.list(PACKS).await?;
-    let mut unused = Vec::new();
+    let mut report = GarbageReport { removed_images: plan.removed.len() as u64, ..GarbageReport::default() };
+    let mut unused = HashSet::new();
     for (name, pack) in &packs {
         match used.get(name) {
             Some(used) => {
@@ -60,10 +66,10 @@ pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<Garb
                 report.bytes += pack.length;
                 report.unused += pack.length.saturating_sub(*used);
             }
-            None if is_old(pack) => {
+            None if is_old(pack.written) => {
                 report.removed_packs += 1;
                 report.removed_bytes += pack.length;
-                unused.push(name.clone());
+                unused.insert(name.clone());
             }
             None => report.waiting += pack.length,
         }
@@ -74,76 +80,131 @@ pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<Garb
             store.object(PACKS, name)
         );
     }
-    delete_all(store, PACKS, unused).await?;
-    let leftovers = [(MANIFESTS, Some(&indexes)), (CLOCK, None)];
-    for (folder, kept) in leftovers {
-        let found = store.list(folder).await?.into_iter();
-        let unused =
-            found.filter(|(name, object)| is_old(object) && kept.is_none_or(|kept| !kept.contains(name)));
-        delete_all(store, folder, unused.map(|(name, _)| name).collect()).await?;
-    }
+    let manifests = store.list(MANIFESTS).await?.into_iter();
+    let manifests = manifests.filter(|(name, found)| is_old(found.written) && !plan.kept.contains_key(name));
+    let manifests = manifests.map(|(name, _)| name).collect();
+    let clocks = store.list(CLOCK).await?.into_iter().filter(|(_, found)| is_old(found.written));
+    let clocks = clocks.map(|(name, _)| name).collect();
+    let damaged = store.list(DAMAGED).await?.into_keys();
+    let damaged = damaged.filter(|name| !packs.contains_key(name) || unused.contains(name)).collect();
+    // Indexes first: a pack never goes before what says that it is used. Each mark goes after its index.
+    delete_all(store, INDEXES, plan.removed).await?;
+    delete_all(store, REMOVED, plan.unmarked).await?;
+    delete_all(store, PACKS, unused.into_iter().collect()).await?;
+    delete_all(store, DAMAGED, damaged).await?;
+    delete_all(store, MANIFESTS, manifests).await?;
+    delete_all(store, CLOCK, clocks).await?;
     Ok(report)
 }
 
-/// Removes indexes, and marks others. Returns those that are left.
-async fn remove_indexes(
-    store: &ImageStore,
-    now: SystemTime,
-    grace: Duration,
-    report: &mut GarbageReport,
-) -> Result<HashSet<String>> {
-    let age = |written: SystemTime| now.duration_since(written).unwrap_or_default();
-    let mut marks = store.list(REMOVED).await?;
-    let indexes = store.list(INDEXES).await?;
-    // After the indexes: one that has lost its name since then is marked the next time.
-    let named = named_indexes(store).await?;
-    let mut left = HashSet::new();
-    for (version, index) in indexes {
-        let mark = marks.remove(&version).map(|mark| mark.written);
-        if named.contains(&version) {
-            // Its name was written after the mark: an answer of the store was late.
-            if mark.is_some() {
-                store.delete(REMOVED, &version).await?;
-            }
-            left.insert(version);
-            continue;
-        }
-        let mark = match mark {
-            None if age(index.written) >= grace => {
-                store.put(REMOVED, &version, Vec::new()).await?;
-                Some(now)
-            }
-            mark => mark,
-        };
-        if mark.is_some_and(|mark| age(mark) >= grace) {
-            store.delete(INDEXES, &version).await?;
-            store.delete(MANIFESTS, &version).await?;
-            store.delete(REMOVED, &version).await?;
-            report.removed_images += 1;
-        } else {
-            left.insert(version);
-        }
-    }
-    // Their indexes were removed before.
-    delete_all(store, REMOVED, marks.into_keys().collect()).await?;
-    Ok(left)
+/// What is done with each index.
+#[derive(Debug, Default)]
+struct IndexPlan {
+    /// Those that stay, and the names of the images of those that have one.
+    kept: HashMap<String, Option<String>>,
+    removed: Vec<String>,
+    /// Those that get a mark.
+    marked: Vec<String>,
+    /// Those that lose their marks.
+    unmarked: Vec<String>,
 }
 
-async fn named_indexes(store: &ImageStore) -> Result<HashSet<String>> {
+impl IndexPlan {
+    async fn new(store: &ImageStore, now: SystemTime, is_old: impl Fn(SystemTime) -> bool) -> Result<Self> {
+        let marks = store.list(REMOVED).await?;
+        let mut indexes = store.list(INDEXES).await?;
+        // After the indexes: one that has lost its name since then is marked the next time.
+        let named = named_indexes(store).await?;
+        let unlisted = named.keys().chain(marks.keys()).filter(|version| !indexes.contains_key(*version));
+        for version in unlisted.cloned().collect::<Vec<_>>() {
+            match (store.head(INDEXES, &version).await?, named.get(&version)) {
+                (Some(found), _) => drop(indexes.insert(version, found)),
+                (None, Some(name)) => refuse_missing(store, &version, name).await?,
+                (None, None) => {}
+            }
+        }
+        let mut plan = Self::default();
+        plan.unmarked.extend(marks.keys().filter(|version| !indexes.contains_key(*version)).cloned());
+        for (version, index) in indexes {
+            let name = match named.get(&version) {
+                Some(name) => Some(name.clone()),
+                None if is_old(index.written) => unlisted_name(store, &version).await?,
+                None => None,
+            };
+            let mark = marks.get(&version).map(|mark| mark.written);
+            if name.is_some() {
+                // Its name was written after the mark, or `rewake rm` was killed before it removed the name.
+                plan.unmarked.extend(mark.is_some().then(|| version.clone()));
+                plan.kept.insert(version, name);
+                continue;
+            }
+            let mark = mark.or_else(|| {
+                is_old(index.written).then(|| {
+                    plan.marked.push(version.clone());
+                    now
+                })
+            });
+            if mark.is_some_and(&is_old) {
+                plan.unmarked.push(version.clone());
+                plan.removed.push(version);
+            } else {
+                plan.kept.insert(version, None);
+            }
+        }
+        Ok(plan)
+    }
+}
+
+/// Returns the indexes of all names.
+async fn named_indexes(store: &ImageStore) -> Result<HashMap<String, String>> {
     let names = store.list(NAMES).await?.into_keys();
     let images = futures::stream::iter(names).map(async |name| store.find(&name).await);
     let images = images.buffer_unordered(MAX_REQUESTS);
-    images.try_filter_map(async |image| Ok(image.map(|image| image.version))).try_collect().await
+    images
+        .try_filter_map(async |image| Ok(image.map(|image| (image.version, image.name))))
+        .try_collect()
+        .await
+}
+
+/// Returns the name of an index that a listing of names lacks. A listing of a directory leaves out what it cannot read.
+async fn unlisted_name(store: &ImageStore, version: &str) -> Result<Option<String>> {
+    let name = match store.index(version).await {
+        Ok(Some(index)) => index.image.name,
+        // It says no name.
+        Ok(None) | Err(ImageStoreError::Damaged { .. }) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let image = if is_image_name(&name) { store.find(&name).await? } else { None };
+    Ok(image.filter(|image| image.version == version).map(|image| image.name))
+}
+
+/// Refuses to go on without the index of an image, unless the image was removed or replaced meanwhile.
+async fn refuse_missing(store: &ImageStore, version: &str, name: &str) -> Result<()> {
+    match store.find(name).await? {
+        Some(image) if image.version == version => Err(ImageStoreError::Damaged {
+            object: store.object(INDEXES, version),
+            what: format!("it is missing, and the image {name} has no other index"),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Returns how many bytes of each pack are used.
-async fn used_ranges(store: &ImageStore, indexes: &HashSet<String>) -> Result<HashMap<String, u64>> {
-    let indexes =
-        futures::stream::iter(indexes.iter().cloned()).map(async |version| store.index(&version).await);
-    let mut indexes = std::pin::pin!(indexes.buffer_unordered(MAX_REQUESTS));
+async fn used_ranges(
+    store: &ImageStore,
+    indexes: &HashMap<String, Option<String>>,
+) -> Result<HashMap<String, u64>> {
+    let indexes = futures::stream::iter(indexes.clone()).map(async |(version, name)| {
+        let index = store.index(&version).await?;
+        if let (None, Some(name)) = (&index, name) {
+            refuse_missing(store, &version, &name).await?;
+        }
+        Ok::<_, ImageStoreError>(index)
+    });
+    let mut indexes = std::pin::pin!(indexes.buffer_unordered(MAX_INDEXES));
     let mut packs: BTreeMap<String, HashMap<u32, u32>> = BTreeMap::new();
     while let Some(index) = indexes.next().await {
-        // None: another `collect_garbage` has removed it.
+        // None: another `collect_garbage` has removed it, and it has no name.
         for (_, chunk) in index?.into_iter().flat_map(|ImageIndex { chunks, .. }| chunks) {
             let stored = chunk.stored_length();
             packs.entry(chunk.pack.to_string()).or_default().insert(chunk.offset, stored);
@@ -162,7 +223,7 @@ async fn delete_all(store: &ImageStore, folder: &str, names: Vec<String>) -> Res
 mod tests {
     use super::*;
     use crate::testing::{TestImage, TestObjects, random_bytes, run};
-    use crate::{ImageStoreError, push, verify};
+    use crate::{push, verify};
 
     const CHUNK: usize = 2 << 20;
 
@@ -218,7 +279,7 @@ mod tests {
             let (during, beside) = (objects.clone(), store.clone());
             // The push has written its packs, and takes nearly as long as it may.
             objects.before(INDEXES, async move {
-                during.pass(12);
+                during.pass(7);
                 let report = collect_garbage(&beside, GRACE).await.unwrap();
                 assert_eq!((report.removed_packs, report.packs), (0, 0));
                 assert!(report.waiting >= CHUNK as u64);
@@ -241,7 +302,7 @@ mod tests {
             objects.before(PACKS, async move {
                 beside.remove("one").await.unwrap();
                 collect_garbage(&beside, GRACE).await.unwrap();
-                during.pass(12);
+                during.pass(7);
                 collect_garbage(&beside, GRACE).await.unwrap();
             });
             let report = push(&store, &two.path(), "two").await.unwrap();
@@ -289,9 +350,100 @@ mod tests {
     }
 
     #[test]
+    fn a_place_without_the_marker_of_a_store_is_refused() {
+        run(async {
+            let (objects, store) = TestObjects::new();
+            let pack = "0123456789abcdef0123456789abcdef-0123456789abcdef";
+            objects.replace(PACKS, pack, b"x".to_vec()).await;
+            let no_store = |error| assert!(matches!(error, ImageStoreError::NoStore { .. }), "{error}");
+            no_store(collect_garbage(&store, Duration::ZERO).await.unwrap_err());
+            no_store(store.remove("web").await.unwrap_err());
+            no_store(store.images().await.unwrap_err());
+            assert_eq!(objects.names(PACKS).await, [pack]);
+            store.mark().await.unwrap();
+            assert_eq!(collect_garbage(&store, Duration::ZERO).await.unwrap().removed_packs, 1);
+        });
+    }
+
+    #[test]
+    fn an_image_that_a_push_replaces_meanwhile_is_not_removed() {
+        let (one, two) =
+            (TestImage::new(&random_bytes("one", CHUNK)), TestImage::new(&random_bytes("two", CHUNK)));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &one.path(), "web").await.unwrap();
+            let (beside, path) = (store.clone(), two.path());
+            objects.before(REMOVED, async move {
+                push(&beside, &path, "web").await.unwrap();
+            });
+            let error = store.remove("web").await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::Replaced { .. }), "{error}");
+            check(&store, "web").await;
+        });
+    }
+
+    #[test]
+    fn an_image_whose_name_is_refused_is_not_removed() {
+        let image = TestImage::new(&random_bytes("one", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &image.path(), "one").await.unwrap();
+            objects.refuse(Some(NAMES));
+            let error = store.remove("one").await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::Request { act: "read", .. }), "{error}");
+            objects.refuse(None);
+            check(&store, "one").await;
+        });
+    }
+
+    #[test]
+    fn a_missing_index_of_an_image_removes_nothing() {
+        let (one, two) =
+            (TestImage::new(&random_bytes("one", CHUNK)), TestImage::new(&random_bytes("two", CHUNK)));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            push(&store, &one.path(), "one").await.unwrap();
+            push(&store, &two.path(), "two").await.unwrap();
+            let version = store.image("two").await.unwrap().version;
+            store.remove("one").await.unwrap();
+            objects.pass(100);
+            let index = objects.read(INDEXES, &version).await;
+            objects.remove(INDEXES, &version).await;
+            let error = collect_garbage(&store, GRACE).await.unwrap_err();
+            let lost = format!("test:/indexes/{version}");
+            assert!(matches!(&error, ImageStoreError::Damaged { object, .. } if *object == lost), "{error}");
+            // Nor what belongs to no image: all of it is planned first.
+            assert_eq!((objects.names(PACKS).await.len(), objects.names(INDEXES).await.len()), (2, 1));
+            objects.replace(INDEXES, &version, index).await;
+            assert_eq!(collect_garbage(&store, GRACE).await.unwrap().removed_packs, 1);
+            check(&store, "two").await;
+        });
+    }
+
+    #[test]
+    fn what_a_listing_lacks_is_read_directly() {
+        let image = TestImage::new(&random_bytes("one", CHUNK));
+        run(async {
+            for folder in [NAMES, INDEXES] {
+                let (objects, store) = TestObjects::new();
+                push(&store, &image.path(), "one").await.unwrap();
+                objects.hide(Some(folder));
+                for _ in 0..3 {
+                    objects.pass(25);
+                    let report = collect_garbage(&store, GRACE).await.unwrap();
+                    assert_eq!((report.removed_images, report.removed_packs), (0, 0), "{folder}");
+                }
+                objects.hide(None);
+                check(&store, "one").await;
+            }
+        });
+    }
+
+    #[test]
     fn files_of_others_are_left_alone() {
         run(async {
             let (objects, store) = TestObjects::new();
+            store.mark().await.unwrap();
             let names = ["notes.txt", "0123456789abcdef", "0123456789abcdef0123456789abcdef-0123"];
             let folders = [INDEXES, MANIFESTS, PACKS, REMOVED];
             for (folder, name) in folders.iter().flat_map(|folder| names.map(|name| (folder, name))) {

@@ -6,8 +6,8 @@
 //! * [`StoreSource`]: where `rewake_image_pull` gets an image from. [`StoreFolder`]: what an image server serves.
 //! * `blocks`: chunks in packs, readable by block. `format`: names and indexes. `connect`, `profile`: credentials.
 //!
-//! No act needs a condition that the store checks. Two pushes never write an object of the same name, but that which
-//! names an image. What is removed waits for a day before its bytes go: `docs/store.md` says why that is enough.
+//! No act needs a condition that the store checks. Two pushes write an object of the same name only where it names an
+//! image. What is removed waits for a day before its bytes go: `docs/store.md` says why that is enough.
 #![forbid(unsafe_code)]
 
 mod blocks;
@@ -16,6 +16,7 @@ mod error;
 mod format;
 mod garbage;
 mod generated;
+mod manifest_bytes;
 mod names;
 mod pack;
 mod profile;
@@ -28,6 +29,8 @@ mod store;
 mod testing;
 mod url;
 mod verify;
+#[cfg(test)]
+mod walk;
 
 pub use error::{ImageStoreError, Result};
 pub use format::StoredImage;

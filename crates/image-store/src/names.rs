@@ -13,6 +13,8 @@ pub(crate) const MANIFESTS: &str = "manifests";
 pub(crate) const PACKS: &str = "packs";
 /// An index with an object of its name here is removed later.
 pub(crate) const REMOVED: &str = "removed";
+/// A pack with an object of its name here has wrong bytes: no push uses it.
+pub(crate) const DAMAGED: &str = "damaged";
 /// Empty objects that say what time it is.
 pub(crate) const CLOCK: &str = "clock";
 

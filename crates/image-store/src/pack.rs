@@ -24,8 +24,8 @@ const MAX_WRITES: usize = 4;
 #[derive(Debug)]
 pub(crate) struct Packs {
     store: ImageStore,
-    /// Packs that an earlier push has left, by the hash of their bytes.
-    left: HashMap<String, String>,
+    /// Packs that an earlier push has left, by the hash of their bytes and their length: one may have been cut.
+    left: HashMap<(String, u64), String>,
     pack: Vec<u8>,
     /// The names of the packs so far, in the order in which they were filled.
     names: Vec<Arc<str>>,
@@ -43,13 +43,16 @@ pub(crate) struct PackedChunk {
 }
 
 impl Packs {
-    /// `listed` has the packs of the store, and `now` is its time.
+    /// `listed` has the sound packs of the store, and `now` is its time.
     pub(crate) fn new(store: &ImageStore, listed: &BTreeMap<String, ListedObject>, now: SystemTime) -> Self {
         let left = listed.iter().filter(|(_, object)| {
             let age = now.duration_since(object.written).unwrap_or_default();
             age < RESUME_LIMIT
         });
-        let left = left.filter_map(|(name, _)| Some((hash_of(name)?.to_owned(), name.clone())));
+        let left = left.filter_map(|(name, object)| {
+            let hash = hash_of(name)?.to_owned();
+            Some(((hash, object.length), name.clone()))
+        });
         Self {
             store: store.clone(),
             left: left.collect(),
@@ -98,11 +101,13 @@ impl Packs {
     async fn write(&mut self) -> Result<()> {
         let pack = std::mem::replace(&mut self.pack, Vec::with_capacity(FULL));
         let hash = hash_part(Digest(*blake3::hash(&pack).as_bytes()));
-        if let Some(name) = self.left.get(&hash) {
+        let key = (hash, pack.len() as u64);
+        if let Some(name) = self.left.get(&key) {
             self.kept += pack.len() as u64;
             self.names.push(name.as_str().into());
             return Ok(());
         }
+        let (hash, _) = key;
         let random = random().map_err(|error| self.store.setup(&format!("/dev/urandom: {error}")))?;
         let name = format!("{hash}-{random}");
         self.names.push(name.as_str().into());

@@ -17,6 +17,7 @@ use rewake_criu_images::{Digest, ImageDir, ImageLease};
 use rewake_manifest::{
     MANIFEST_NAME, ManifestError, ManifestReader, ManifestRecord, SealedChunk, refuse_partial,
 };
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tracing::warn;
 
@@ -24,15 +25,19 @@ use crate::blocks::{self, StoredBlocks};
 use crate::error::{ImageStoreError, Result};
 use crate::format::{ChunkLocation, ImageIndex, StoredImage};
 use crate::garbage::GRACE;
+use crate::manifest_bytes::ManifestBytes;
 use crate::names::{INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, hash_part, random};
 use crate::pack::{PackedChunk, Packs};
-use crate::store::{ImageStore, ListedObject, MAX_REQUESTS};
+use crate::store::{ImageStore, ListedObject, MAX_INDEX, MAX_INDEXES};
 
 /// The longest time that a push may take. What it uses is not removed for [`GRACE`], which is longer.
-pub(crate) const PUSH_LIMIT: Duration = Duration::from_secs(12 * 3600);
+pub(crate) const PUSH_LIMIT: Duration = Duration::from_secs(8 * 3600);
 /// The age up to which a pack is used that no image uses: it is not removed before the push has ended.
-pub(crate) const RESUME_LIMIT: Duration = Duration::from_secs(11 * 3600);
-const _: () = assert!(RESUME_LIMIT.as_secs() + PUSH_LIMIT.as_secs() < GRACE.as_secs());
+pub(crate) const RESUME_LIMIT: Duration = Duration::from_secs(7 * 3600);
+/// How much the clocks of a store may differ: a store of several hosts has several.
+const CLOCK_MARGIN: Duration = Duration::from_secs(8 * 3600);
+const _: () =
+    assert!(RESUME_LIMIT.as_secs() + PUSH_LIMIT.as_secs() + CLOCK_MARGIN.as_secs() < GRACE.as_secs());
 
 /// The most threads that read and compress; each has a chunk of 2 MiB.
 const MAX_THREADS: usize = 8;
@@ -72,33 +77,47 @@ pub(crate) async fn push_within(
     name: &str,
     limit: Duration,
 ) -> Result<StorePushReport> {
-    let deadline = boot_time() + limit;
+    let deadline = boot_time().saturating_add(limit);
     let images = ImageDir::open(directory)?;
     let _lease = ImageLease::of(&images)?;
     refuse_partial(&images)?;
-    let manifest = ManifestReader::open(&images)?;
+    let Some((path, file, length)) = images.file(MANIFEST_NAME)? else {
+        return Err(ManifestError::NotSealed { directory: images.path().to_owned() }.into());
+    };
+    let sealed = ManifestBytes::of(&file, length);
+    let copy = file.try_clone();
+    let copy = copy.map_err(|reason| ImageStoreError::File { file: path.display().to_string(), reason })?;
+    let manifest = ManifestReader::of(copy, length, &path)?;
     let id = manifest.id();
-    let listed = store.list(PACKS).await?;
+    store.mark().await?;
+    let listed = store.sound_packs().await?;
     if has(store, name, id, &listed).await {
         return Ok(StorePushReport { id, had: true, ..StorePushReport::default() });
     }
+    let start = store.now().await?;
     let known = known_chunks(store, &listed).await?;
-    let now = if listed.is_empty() { SystemTime::UNIX_EPOCH } else { store.now().await? };
     let mut push = ImagePush {
         store,
         images: &images,
         known,
-        packs: Packs::new(store, &listed, now),
+        packs: Packs::new(store, &listed, start),
+        threads: Arc::new(Semaphore::new(threads())),
         jobs: VecDeque::new(),
         chunks: Vec::new(),
         seen: HashSet::new(),
         report: StorePushReport { id, ..StorePushReport::default() },
+        start,
         deadline,
         limit,
     };
     push.all(manifest).await?;
     push.packs.finish().await?;
-    push.finish(name).await
+    push.finish(name, sealed).await
+}
+
+/// How many threads read and compress.
+fn threads() -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS)
 }
 
 /// Whether the store has this image under this name, with all its packs.
@@ -124,13 +143,13 @@ async fn known_chunks(
     store: &ImageStore,
     packs: &BTreeMap<String, ListedObject>,
 ) -> Result<HashMap<Digest, ChunkLocation>> {
+    // Marks first: one that is written later says that the day begins after this push has begun.
+    let removed = store.list(REMOVED).await?;
     let mut versions = store.list(INDEXES).await?;
-    for version in store.list(REMOVED).await?.keys() {
-        versions.remove(version);
-    }
+    versions.retain(|version, _| !removed.contains_key(version));
     let indexes =
         futures::stream::iter(versions.into_keys()).map(async |version| store.index(&version).await);
-    let mut indexes = std::pin::pin!(indexes.buffer_unordered(MAX_REQUESTS));
+    let mut indexes = std::pin::pin!(indexes.buffer_unordered(MAX_INDEXES));
     let mut known = HashMap::new();
     while let Some(index) = indexes.next().await {
         match index {
@@ -154,11 +173,16 @@ struct ImagePush<'a> {
     /// The chunks that other images have.
     known: HashMap<Digest, ChunkLocation>,
     packs: Packs,
+    /// Has a permit for each thread that reads and compresses.
+    threads: Arc<Semaphore>,
     /// Chunks that are being read, and those behind them, in the order of the manifest.
     jobs: VecDeque<ChunkJob>,
     chunks: Vec<(Digest, PushedChunk)>,
     seen: HashSet<Digest>,
     report: StorePushReport,
+    /// When the push began, by the store's clock.
+    start: SystemTime,
+    /// When it must have ended, by the host's clock.
     deadline: Duration,
     limit: Duration,
 }
@@ -177,7 +201,7 @@ enum PushedChunk {
 
 impl ImagePush<'_> {
     async fn all(&mut self, mut manifest: ManifestReader) -> Result<()> {
-        let threads = thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS);
+        let threads = threads();
         let mut file = None;
         while let Some(record) = manifest.next_record()? {
             match record {
@@ -223,8 +247,16 @@ impl ImagePush<'_> {
             self.jobs.push_back(ChunkJob::Known(chunk.digest, known));
             return;
         }
-        let file = file.cloned();
-        let read = tokio::task::spawn_blocking(move || read(file.as_deref(), offset, chunk));
+        let (file, threads) = (file.cloned(), Arc::clone(&self.threads));
+        let read = tokio::spawn(async move {
+            // Never closed.
+            let _permit = threads.acquire().await;
+            let read = tokio::task::spawn_blocking(move || read(file.as_deref(), offset, chunk));
+            read.await.unwrap_or_else(|error| {
+                let (file, reason) = ("a file of the image".to_owned(), std::io::Error::other(error));
+                Err(ImageStoreError::File { file, reason })
+            })
+        });
         self.jobs.push_back(ChunkJob::Read(chunk, read));
     }
 
@@ -245,12 +277,10 @@ impl ImagePush<'_> {
     }
 
     /// Writes what makes the packs an image.
-    async fn finish(mut self, name: &str) -> Result<StorePushReport> {
+    async fn finish(mut self, name: &str, mut manifest: ManifestBytes<'_>) -> Result<StorePushReport> {
         let random = random().map_err(|error| self.store.setup(&format!("/dev/urandom: {error}")))?;
         let version = format!("{}-{random}", hash_part(self.report.id));
-        let Some((_, manifest, manifest_length)) = self.images.file(MANIFEST_NAME)? else {
-            return Err(ManifestError::NotSealed { directory: self.images.path().to_owned() }.into());
-        };
+        let manifest_length = manifest.length();
         let StorePushReport { id, files, bytes, .. } = self.report;
         let image = StoredImage { name: name.to_owned(), version, id, manifest_length, files, bytes };
         let chunks = std::mem::take(&mut self.chunks).into_iter().map(|(digest, chunk)| match chunk {
@@ -258,14 +288,41 @@ impl ImagePush<'_> {
             PushedChunk::Packed(packed, length) => (digest, self.packs.location(&packed, length)),
         });
         let index = ImageIndex { chunks: chunks.collect(), image };
-        let (encoded, image) = (index.encode(), index.image);
-        self.store.put_from(MANIFESTS, &image.version, &manifest).await?;
+        let encoded = index.encode();
+        let ImageIndex { image, chunks } = index;
+        let length = encoded.len() as u64;
+        if length > MAX_INDEX {
+            let image = self.store.image_url(name);
+            return Err(ImageStoreError::TooManyChunks { image, length, most: MAX_INDEX });
+        }
+        self.store.put_from(MANIFESTS, &image.version, &mut manifest).await?;
+        if !manifest.is_of(id) {
+            let file = self.images.path().join(MANIFEST_NAME).display().to_string();
+            let length = u32::try_from(manifest_length).unwrap_or(u32::MAX);
+            return Err(ImageStoreError::NotAsSealed { file, offset: 0, length });
+        }
         self.check_time()?;
         self.store.put_from(INDEXES, &image.version, &*encoded).await?;
+        // From now on the index protects its packs.
+        self.check_packs(&chunks).await?;
         self.store.put(NAMES, name, image.encode()).await?;
         self.report.kept = self.packs.kept;
         self.report.written = self.packs.written + manifest_length + encoded.len() as u64;
         Ok(self.report)
+    }
+
+    /// Refuses an image whose packs were removed, and one that took too long by the clock of the host or of the store:
+    /// that of a virtual machine stands while it is paused.
+    async fn check_packs(&self, chunks: &[(Digest, ChunkLocation)]) -> Result<()> {
+        let packs = self.store.sound_packs().await?;
+        if let Some((_, lost)) = chunks.iter().find(|(_, chunk)| !is_in(chunk, &packs)) {
+            return Err(ImageStoreError::LostPack { object: self.store.object(PACKS, &lost.pack) });
+        }
+        let took = self.store.now().await?.duration_since(self.start).unwrap_or_default();
+        if took >= self.limit {
+            return Err(ImageStoreError::TooLong { limit: self.limit });
+        }
+        self.check_time()
     }
 
     fn check_time(&self) -> Result<()> {
@@ -299,7 +356,10 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use rewake_manifest::seal;
+
     use crate::collect_garbage;
+    use crate::names::CLOCK;
     use crate::pack::FULL;
     use crate::testing::{TestImage, TestObjects, random_bytes, run};
     use crate::verify;
@@ -350,21 +410,24 @@ mod tests {
                 let pushed = push(&store, &image.path(), "a").await;
                 objects.revive();
                 if pushed.is_ok() {
-                    // Three packs, the manifest, the index and the name.
-                    assert_eq!(writes, 6);
+                    // The marker, the clock, three packs, the manifest, the index, the clock and the name.
+                    assert_eq!(writes, 9);
                     check(&store, "a").await;
                     break;
                 }
                 assert!(matches!(pushed, Err(ImageStoreError::Request { act: "write", .. })), "{pushed:?}");
-                assert_eq!(names(&store.images().await.unwrap()), [""; 0]);
+                if writes > 0 {
+                    assert_eq!(names(&store.images().await.unwrap()), [""; 0]);
+                }
                 assert!(matches!(store.image("a").await, Err(ImageStoreError::NoImage { .. })));
                 kept.push(push(&store, &image.path(), "a").await.unwrap().kept);
                 check(&store, "a").await;
             }
             // Packs were not written again, whichever of them came first. With an index they are those of an image.
             let all = memory.len() as u64;
-            assert!(kept[0] == 0 && kept[1] > 0 && kept[2] > kept[1] && all > kept[2], "{kept:?}");
-            assert!(kept[3] >= all && kept[4] == kept[3] && kept[5] == 0, "{kept:?}");
+            assert_eq!(kept[..3], [0, 0, 0]);
+            assert!(kept[3] > 0 && kept[4] > kept[3] && all > kept[4], "{kept:?}");
+            assert!(kept[5] >= all && kept[6] == kept[5] && kept[7..] == [0, 0], "{kept:?}");
         });
     }
 
@@ -437,14 +500,87 @@ mod tests {
             let pack = objects.names(PACKS).await.remove(0);
             let bytes = objects.read(PACKS, &pack).await;
             objects.replace(PACKS, &pack, bytes[..bytes.len() - 1].to_vec()).await;
-            // An earlier push has left nothing that can be used.
-            objects.pass(12);
             assert!(!push(&store, &image.path(), "a").await.unwrap().had);
             check(&store, "a").await;
             for pack in objects.names(PACKS).await {
                 objects.remove(PACKS, &pack).await;
             }
             assert!(!push(&store, &image.path(), "a").await.unwrap().had);
+            check(&store, "a").await;
+        });
+    }
+
+    #[test]
+    fn a_push_whose_pack_is_removed_meanwhile_ends_without_an_image() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            let beside = objects.clone();
+            objects.before(INDEXES, async move {
+                let pack = beside.names(PACKS).await.remove(0);
+                beside.remove(PACKS, &pack).await;
+            });
+            let error = push(&store, &image.path(), "a").await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::LostPack { .. }), "{error}");
+            assert_eq!(names(&store.images().await.unwrap()), [""; 0]);
+        });
+    }
+
+    #[test]
+    fn a_push_whose_host_was_paused_ends_without_an_image() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            // The host's clock does not count this time.
+            let during = objects.clone();
+            objects.before(INDEXES, async move { during.pass(8) });
+            let error = push(&store, &image.path(), "a").await.unwrap_err();
+            assert!(matches!(error, ImageStoreError::TooLong { .. }), "{error}");
+            assert_eq!(names(&store.images().await.unwrap()), [""; 0]);
+        });
+    }
+
+    #[test]
+    fn a_manifest_that_changes_during_a_push_is_not_stored() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        let other = TestImage::new(&random_bytes("other", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            let [path, from] = [&image, &other].map(|image| image.path().join(MANIFEST_NAME));
+            // Another one in its place changes nothing: the open file is stored.
+            let (place, another) = (path.clone(), path.with_extension("other"));
+            fs::copy(&from, &another).unwrap();
+            objects.before(PACKS, async move { fs::rename(another, place).unwrap() });
+            let report = push(&store, &image.path(), "a").await.unwrap();
+            assert_eq!(store.image("a").await.unwrap().id, report.id);
+            check(&store, "a").await;
+            // Other bytes in the same file are noticed.
+            fs::remove_file(&path).unwrap();
+            seal(&image.path()).unwrap();
+            let bytes = fs::read(&from).unwrap();
+            objects.before(CLOCK, async move { fs::write(path, bytes).unwrap() });
+            let error = push(&store, &image.path(), "b").await.unwrap_err();
+            assert!(
+                matches!(&error, ImageStoreError::NotAsSealed { file, .. } if file.ends_with(MANIFEST_NAME)),
+                "{error}"
+            );
+            assert_eq!(names(&store.images().await.unwrap()), ["a"]);
+        });
+    }
+
+    #[test]
+    fn a_cut_pack_that_a_killed_push_has_left_is_not_used() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            // The marker, the clock and the pack.
+            objects.kill_after(3);
+            push(&store, &image.path(), "a").await.unwrap_err();
+            objects.revive();
+            let pack = objects.names(PACKS).await.remove(0);
+            let bytes = objects.read(PACKS, &pack).await;
+            objects.replace(PACKS, &pack, bytes[..bytes.len() - 1].to_vec()).await;
+            assert_eq!(push(&store, &image.path(), "a").await.unwrap().kept, 0);
             check(&store, "a").await;
         });
     }

@@ -11,7 +11,7 @@ use rewake_manifest::SealedChunk;
 use crate::blocks;
 use crate::error::{ImageStoreError, Result};
 use crate::format::{ChunkLocation, StoredImage};
-use crate::names::{INDEXES, PACKS};
+use crate::names::{DAMAGED, INDEXES, PACKS};
 use crate::store::ImageStore;
 
 /// Times that a chunk is read which is not what it was: the store may have answered with other bytes once.
@@ -81,6 +81,11 @@ impl ChunkReader {
             return Err(ImageStoreError::Damaged { object: self.index.clone(), what });
         }
         Ok(at)
+    }
+
+    /// Marks the pack of a chunk as damaged: no push uses it again.
+    pub(crate) async fn mark_damaged(&self, digest: Digest) -> Result<()> {
+        self.store.put(DAMAGED, &self.locate(digest)?.pack, Vec::new()).await
     }
 
     pub(crate) fn locate(&self, digest: Digest) -> Result<&ChunkLocation> {

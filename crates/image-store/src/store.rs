@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use futures::{StreamExt as _, TryStreamExt as _};
@@ -17,13 +17,24 @@ use tokio::io::AsyncWriteExt as _;
 use crate::connect;
 use crate::error::{ImageStoreError, Result, request};
 use crate::format::{ImageIndex, StoredImage};
-use crate::names::{CLOCK, INDEXES, NAMES, REMOVED, is_object, random};
+use crate::names::{CLOCK, DAMAGED, INDEXES, NAMES, PACKS, REMOVED, is_object, random};
 use crate::url::StoreUrl;
 
 /// Requests that are outstanding at once, of one command.
 pub(crate) const MAX_REQUESTS: usize = 16;
-/// The longest index, in bytes: that of an image of some 10 TiB.
-const MAX_INDEX: u64 = 1 << 30;
+/// Indexes that are in memory at once, of those that a command reads one after another.
+pub(crate) const MAX_INDEXES: usize = 2;
+/// The longest index, in bytes: that of an image of some 4 TiB.
+pub(crate) const MAX_INDEX: u64 = 256 << 20;
+/// The longest object of a name, in bytes; one has some 200.
+const MAX_NAME_OBJECT: u64 = 4 << 10;
+/// Time in which a store says how long an object is, of which it has refused a range.
+const HEAD_LIMIT: Duration = Duration::from_secs(10);
+/// The longest marker, in bytes.
+const MAX_MARKER: u64 = 64;
+/// The object that proves that a place is a store, and of which version. The first push writes it.
+const MARKER: &str = "rewake-store";
+const MARKER_BYTES: &[u8] = b"rewake-store 1\n";
 /// Bytes of one request that writes a long object. A longer object is written in parts.
 const PART: usize = 16 << 20;
 
@@ -64,11 +75,36 @@ impl ImageStore {
         Self { objects, url: "test:".to_owned() }
     }
 
+    /// Makes the place a store, if it is none.
+    pub(crate) async fn mark(&self) -> Result<()> {
+        match self.require().await {
+            Err(ImageStoreError::NoStore { .. }) => {
+                let bytes = Bytes::from_static(MARKER_BYTES);
+                let written = self.objects.put(&Path::from(MARKER), bytes.into()).await;
+                written.map(drop).map_err(request("write", &self.image_url(MARKER)))
+            }
+            found => found,
+        }
+    }
+
+    /// Refuses a place that is no store of this version.
+    pub(crate) async fn require(&self) -> Result<()> {
+        let (path, object) = (Path::from(MARKER), self.image_url(MARKER));
+        match self.read(&path, &object, MAX_MARKER).await? {
+            None => Err(ImageStoreError::NoStore { url: self.url.clone() }),
+            Some(bytes) if bytes == MARKER_BYTES => Ok(()),
+            Some(_) => Err(self.setup(
+                "its object `rewake-store` is not that of this version: use the release that wrote it",
+            )),
+        }
+    }
+
     /// Lists the images. An entry is an error where an image's object cannot be read.
     ///
     /// # Errors
-    /// The store cannot be listed.
+    /// The place is no store, or it cannot be listed.
     pub async fn images(&self) -> Result<Vec<(String, Result<StoredImage>)>> {
+        self.require().await?;
         let names = self.list(NAMES).await?.into_keys();
         let images = futures::stream::iter(names).map(async |name| {
             let image = self.image(&name).await;
@@ -86,31 +122,46 @@ impl ImageStore {
     }
 
     pub(crate) async fn find(&self, name: &str) -> Result<Option<StoredImage>> {
-        let Some(bytes) = self.get(NAMES, name).await? else { return Ok(None) };
-        StoredImage::decode(&bytes, name, &self.object(NAMES, name)).map(Some)
+        let object = self.object(NAMES, name);
+        let Some(bytes) = self.read(&path(NAMES, name), &object, MAX_NAME_OBJECT).await? else {
+            return Ok(None);
+        };
+        StoredImage::decode(&bytes, name, &object).map(Some)
     }
 
-    /// Removes an image's name. `collect_garbage` removes its bytes later.
+    /// Removes an image's name. `collect_garbage` removes its bytes later. The mark is written first: if the name stays,
+    /// `collect_garbage` removes the mark.
     ///
     /// # Errors
-    /// There is no image of this name, or the store refuses.
+    /// There is no image of this name, or no store; a push has replaced the image meanwhile; or the store refuses.
     pub async fn remove(&self, name: &str) -> Result<()> {
-        let image = self.find(name).await;
-        if matches!(image, Ok(None)) {
-            return Err(ImageStoreError::NoImage { url: format!("{}/{name}", self.url) });
-        }
-        self.delete(NAMES, name).await?;
-        match image {
-            Ok(Some(image)) => self.put(REMOVED, &image.version, Vec::new()).await,
+        self.require().await?;
+        let image = match self.image(name).await {
             // Its index has no name from now on, so `collect_garbage` finds it.
-            _ => Ok(()),
+            Err(ImageStoreError::Damaged { .. }) => return self.delete(NAMES, name).await,
+            image => image?,
+        };
+        self.put(REMOVED, &image.version, Vec::new()).await?;
+        match self.find(name).await? {
+            // Another `rewake rm` was first.
+            None => Ok(()),
+            Some(found) if found.version == image.version => self.delete(NAMES, name).await,
+            Some(_) => Err(ImageStoreError::Replaced { url: self.image_url(name) }),
         }
     }
 
     /// Reads an index; `None` if there is none of this name.
     pub(crate) async fn index(&self, version: &str) -> Result<Option<ImageIndex>> {
-        let Some(bytes) = self.get(INDEXES, version).await? else { return Ok(None) };
-        ImageIndex::decode(&bytes, version, &self.object(INDEXES, version)).map(Some)
+        let Some(found) = self.head(INDEXES, version).await? else { return Ok(None) };
+        let object = self.object(INDEXES, version);
+        limited(&object, found.length, MAX_INDEX)?;
+        let mut bytes = Vec::new();
+        while (bytes.len() as u64) < found.length {
+            let start = bytes.len() as u64;
+            let range = start..found.length.min(start + PART as u64);
+            bytes.extend(self.get_range(INDEXES, version, range).await?);
+        }
+        ImageIndex::decode(&bytes, version, &object).map(Some)
     }
 
     /// Returns the store's time. Ages are differences of its own times: hosts may have other clocks.
@@ -121,6 +172,17 @@ impl ImageStore {
         let found = found.map_err(request("read", &self.object(CLOCK, &name)))?;
         self.delete(CLOCK, &name).await?;
         Ok(found.last_modified.into())
+    }
+
+    /// Returns what a listing would say of an object: a listing may lack one that exists.
+    pub(crate) async fn head(&self, folder: &str, name: &str) -> Result<Option<ListedObject>> {
+        match self.objects.head(&path(folder, name)).await {
+            Err(error) if is_missing(&error) => Ok(None),
+            found => {
+                let found = found.map_err(request("read", &self.object(folder, name)))?;
+                Ok(Some(ListedObject { length: found.size, written: found.last_modified.into() }))
+            }
+        }
     }
 
     /// Lists the store's objects in a folder.
@@ -134,19 +196,26 @@ impl ImageStore {
         listing.try_collect().await.map_err(request("list", &format!("{}/{folder}", self.url)))
     }
 
-    /// Reads an object as a whole; `None` if there is none.
-    async fn get(&self, folder: &str, name: &str) -> Result<Option<Bytes>> {
-        let object = self.object(folder, name);
-        let found = match self.objects.get(&path(folder, name)).await {
-            Err(Error::NotFound { .. }) => return Ok(None),
-            found => found.map_err(request("read", &object))?,
+    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes.
+    pub(crate) async fn sound_packs(&self) -> Result<BTreeMap<String, ListedObject>> {
+        let (mut packs, damaged) = (self.list(PACKS).await?, self.list(DAMAGED).await?);
+        packs.retain(|name, _| !damaged.contains_key(name));
+        Ok(packs)
+    }
+
+    /// Reads an object of at most so many bytes as a whole; `None` if there is none.
+    async fn read(&self, path: &Path, object: &str, most: u64) -> Result<Option<Vec<u8>>> {
+        let found = match self.objects.get(path).await {
+            Err(error) if is_missing(&error) => return Ok(None),
+            found => found.map_err(request("read", object))?,
         };
-        let length = found.meta.size;
-        if length > MAX_INDEX {
-            let what = format!("it has {length} bytes, expected at most {MAX_INDEX}");
-            return Err(ImageStoreError::Damaged { object, what });
+        limited(object, found.meta.size, most)?;
+        let (mut bytes, mut parts) = (Vec::new(), found.into_stream());
+        while let Some(part) = parts.next().await {
+            bytes.extend(part.map_err(request("read", object))?);
+            limited(object, bytes.len() as u64, most)?;
         }
-        found.bytes().await.map(Some).map_err(request("read", &object))
+        Ok(Some(bytes))
     }
 
     /// Reads a range of an object.
@@ -160,10 +229,17 @@ impl ImageStore {
                 let what = format!("{} bytes from offset {}, expected {length}", bytes.len(), range.start);
                 Err(ImageStoreError::Damaged { object, what })
             }
-            Err(Error::NotFound { .. }) => {
+            Err(error) if is_missing(&error) => {
                 Err(ImageStoreError::Damaged { object, what: "it is missing".to_owned() })
             }
-            Err(error) => Err(request("read", &object)(error)),
+            // Stores refuse a range past the end in ways of their own.
+            Err(error) => match tokio::time::timeout(HEAD_LIMIT, self.head(folder, name)).await {
+                Ok(Ok(Some(found))) if found.length < range.end => {
+                    let what = format!("it has {} bytes, expected at least {}", found.length, range.end);
+                    Err(ImageStoreError::Damaged { object, what })
+                }
+                _ => Err(request("read", &object)(error)),
+            },
         }
     }
 
@@ -181,7 +257,8 @@ impl ImageStore {
             object: object.clone(),
             reason: crate::error::reason(&error.to_string()),
         };
-        let mut writer = BufWriter::with_capacity(Arc::clone(&self.objects), path(folder, name), PART);
+        let writer = BufWriter::with_capacity(Arc::clone(&self.objects), path(folder, name), PART);
+        let mut writer = writer.with_max_concurrency(1);
         let mut buffer = vec![0; 1 << 20];
         loop {
             let length = from.read(&mut buffer).map_err(&failed)?;
@@ -214,6 +291,20 @@ impl ImageStore {
     pub fn image_url(&self, name: &str) -> String {
         format!("{}/{name}", self.url)
     }
+}
+
+/// Refuses an object that is too long, before memory is taken for it.
+pub(crate) fn limited(object: &str, length: u64, most: u64) -> Result<()> {
+    if length <= most {
+        return Ok(());
+    }
+    let what = format!("it has {length} bytes, expected at most {most}");
+    Err(ImageStoreError::Damaged { object: object.to_owned(), what })
+}
+
+/// Whether an object does not exist. A bucket that does not exist is another failure.
+fn is_missing(error: &Error) -> bool {
+    matches!(error, Error::NotFound { .. }) && !error.to_string().contains("NoSuchBucket")
 }
 
 fn path(folder: &str, name: &str) -> Path {

@@ -40,6 +40,10 @@ pub(crate) struct TestObjects {
     /// Reads of ranges that get too few bytes, or those of other places.
     short_reads: AtomicUsize,
     other_reads: AtomicUsize,
+    /// The folder that listings show as empty.
+    hidden: Mutex<Option<&'static str>>,
+    /// The folder whose objects may not be read.
+    refused: Mutex<Option<&'static str>>,
 }
 
 struct Act(BoxFuture<'static, ()>);
@@ -67,6 +71,8 @@ impl TestObjects {
             before: Mutex::default(),
             short_reads: AtomicUsize::new(0),
             other_reads: AtomicUsize::new(0),
+            hidden: Mutex::default(),
+            refused: Mutex::default(),
         });
         (Arc::clone(&objects), ImageStore::of(objects))
     }
@@ -97,6 +103,16 @@ impl TestObjects {
 
     pub(crate) fn other_reads(&self, count: usize) {
         self.other_reads.store(count, Ordering::Relaxed);
+    }
+
+    /// The store refuses to read the objects of a folder.
+    pub(crate) fn refuse(&self, folder: Option<&'static str>) {
+        *self.refused.lock().unwrap() = folder;
+    }
+
+    /// Listings of a folder are empty: what it has can be read by name only.
+    pub(crate) fn hide(&self, folder: Option<&'static str>) {
+        *self.hidden.lock().unwrap() = folder;
     }
 
     /// Returns the names in a folder.
@@ -165,6 +181,11 @@ impl ObjectStore for TestObjects {
 
     async fn get_opts(&self, location: &Path, mut options: GetOptions) -> Result<GetResult> {
         self.check_alive()?;
+        let folder = location.parts().next();
+        if folder.as_ref().map(AsRef::as_ref) == *self.refused.lock().unwrap() {
+            let (path, source) = (location.to_string(), "refused".into());
+            return Err(Error::PermissionDenied { path, source });
+        }
         if let Some(object_store::GetRange::Bounded(range)) = &mut options.range {
             let less = |count: &AtomicUsize| {
                 count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
@@ -196,6 +217,10 @@ impl ObjectStore for TestObjects {
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         if let Err(error) = self.check_alive() {
             return futures::stream::iter([Err(error)]).boxed();
+        }
+        let hidden = *self.hidden.lock().unwrap();
+        if hidden.is_some() && prefix.map(Path::as_ref) == hidden {
+            return futures::stream::empty().boxed();
         }
         let found = self.inner.list(prefix).collect::<Vec<_>>().now_or_never().unwrap();
         let dated: Vec<_> = found.into_iter().map(|meta| meta.map(|meta| self.dated(meta))).collect();

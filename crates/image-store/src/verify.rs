@@ -8,14 +8,16 @@ use std::io::{Seek as _, SeekFrom, Write as _};
 use std::sync::Arc;
 
 use rewake_criu_images::Digest;
+use rewake_image_pull::MAX_MANIFEST;
 use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
 use tokio::task::JoinHandle;
+use tracing::warn;
 
 use crate::error::{ImageStoreError, Result};
 use crate::format::StoredImage;
 use crate::names::MANIFESTS;
 use crate::reader::ChunkReader;
-use crate::store::{ImageStore, MAX_REQUESTS};
+use crate::store::{ImageStore, MAX_REQUESTS, limited};
 
 /// Bytes of the manifest that are read at once.
 const MANIFEST_PART: u64 = 2 << 20;
@@ -55,7 +57,8 @@ impl fmt::Display for WrongChunk {
     }
 }
 
-/// Compares each chunk of an image with its hash, and gives each wrong one to `report`.
+/// Compares each chunk of an image with its hash, and gives each wrong one to `report`. Its pack is marked: the next push
+/// of any image stores the pack's chunks again instead of using it.
 ///
 /// # Errors
 /// There is no such image, its index or manifest is damaged, or the store cannot be read.
@@ -74,6 +77,7 @@ pub async fn verify(
         sums,
         reads: VecDeque::new(),
         seen: HashSet::new(),
+        marked: HashSet::new(),
         file: String::new(),
     };
     while let Some(record) = manifest.next_record()? {
@@ -105,6 +109,8 @@ pub(crate) async fn manifest(store: &ImageStore, image: &StoredImage) -> Result<
     let failed = |reason| ImageStoreError::File { file: "a temporary file".to_owned(), reason };
     let mut file = tempfile::tempfile().map_err(failed)?;
     let length = image.manifest_length;
+    // It is copied to the disk.
+    limited(&object, length, MAX_MANIFEST)?;
     let mut offset = 0;
     while offset < length {
         let end = length.min(offset + MANIFEST_PART);
@@ -131,6 +137,8 @@ struct Verification<F> {
     sums: StoreVerifyReport,
     reads: VecDeque<ChunkRead>,
     seen: HashSet<Digest>,
+    /// The packs with wrong bytes.
+    marked: HashSet<Arc<str>>,
     /// The name of the file of the next chunks.
     file: String,
 }
@@ -149,8 +157,17 @@ impl<F: FnMut(&WrongChunk)> Verification<F> {
         Ok(())
     }
 
+    /// Marks the pack of a chunk, once.
+    async fn mark_damaged(&mut self, digest: Digest) -> Result<()> {
+        match self.reader.locate(digest) {
+            Ok(at) if self.marked.insert(Arc::clone(&at.pack)) => self.reader.mark_damaged(digest).await,
+            // The index lacks the chunk: a push stores it again without a mark.
+            _ => Ok(()),
+        }
+    }
+
     async fn finish_read(&mut self) -> Result<()> {
-        let Some((file, offset, SealedChunk { length, .. }, read)) = self.reads.pop_front() else {
+        let Some((file, offset, SealedChunk { length, digest }, read)) = self.reads.pop_front() else {
             return Ok(());
         };
         self.sums.read += u64::from(length);
@@ -162,6 +179,9 @@ impl<F: FnMut(&WrongChunk)> Verification<F> {
             Ok(_) => Ok(()),
             Err(error @ ImageStoreError::Damaged { .. }) => {
                 self.sums.wrong += 1;
+                if let Err(error) = self.mark_damaged(digest).await {
+                    warn!("{error}: the next push of the image does not store these bytes again");
+                }
                 (self.report)(&WrongChunk { file, offset, length, error });
                 Ok(())
             }
@@ -175,9 +195,9 @@ mod tests {
     use rewake_manifest::ManifestError;
 
     use super::*;
-    use crate::names::{INDEXES, NAMES, PACKS};
+    use crate::names::{DAMAGED, INDEXES, NAMES, PACKS};
     use crate::testing::{TestImage, TestObjects, random_bytes, run};
-    use crate::{ImageStore, push};
+    use crate::{ImageStore, collect_garbage, push};
 
     /// What is wrong with the image `one`: the objects that errors name.
     async fn wrong(store: &ImageStore) -> Vec<String> {
@@ -249,6 +269,15 @@ mod tests {
                         found.iter().all(|found| found.contains(&object)) && !found.is_empty(),
                         "{found:?}"
                     );
+                    if folder == PACKS {
+                        // Each wrong chunk is listed; the first does not end it.
+                        let count = if length < bytes.len() / 2 { 2 } else { 1 };
+                        assert!(found.len() >= count, "{length}: {found:?}");
+                        assert!(
+                            found.iter().all(|found| found.contains(": wrong bytes in the ")),
+                            "{found:?}"
+                        );
+                    }
                 }
                 objects.remove(folder, &name).await;
                 let found = wrong_or_failed(&store).await;
@@ -265,6 +294,66 @@ mod tests {
             lines.push(error.to_string());
         }
         lines
+    }
+
+    #[test]
+    fn a_push_after_verify_repairs_an_image_with_a_damaged_pack() {
+        let shared = random_bytes("shared", 2 << 20);
+        let images = ["one", "two"]
+            .map(|name| (name, TestImage::new(&[&*shared, &random_bytes(name, 1 << 20)].concat())));
+        run(async {
+            let (objects, store) = TestObjects::new();
+            for (name, image) in &images {
+                push(&store, &image.path(), name).await.unwrap();
+            }
+            let pack = {
+                let version = store.image("two").await.unwrap().version;
+                let index = store.index(&version).await.unwrap().unwrap();
+                let digest = Digest(*blake3::hash(&shared).as_bytes());
+                index.chunks.iter().find(|(found, _)| *found == digest).unwrap().1.pack.to_string()
+            };
+            let mut bytes = objects.read(PACKS, &pack).await;
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            objects.replace(PACKS, &pack, bytes).await;
+            for (name, image) in &images {
+                let wrong = async || verify(&store, name, |_| {}).await.unwrap().wrong;
+                assert_eq!(wrong().await, 1, "{name}");
+                assert!(!push(&store, &image.path(), name).await.unwrap().had);
+                assert_eq!(wrong().await, 0, "{name}");
+            }
+            // The old indexes have no name: with them the pack goes, and its mark.
+            collect_garbage(&store, std::time::Duration::ZERO).await.unwrap();
+            assert!(!objects.names(PACKS).await.contains(&pack));
+            assert_eq!(objects.names(DAMAGED).await, [""; 0]);
+            for (name, _) in &images {
+                assert_eq!(verify(&store, name, |_| {}).await.unwrap().wrong, 0);
+            }
+        });
+    }
+
+    #[test]
+    fn a_manifest_of_any_length_is_not_copied() {
+        run(async {
+            let (objects, store) = small().await;
+            let mut image = store.image("one").await.unwrap();
+            image.manifest_length = MAX_MANIFEST + 1;
+            objects.replace(NAMES, "one", image.encode()).await;
+            let error = verify(&store, "one", |_| {}).await.unwrap_err().to_string();
+            assert!(error.contains(&format!("expected at most {MAX_MANIFEST}")), "{error}");
+        });
+    }
+
+    #[test]
+    fn an_object_of_a_name_is_short() {
+        run(async {
+            let (objects, store) = small().await;
+            let mut bytes = objects.read(NAMES, "one").await;
+            bytes.resize((4 << 10) + 1, 0);
+            objects.replace(NAMES, "one", bytes).await;
+            let error = store.image("one").await.unwrap_err().to_string();
+            assert!(error.contains("it has 4097 bytes, expected at most 4096"), "{error}");
+        });
     }
 
     #[test]

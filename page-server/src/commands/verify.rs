@@ -55,7 +55,10 @@ fn stored(image: &ImageUrl) -> anyhow::Result<u8> {
     written.context("writing the report")?;
     let StoreVerifyReport { id, files, bytes, read, wrong } = report;
     if wrong > 0 {
-        bail!("{image}: {wrong} chunks are not as sealed: push the image again from another copy of it");
+        bail!(
+            "{image}: {wrong} chunks are not as sealed: `rewake push` of another copy of the image stores them again; \
+             images that share them need that, too"
+        );
     }
     let ([bytes, read], time) = ([bytes, read].map(units::bytes), units::seconds(start.elapsed()));
     writeln!(out, "{image}: as sealed: {files} files, {bytes}; {read} were read in {time}; image {id:.16}")?;

