@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Chunks that have not arrived from another host. Each has a slot, is requested from the fetcher, and is read when all
-//! of it has arrived. A chunk that was demanded is requested at once, also if it was requested for the background.
+//! of it has arrived. If it is demanded meanwhile, it is requested again as that. Chunks that have arrived, and holes, do
+//! not wait for these.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
 use rewake_image_io::{Class, FetchReader, SentRequest};
 use rewake_sdma_copy::Slot;
 
-use crate::chunk_schedule::Chunk;
+use crate::chunk_schedule::{Chunk, ChunkKind};
 use crate::error::Error;
 use crate::load::DataRange;
 use crate::pipeline::Pipeline;
@@ -15,7 +16,7 @@ use crate::pipeline::Pipeline;
 /// Chunks that are requested for the background at most: 8 MiB, as much as a fetcher has in flight. They have half of the
 /// slots at most, so that a demanded chunk finds one.
 const MAX_BACKGROUND: usize = 4;
-/// Demanded chunks that are requested at most: page faults on CPU memory wait for them.
+/// Chunks that are requested at most because they were demanded: page faults on CPU memory share the link with them.
 const MAX_DEMANDED: usize = 2;
 
 /// A slot whose chunk has not arrived.
@@ -25,6 +26,8 @@ struct AbsentSlot {
     chunk: Chunk,
     /// What is to be read.
     ranges: Vec<DataRange>,
+    /// Whether it was demanded before it had the slot.
+    demanded: bool,
     /// The class of the request.
     class: Class,
     sent: SentRequest,
@@ -35,16 +38,18 @@ struct AbsentSlot {
 pub(crate) struct AbsentSlots {
     reader: Option<FetchReader>,
     slots: Vec<AbsentSlot>,
+    /// The number of all slots of the load.
+    all: usize,
     max_background: usize,
     /// Whether the fetcher had no room for a request.
     refused: bool,
 }
 
 impl AbsentSlots {
-    /// `slots` is the number of all slots.
-    pub(crate) fn new(reader: Option<FetchReader>, slots: usize) -> Self {
-        let max_background = MAX_BACKGROUND.min(slots / 2).max(1);
-        Self { reader, slots: Vec::new(), max_background, refused: false }
+    /// `all` is the number of all slots.
+    pub(crate) fn new(reader: Option<FetchReader>, all: usize) -> Self {
+        let max_background = MAX_BACKGROUND.min(all / 2).max(1);
+        Self { reader, slots: Vec::new(), all, max_background, refused: false }
     }
 
     /// Returns whether some of these ranges have not arrived.
@@ -53,11 +58,15 @@ impl AbsentSlots {
         ranges.iter().any(|range| !file.has(range.start, bytes(range.end - range.start)))
     }
 
-    /// Returns whether one more chunk may be requested.
-    pub(crate) fn has_room(&self, pipeline: &Pipeline<'_>, chunk: Chunk) -> bool {
-        let is_demanded = pipeline.is_demanded(chunk);
-        let alike = self.slots.iter().filter(|slot| pipeline.is_demanded(slot.chunk) == is_demanded);
-        alike.count() < if is_demanded { MAX_DEMANDED } else { self.max_background }
+    /// Returns whether a chunk of this kind may have a slot: chunks that are here always find one that is not taken by
+    /// absent ones.
+    pub(crate) fn has_room(&self, pipeline: &Pipeline<'_>, kind: ChunkKind) -> bool {
+        if !kind.absent {
+            return true;
+        }
+        let alike = self.slots.iter().filter(|slot| slot.demanded == kind.demanded).count();
+        let most = if kind.demanded { MAX_DEMANDED } else { self.max_background };
+        alike < most && self.slots.len() + usize::from(pipeline.has_present()) < self.all
     }
 
     /// Requests a chunk.
@@ -71,30 +80,28 @@ impl AbsentSlots {
         chunk: Chunk,
         ranges: Vec<DataRange>,
     ) -> Result<(), Error> {
-        let (class, sent) = (Class::Background, SentRequest::default());
-        self.slots.push(AbsentSlot { slot, chunk, ranges, class, sent });
+        let (demanded, class, sent) =
+            (pipeline.is_demanded(chunk), Class::Background, SentRequest::default());
+        self.slots.push(AbsentSlot { slot, chunk, ranges, demanded, class, sent });
         self.request(pipeline, self.slots.len() - 1)
     }
 
-    /// Takes the slots whose chunks have arrived. The others are requested again, if another fetcher runs by now or they
-    /// were demanded meanwhile.
+    /// Takes the slots whose chunks have arrived, with what is to be read. The others are requested again, if another
+    /// fetcher runs by now or they were demanded meanwhile.
     ///
     /// # Errors
     /// No more bytes arrive.
-    pub(crate) fn take_arrived(&mut self, pipeline: &Pipeline<'_>) -> Result<Vec<Slot>, Error> {
+    pub(crate) fn take_arrived(
+        &mut self,
+        pipeline: &Pipeline<'_>,
+    ) -> Result<Vec<(Slot, Chunk, Vec<DataRange>)>, Error> {
         self.refused = false;
-        let mut arrived = Vec::new();
-        let mut at = 0;
-        while let Some(AbsentSlot { slot, chunk, ranges, .. }) = self.slots.get(at) {
-            if Self::is_absent(pipeline, *chunk, ranges) {
-                self.request(pipeline, at)?;
-                at += 1;
-            } else {
-                arrived.push(*slot);
-                self.slots.remove(at);
-            }
+        let arrived = |slot: &mut AbsentSlot| !Self::is_absent(pipeline, slot.chunk, &slot.ranges);
+        let arrived: Vec<AbsentSlot> = self.slots.extract_if(.., arrived).collect();
+        for at in 0..self.slots.len() {
+            self.request(pipeline, at)?;
         }
-        Ok(arrived)
+        Ok(arrived.into_iter().map(|AbsentSlot { slot, chunk, ranges, .. }| (slot, chunk, ranges)).collect())
     }
 
     /// Requests all that the chunk of a slot lacks. What has arrived of it is not sent again.

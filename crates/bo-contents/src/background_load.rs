@@ -30,7 +30,8 @@ use crate::run::run;
 ///   piece of one chunk is read.
 /// * Of these chunks, 2 for each copy ring of the GPU; a demand overtakes the others. A ring has fewer only
 ///   if it is faster than this thread wakes. With duplicates, each chunk is up to 17 copies.
-/// * Of chunks that have not arrived from another host, one that was demanded is requested at once: see `absent`.
+/// * Of chunks that have not arrived from another host, two that were demanded are requested at once, and the next when
+///   one of them is here. No other chunk waits for these: see `absent`.
 /// * 8 fills for each ring: a fill reads nothing, and GPUs fill at the speed of their memory.
 #[derive(Debug)]
 pub struct BackgroundLoad<'a> {

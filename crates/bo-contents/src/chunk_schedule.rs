@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Chooses the next chunk. Demanded chunks are first, in the order of demands. Then the groups follow in
-//! order, and the files of one group take turns. Each chunk is taken once.
+//! order, and the files of one group take turns. Each chunk is taken once. Chunks that have not arrived from
+//! another host have an order of their own: no other chunk waits for them.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -12,6 +13,14 @@ pub(crate) struct Chunk {
     pub(crate) file: usize,
     /// The number of the chunk in the file.
     pub(crate) number: u64,
+}
+
+/// What a chunk may have to wait for, beside its turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ChunkKind {
+    /// Some of its bytes had not arrived when the load began.
+    pub(crate) absent: bool,
+    pub(crate) demanded: bool,
 }
 
 /// The order of all chunks of all files.
@@ -36,14 +45,42 @@ struct Group {
 
 #[derive(Debug)]
 struct File {
+    present: ChunkOrder,
+    absent: ChunkOrder,
+    is_absent: ChunkBitmap,
+    taken: ChunkBitmap,
+    demanded: ChunkBitmap,
+}
+
+/// Chunks of a file in their order.
+#[derive(Debug, Default)]
+struct ChunkOrder {
     /// Every chunk once.
     sequence: Vec<u64>,
     /// All chunks before this index were taken.
     at: usize,
-    taken: ChunkBitmap,
-    demanded: ChunkBitmap,
     /// Demanded chunks that were not taken: the serial number of each demand among all files, and the chunk.
     queue: VecDeque<(u64, u64)>,
+}
+
+impl ChunkOrder {
+    fn of(sequence: Vec<u64>, taken: &ChunkBitmap) -> Self {
+        let mut order = Self { sequence, ..Self::default() };
+        order.pass(taken);
+        order
+    }
+
+    /// Returns the first chunk that was not taken, without regard to demands.
+    fn first(&self) -> Option<u64> {
+        self.sequence.get(self.at).copied()
+    }
+
+    /// Passes the chunks that were taken.
+    fn pass(&mut self, taken: &ChunkBitmap) {
+        while self.first().is_some_and(|number| taken.has(number)) {
+            self.at += 1;
+        }
+    }
 }
 
 impl ChunkSchedule {
@@ -51,40 +88,65 @@ impl ChunkSchedule {
     /// files. Each file is in one group.
     pub(crate) fn new(sequences: impl Iterator<Item = Vec<u64>>, groups: Vec<Vec<usize>>) -> Self {
         let file = |sequence: Vec<u64>| {
-            let bits = ChunkBitmap::new(sequence.len());
-            File { sequence, at: 0, taken: bits.clone(), demanded: bits, queue: VecDeque::new() }
+            let [is_absent, taken, demanded] = [(); 3].map(|()| ChunkBitmap::new(sequence.len()));
+            let (present, absent) = (ChunkOrder::of(sequence, &taken), ChunkOrder::default());
+            File { present, absent, is_absent, taken, demanded }
         };
         let files: Vec<File> = sequences.map(file).collect();
-        let left = files.iter().map(|file| file.sequence.len() as u64).sum();
+        let left = files.iter().map(|file| file.present.sequence.len() as u64).sum();
         let groups = groups.into_iter().map(|files| Group { files, turn: 0 }).collect();
         Self { files, groups, demands: 0, left }
     }
 
-    /// Returns the next chunk whose file is `ready`, or None. The cost grows with the number of files, not
-    /// with the number of demands.
-    pub(crate) fn next(&self, ready: impl Fn(usize) -> bool) -> Option<Chunk> {
-        let fronts = self.files.iter().enumerate();
-        let fronts =
-            fronts.filter_map(|(file, of)| of.queue.front().map(|(demand, number)| (demand, file, *number)));
-        let first = fronts.filter(|(_, file, _)| ready(*file)).min();
-        first.map(|(_, file, number)| Chunk { file, number }).or_else(|| {
-            self.groups.iter().flat_map(Group::in_turn).find_map(|file| {
-                let number = *self.files[file].sequence.get(self.files[file].at)?;
-                ready(file).then_some(Chunk { file, number })
+    /// Notes which chunks have not arrived. No chunk is demanded yet.
+    pub(crate) fn note_absent(&mut self, chunks: &[Chunk]) {
+        for chunk in chunks {
+            self.files[chunk.file].is_absent.set(chunk.number);
+        }
+        for File { present, absent, is_absent, taken, .. } in &mut self.files {
+            let all = std::mem::take(&mut present.sequence);
+            let (here, others) = all.into_iter().partition(|number| !is_absent.has(*number));
+            (*present, *absent) = (ChunkOrder::of(here, taken), ChunkOrder::of(others, taken));
+        }
+    }
+
+    /// Returns the next chunk that is `ready` by its file and kind, or None. An absent chunk precedes others that
+    /// were not demanded: it is only requested. The cost grows with the number of files, not with the number of
+    /// demands.
+    pub(crate) fn next(&self, ready: impl Fn(usize, ChunkKind) -> bool) -> Option<Chunk> {
+        let is_ready = |chunk: Chunk| {
+            let of = &self.files[chunk.file];
+            let kind =
+                ChunkKind { absent: of.is_absent.has(chunk.number), demanded: of.demanded.has(chunk.number) };
+            ready(chunk.file, kind)
+        };
+        let fronts = self.files.iter().enumerate().flat_map(|(file, of)| {
+            let fronts = [&of.present, &of.absent].into_iter().filter_map(|order| order.queue.front());
+            fronts.map(move |(demand, number)| (*demand, Chunk { file, number: *number }))
+        });
+        let first = fronts.filter(|(_, chunk)| is_ready(*chunk)).min_by_key(|(demand, _)| *demand);
+        let background = |order: fn(&File) -> &ChunkOrder| {
+            let mut files = self.groups.iter().flat_map(Group::in_turn);
+            files.find_map(|file| {
+                let chunk = Chunk { file, number: order(&self.files[file]).first()? };
+                is_ready(chunk).then_some(chunk)
             })
-        })
+        };
+        first
+            .map(|(_, chunk)| chunk)
+            .or_else(|| background(|file| &file.absent))
+            .or_else(|| background(|file| &file.present))
     }
 
     /// Takes the chunk that [`ChunkSchedule::next`] returned.
     pub(crate) fn take(&mut self, chunk: Chunk) {
-        let file = &mut self.files[chunk.file];
-        file.taken.set(chunk.number);
-        while file.sequence.get(file.at).is_some_and(|number| file.taken.has(*number)) {
-            file.at += 1;
-        }
+        let File { present, absent, is_absent, taken, .. } = &mut self.files[chunk.file];
+        let order = if is_absent.has(chunk.number) { absent } else { present };
+        taken.set(chunk.number);
+        order.pass(taken);
+        let was_demanded = order.queue.pop_front_if(|(_, number)| *number == chunk.number).is_some();
         self.left -= 1;
-        // The chunk was demanded if the file has demands: they precede its other chunks.
-        if file.queue.pop_front().is_none() {
+        if !was_demanded {
             self.groups.iter_mut().for_each(|group| group.rotate_past(chunk.file));
         }
     }
@@ -92,9 +154,10 @@ impl ChunkSchedule {
     /// Moves these chunks of a file before all chunks that were not demanded, and after earlier demands.
     pub(crate) fn demand(&mut self, file: usize, numbers: RangeInclusive<u64>) {
         for number in numbers {
-            let file = &mut self.files[file];
-            if !file.demanded.set(number) && !file.taken.has(number) {
-                file.queue.push_back((self.demands, number));
+            let File { present, absent, is_absent, taken, demanded } = &mut self.files[file];
+            if !demanded.set(number) && !taken.has(number) {
+                let order = if is_absent.has(number) { absent } else { present };
+                order.queue.push_back((self.demands, number));
                 self.demands += 1;
             }
         }
@@ -102,7 +165,13 @@ impl ChunkSchedule {
 
     /// Returns whether a file has chunks that were not taken.
     pub(crate) fn has_remaining(&self, file: usize) -> bool {
-        self.files[file].at < self.files[file].sequence.len()
+        let File { present, absent, .. } = &self.files[file];
+        present.first().or(absent.first()).is_some()
+    }
+
+    /// Returns whether chunks that were not taken need no request.
+    pub(crate) fn has_present(&self) -> bool {
+        self.files.iter().any(|file| file.present.first().is_some())
     }
 
     /// Returns whether a chunk was ever demanded.
@@ -197,7 +266,7 @@ mod tests {
     }
 
     fn take(schedule: &mut ChunkSchedule, ready: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
-        let chunk = schedule.next(ready)?;
+        let chunk = schedule.next(|file, _| ready(file))?;
         schedule.take(chunk);
         Some((chunk.file, chunk.number))
     }
@@ -226,8 +295,8 @@ mod tests {
     #[test]
     fn a_chunk_that_is_not_taken_stays_next() {
         let schedule = schedule(&[2]);
-        assert_eq!(schedule.next(|_| true), Some(Chunk { file: 0, number: 0 }));
-        assert_eq!(schedule.next(|_| true), Some(Chunk { file: 0, number: 0 }));
+        assert_eq!(schedule.next(|_, _| true), Some(Chunk { file: 0, number: 0 }));
+        assert_eq!(schedule.next(|_, _| true), Some(Chunk { file: 0, number: 0 }));
     }
 
     #[test]
@@ -267,6 +336,34 @@ mod tests {
         assert_eq!(take(&mut schedule, |file| file == 2), Some((2, 0)));
         assert_eq!(take(&mut schedule, |_| false), None);
         assert_eq!(take(&mut schedule, |_| true), Some((0, 1)));
+    }
+
+    #[test]
+    fn no_chunk_waits_for_an_absent_one() {
+        let mut schedule = in_groups(&[5, 2], vec![vec![0], vec![1]]);
+        assert_eq!(take(&mut schedule, |_| true), Some((0, 0)));
+        schedule.note_absent(&[1, 2, 4].map(|number| Chunk { file: 0, number }));
+        schedule.demand(0, 1..=3);
+        let no_room = |_, kind: ChunkKind| !kind.absent;
+        let mut next = |ready: fn(usize, ChunkKind) -> bool| {
+            let chunk = schedule.next(ready)?;
+            schedule.take(chunk);
+            Some((chunk.file, chunk.number))
+        };
+        assert_eq!(next(no_room), Some((0, 3)), "it is demanded, and here");
+        assert_eq!(next(no_room), Some((1, 0)));
+        assert_eq!(next(|_, kind| !kind.demanded), Some((1, 1)), "the first absent one is demanded, too");
+        assert_eq!([next(no_room), next(no_room)], [None, None]);
+        let all: Vec<_> = std::iter::from_fn(|| next(|_, _| true)).collect();
+        assert_eq!(all, [(0, 1), (0, 2), (0, 4)]);
+        assert!(schedule.all_taken() && !schedule.has_remaining(0));
+    }
+
+    #[test]
+    fn absent_chunks_are_requested_before_others_are_read() {
+        let mut schedule = in_groups(&[2, 3], vec![vec![0], vec![1]]);
+        schedule.note_absent(&[Chunk { file: 1, number: 1 }]);
+        assert_eq!(rest(&mut schedule), [(1, 1), (0, 0), (0, 1), (1, 0), (1, 2)]);
     }
 
     #[test]
@@ -352,7 +449,7 @@ mod tests {
             taken.push(chunk);
         }
         assert_eq!(wanted, []);
-        assert_eq!(schedule.next(|_| true), None);
+        assert_eq!(schedule.next(|_, _| true), None);
         assert_eq!(taken.len() as u64, sizes.iter().sum::<u64>(), "some were never taken");
         taken.len()
     }

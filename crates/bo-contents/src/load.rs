@@ -60,6 +60,12 @@ struct SlotRead {
     left: usize,
 }
 
+impl SlotRead {
+    fn new(chunk: Chunk, ranges: Vec<DataRange>) -> Self {
+        Self { chunk, ranges, started: 0, from: 0, left: 0 }
+    }
+}
+
 /// The slots of a load.
 #[derive(Debug)]
 struct LoadSlots {
@@ -112,6 +118,8 @@ pub(crate) fn run(
     };
     let (mut ended, mut copied, mut done) = (Vec::new(), Vec::new(), Vec::new());
     pipeline.take_unread();
+    let absent = absent_chunks(pipeline)?;
+    pipeline.note_absent(&absent);
     pipeline.without_buffers().for_each(|process| on_event(LoadEvent::Process { process }));
     loop {
         if handle.is_given_up() {
@@ -206,11 +214,15 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots) -> Result<bool, Err
     slots.skipped.clear();
     let arrived = slots.absent.take_arrived(pipeline)?;
     slots.refused |= slots.absent.is_refused();
-    for slot in std::mem::take(&mut slots.unfinished).into_iter().chain(arrived) {
+    for (slot, chunk, ranges) in arrived {
+        slots.reads[slot.index() as usize] = Some(SlotRead::new(chunk, ranges));
+        slots.unfinished.push(slot);
+    }
+    for slot in std::mem::take(&mut slots.unfinished) {
         any |= read_on(pipeline, slots, slot);
     }
     while pipeline.engine.has_room(MAX_READS)
-        && let Some(chunk) = pipeline.next_chunk(&slots.skipped)
+        && let Some(chunk) = pipeline.next_chunk(&slots.skipped, |kind| slots.absent.has_room(pipeline, kind))
     {
         let ranges = data_ranges(pipeline, chunk)?;
         if ranges.is_empty() {
@@ -221,46 +233,51 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots) -> Result<bool, Err
             pipeline.take_chunk(chunk);
             account(pipeline, chunk, &ranges);
             fill(pipeline, chunk)?;
-        } else {
-            // Background loads read one chunk after the other where the disk is shared.
-            if !slots.unfinished.is_empty() && !pipeline.is_demanded(chunk) {
-                break;
-            }
-            match slots.backpressure(pipeline, chunk) {
-                Some(Backpressure::Copies) => {
-                    slots.skipped.push(pipeline.gpu(chunk));
-                    continue;
-                }
-                Some(Backpressure::Disk) => break,
-                None => {}
-            }
-            let is_absent = AbsentSlots::is_absent(pipeline, chunk, &ranges);
-            if is_absent && !slots.absent.has_room(pipeline, chunk) {
-                break;
-            }
-            let Some(slot) = pipeline.free_slot() else { break };
-            account(pipeline, chunk, &ranges);
-            pipeline.take_chunk(chunk);
-            if is_absent {
-                slots.absent.add(pipeline, slot, chunk, ranges.clone())?;
-                slots.refused |= slots.absent.is_refused();
-            }
-            let slot_read = SlotRead { chunk, ranges, started: 0, from: 0, left: 0 };
-            slots.reads[slot.index() as usize] = Some(slot_read);
-            if is_absent {
-                continue;
-            }
-            any |= read_on(pipeline, slots, slot);
-            if pipeline.engine.has_finished() {
-                // The page cache had the chunk, and this thread copied it: submit it to the GPU before the
-                // next one is read.
-                return Ok(true);
-            }
+            any = true;
             continue;
         }
-        any = true;
+        let is_absent = AbsentSlots::is_absent(pipeline, chunk, &ranges);
+        // Background loads read one chunk after the other where the disk is shared.
+        if !is_absent && !slots.unfinished.is_empty() && !pipeline.is_demanded(chunk) {
+            break;
+        }
+        match slots.backpressure(pipeline, chunk).filter(|_| !is_absent) {
+            Some(Backpressure::Copies) => {
+                slots.skipped.push(pipeline.gpu(chunk));
+                continue;
+            }
+            Some(Backpressure::Disk) => break,
+            None => {}
+        }
+        let Some(slot) = pipeline.free_slot() else { break };
+        account(pipeline, chunk, &ranges);
+        pipeline.take_chunk(chunk);
+        if is_absent {
+            slots.absent.add(pipeline, slot, chunk, ranges)?;
+            slots.refused |= slots.absent.is_refused();
+            continue;
+        }
+        slots.reads[slot.index() as usize] = Some(SlotRead::new(chunk, ranges));
+        any |= read_on(pipeline, slots, slot);
+        if pipeline.engine.has_finished() {
+            // The page cache had the chunk, and this thread copied it: submit it to the GPU before the
+            // next one is read.
+            return Ok(true);
+        }
     }
     Ok(any)
+}
+
+/// Returns the chunks some of whose bytes have not arrived from another host. Bytes that the load does not request do
+/// not arrive while it runs.
+fn absent_chunks(pipeline: &Pipeline<'_>) -> Result<Vec<Chunk>, Error> {
+    let mut absent = Vec::new();
+    for chunk in pipeline.fetched_chunks() {
+        if AbsentSlots::is_absent(pipeline, chunk, &data_ranges(pipeline, chunk)?) {
+            absent.push(chunk);
+        }
+    }
+    Ok(absent)
 }
 
 fn account(pipeline: &mut Pipeline<'_>, chunk: Chunk, ranges: &[DataRange]) {

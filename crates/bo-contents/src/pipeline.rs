@@ -13,7 +13,7 @@ use rewake_image_io::{Completion, Engine};
 use rewake_sdma_copy::{Bo, Shape, Slot, Staging, StagingMemory, Transfer};
 
 use crate::buffer::StoredBuffer;
-use crate::chunk_schedule::{Chunk, ChunkSchedule};
+use crate::chunk_schedule::{Chunk, ChunkKind, ChunkSchedule};
 use crate::copies::{Copies, Sink};
 use crate::dedup::{assign_sources, source_of};
 use crate::error::{Error, STALL_TIMEOUT, Stall};
@@ -171,11 +171,12 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Returns the next chunk of a GPU that has room for copies and is not `skipped`. None: no chunk can
-    /// start now.
-    pub(crate) fn next_chunk(&self, skipped: &[usize]) -> Option<Chunk> {
+    /// Returns the next chunk that `may` start, of a GPU that has room for copies and is not `skipped`. None:
+    /// no chunk can start now.
+    pub(crate) fn next_chunk(&self, skipped: &[usize], may: impl Fn(ChunkKind) -> bool) -> Option<Chunk> {
         let engine = |file: usize| self.entries[file].engine;
-        self.schedule.next(|file| !skipped.contains(&engine(file)) && self.copies.has_room(engine(file)))
+        let has_room = |file| !skipped.contains(&engine(file)) && self.copies.has_room(engine(file));
+        self.schedule.next(|file, kind| has_room(file) && may(kind))
     }
 
     /// Takes the chunk that [`Pipeline::next_chunk`] returned.
@@ -186,14 +187,35 @@ impl<'a> Pipeline<'a> {
 
     /// Takes the chunks that hold no bytes to read.
     pub(crate) fn take_unread(&mut self) {
-        for file in 0..self.entries.len() {
-            for number in 0..self.entries[file].file.chunks() {
-                let chunk = Chunk { file, number };
-                if !self.file(chunk).pieces(number).any(|piece| self.is_moved(chunk, &piece)) {
-                    self.schedule.take(chunk);
-                }
+        for chunk in self.chunks(|_| true) {
+            if !self.file(chunk).pieces(chunk.number).any(|piece| self.is_moved(chunk, &piece)) {
+                self.schedule.take(chunk);
             }
         }
+    }
+
+    /// Returns the chunks of files that another host may have.
+    pub(crate) fn fetched_chunks(&self) -> Vec<Chunk> {
+        self.chunks(|file| file.file.source().is_some())
+    }
+
+    /// Returns all chunks of some files.
+    fn chunks(&self, of: impl Fn(&GpuPagesFile) -> bool) -> Vec<Chunk> {
+        let files = self.entries.iter().enumerate().filter(|(_, entry)| of(entry.file));
+        let chunks = |(file, entry): (usize, &FileEntry<'_>)| {
+            (0..entry.file.chunks()).map(move |number| Chunk { file, number })
+        };
+        files.flat_map(chunks).collect()
+    }
+
+    /// Notes which chunks have not arrived from another host.
+    pub(crate) fn note_absent(&mut self, chunks: &[Chunk]) {
+        self.schedule.note_absent(chunks);
+    }
+
+    /// Returns whether chunks that were not taken need no request.
+    pub(crate) fn has_present(&self) -> bool {
+        self.schedule.has_present()
     }
 
     pub(crate) fn all_taken(&self) -> bool {

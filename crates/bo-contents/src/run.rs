@@ -28,8 +28,7 @@ pub(crate) fn run(
     let files = || processes.iter().flat_map(|process| process.files).map(|file| &*file.file);
     // Files are joined now and not when they are opened: plugin and streamer have them open at the same time.
     files().for_each(ImageFile::join);
-    // What arrives from another host is in the page cache.
-    keep_in_page_cache(files().filter(|file| file.source().is_none()));
+    keep_in_page_cache(files());
     let start = Instant::now();
     let (paths, moved) = on_quiet_thread(|| {
         let mut pipeline = Pipeline::new(processes, sink, budget)?;

@@ -29,7 +29,7 @@ pub(crate) fn run(pipeline: &mut Pipeline<'_>) -> Result<Moved, Error> {
     let mut copied: Vec<(Chunk, Option<Slot>)> = Vec::new();
     loop {
         let mut idle = true;
-        while let Some(chunk) = pipeline.next_chunk(&[]) {
+        while let Some(chunk) = pipeline.next_chunk(&[], |_| true) {
             let Some(slot) = pipeline.free_slot() else { break };
             pipeline.take_chunk(chunk);
             copy_out(pipeline, chunk, slot)?;

@@ -273,7 +273,7 @@ mod tests {
     ];
 
     fn flight(first: u64, pages: u64) -> FlightPages {
-        FlightPages { first, pages, class: Class::Demand, readers: 0, sent: Instant::now() }
+        FlightPages { first, pages, class: Class::Demand, large: false, readers: 0, sent: Instant::now() }
     }
 
     fn wire() -> (ImageWire, UnixStream) {

@@ -5,6 +5,9 @@
 //! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for the background
 //! load. An image server has a connection for each class. A demand waits for no answer of the other connection: its block
 //! is requested again. But both share the link.
+//!
+//! A page fault requests a block at most, and GPU memory that is demanded a chunk. Larger demand requests are on the
+//! connection of page faults, so the smaller ones are first.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -51,8 +54,11 @@ pub(crate) const LANES: usize = 2;
 
 /// After this time without a demand request, no further one is expected.
 const QUIET_AFTER: Duration = Duration::from_millis(5);
-/// Demand requests in flight at most: a thread waits for each.
+/// Requests of page faults in flight at most: a thread waits for each.
 const MAX_DEMANDS: usize = 64;
+/// Pages of larger demand requests in flight at most while page faults wait, and [`QUIET_AFTER`] longer: 256 KiB take 2 ms
+/// of a link of 1 Gbit/s.
+const MAX_LARGE_PAGES: u64 = MAX_PAGES;
 /// Requests that wait at most: a streamer has a few for each reactor, and one for each thread that waits.
 const MAX_QUEUED: usize = 1 << 16;
 
@@ -72,6 +78,8 @@ pub(crate) struct FlightPages {
     /// Their number.
     pub(crate) pages: u64,
     pub(crate) class: Class,
+    /// Whether it is a part of a demand for more than a block.
+    pub(crate) large: bool,
     /// One bit for each reader to wake.
     pub(crate) readers: u64,
     /// When it was sent.
@@ -90,11 +98,16 @@ pub(crate) struct FetchQueue {
     /// Runs of pages that can be requested.
     runs: Vec<Range<u64>>,
     limits: FlightLimits,
+    /// Of a block at most.
     demand: VecDeque<WantedPages>,
+    /// Demands for more.
+    large: VecDeque<WantedPages>,
     background: VecDeque<WantedPages>,
     /// By connection.
     in_flight: [VecDeque<FlightPages>; LANES],
     last_demand: Option<Instant>,
+    /// When the last demand of a block at most was added.
+    last_small: Option<Instant>,
     window: BackgroundWindow,
     /// Readers whose pages have arrived.
     pub(crate) to_wake: u64,
@@ -102,9 +115,10 @@ pub(crate) struct FetchQueue {
 
 impl FetchQueue {
     pub(crate) fn new(runs: Vec<Range<u64>>, limits: FlightLimits) -> Self {
-        let (demand, background, in_flight) = (VecDeque::new(), VecDeque::new(), Default::default());
-        let window = BackgroundWindow::new();
-        Self { runs, limits, demand, background, in_flight, last_demand: None, window, to_wake: 0 }
+        let [demand, large, background] = [(); 3].map(|()| VecDeque::new());
+        let (in_flight, window) = (Default::default(), BackgroundWindow::new());
+        let (last_demand, last_small, to_wake) = (None, None, 0);
+        Self { runs, limits, demand, large, background, in_flight, last_demand, last_small, window, to_wake }
     }
 
     /// Returns the connection of a class.
@@ -128,7 +142,12 @@ impl FetchQueue {
         let queue = match request.class {
             Class::Demand => {
                 self.last_demand = Some(now);
-                &mut self.demand
+                if wanted.pages.end - wanted.pages.start > BLOCK_PAGES {
+                    &mut self.large
+                } else {
+                    self.last_small = Some(now);
+                    &mut self.demand
+                }
             }
             Class::Background => &mut self.background,
         };
@@ -163,16 +182,27 @@ impl FetchQueue {
         now: Instant,
     ) -> anyhow::Result<Option<FlightPages>> {
         let all = || self.in_flight.iter().flatten();
-        let of = |class| all().filter(move |flight| flight.class == class);
-        let demands = of(Class::Demand).count();
-        let background: u64 = of(Class::Background).map(|flight| flight.pages).sum();
-        if demands < MAX_DEMANDS
-            && let Some(flight) = self.take(Class::Demand, MAX_PAGES, presence, now)?
+        let pages = |class, large| -> u64 {
+            let alike = all().filter(|flight| (flight.class, flight.large) == (class, large));
+            alike.map(|flight| flight.pages).sum()
+        };
+        let (background, large) = (pages(Class::Background, false), pages(Class::Demand, true));
+        let faults = all().filter(|flight| flight.class == Class::Demand && !flight.large).count();
+        let FlightLimits { unit, request, quiet, busy, separate, .. } = self.limits;
+        let is_recent = |last: Option<Instant>| last.is_some_and(|last| now - last < QUIET_AFTER);
+        if faults < MAX_DEMANDS
+            && let Some(flight) = self.take((Class::Demand, false), MAX_PAGES, presence, now)?
         {
             return Ok(Some(flight));
         }
-        let is_busy = demands > 0 || self.last_demand.is_some_and(|last| now - last < QUIET_AFTER);
-        let FlightLimits { unit, request, quiet, busy, separate, .. } = self.limits;
+        let most = if faults > 0 || is_recent(self.last_small) { MAX_LARGE_PAGES } else { quiet };
+        let room = most.saturating_sub(large).min(MAX_PAGES) / unit * unit;
+        if room > 0
+            && let Some(flight) = self.take((Class::Demand, true), room, presence, now)?
+        {
+            return Ok(Some(flight));
+        }
+        let is_busy = faults > 0 || large > 0 || is_recent(self.last_demand);
         let window = match (separate, is_busy) {
             (false, _) => self.window.pages(is_busy),
             (true, true) => busy,
@@ -185,20 +215,24 @@ impl FetchQueue {
         if background > 0 && room < busy {
             return Ok(None);
         }
-        self.take(Class::Background, room, presence, now)
+        self.take((Class::Background, false), room, presence, now)
     }
 
     /// Takes the first pages of a class that are absent and not in flight.
     fn take(
         &mut self,
-        class: Class,
+        (class, large): (Class, bool),
         most: u64,
         presence: &PresenceMap,
         now: Instant,
     ) -> anyhow::Result<Option<FlightPages>> {
         let lane = self.lane(class);
-        let Self { runs, demand, background, in_flight, to_wake, limits, .. } = self;
-        let queue = if class == Class::Demand { demand } else { background };
+        let Self { runs, in_flight, to_wake, limits, .. } = self;
+        let queue = match class {
+            Class::Demand if large => &mut self.large,
+            Class::Demand => &mut self.demand,
+            Class::Background => &mut self.background,
+        };
         // A thread does not wait for the background's connection.
         let looked_at = if limits.separate && class == Class::Demand { 1 } else { LANES };
         while let Some(wanted) = queue.front_mut() {
@@ -226,7 +260,7 @@ impl FetchQueue {
                 }
                 queue.pop_front();
             }
-            let flight = FlightPages { first, pages: end - first, class, readers, sent: now };
+            let flight = FlightPages { first, pages: end - first, class, large, readers, sent: now };
             in_flight[lane].push_back(flight);
             return Ok(Some(flight));
         }
@@ -240,7 +274,11 @@ impl FetchQueue {
         self.to_wake |= flight.readers;
         if pages < flight.pages {
             let rest = WantedPages { pages: flight.first + pages..flight.end(), readers: flight.readers };
-            let queue = if flight.class == Class::Demand { &mut self.demand } else { &mut self.background };
+            let queue = match flight.class {
+                Class::Demand if flight.large => &mut self.large,
+                Class::Demand => &mut self.demand,
+                Class::Background => &mut self.background,
+            };
             queue.push_front(rest);
         }
     }
@@ -366,7 +404,7 @@ mod tests {
         assert_eq!([scene.next(), scene.next()], [90..100, 100..110].map(Some));
         scene.add(Class::Demand, 3, 50..51);
         assert_eq!(scene.arrives(4), 1 << 2);
-        assert_eq!([scene.next(), scene.next()], [94..100, 50..51].map(Some));
+        assert_eq!([scene.next(), scene.next()], [50..51, 94..100].map(Some));
     }
 
     #[test]
@@ -420,6 +458,28 @@ mod tests {
             scene.blocks(1, 1);
         });
         assert_eq!(scene.queue.expected(1).map(|flight| flight.first), Some(528));
+    }
+
+    #[test]
+    fn page_faults_precede_larger_demands_of_an_image() {
+        let mut scene = scene_with(vec![0..1024], OF_IMAGE_SERVER);
+        scene.add(Class::Demand, 5, 0..512);
+        assert_eq!([scene.next(), scene.next()], [0..64, 64..128].map(Some), "no page fault waits");
+        scene.add(Class::Demand, 1, 520..521);
+        scene.add(Class::Demand, 2, 600..601);
+        assert_eq!([scene.next(), scene.next()], [512..528, 592..608].map(Some));
+        assert_eq!(scene.next(), None, "256 KiB of the larger demand are in flight");
+        let arrive = |scene: &mut Scene, blocks| {
+            (0..blocks).for_each(|_| {
+                scene.blocks(0, 1);
+            });
+        };
+        arrive(&mut scene, 6);
+        assert_eq!([scene.next(), scene.next()], [Some(128..160), None], "half of that has arrived");
+        arrive(&mut scene, 4);
+        assert_eq!([scene.next(), scene.next()], [Some(160..192), None], "another page fault is likely");
+        scene.now += QUIET_AFTER;
+        assert_eq!([scene.next(), scene.next()], [192..256, 256..320].map(Some));
     }
 
     #[test]

@@ -218,9 +218,10 @@ impl ImageFile {
     }
 
     /// Accepts that a fetcher of another process writes what the file lacks. Each block that is read is checked, so it
-    /// must be a sealed file.
+    /// must be a sealed file. It is read through the page cache, which has what was written last.
     pub fn allow_arrival(&self) {
         self.arrives.store(true, Ordering::Relaxed);
+        self.kept.store(true, Ordering::Relaxed);
     }
 
     /// Whether a fetcher writes it.
@@ -453,8 +454,10 @@ impl ImageFile {
 
 /// Decides whether the bytes of an image stay in the page cache when they are read from the disk, for the next
 /// restore. They do if that fills no more than half of the memory that is left: the restored program needs the
-/// other half, as its memory is as large as its image. Otherwise they are read past the page cache.
+/// other half, as its memory is as large as its image. Otherwise they are read past the page cache. Files that a
+/// fetcher writes are always read through it.
 pub fn keep_in_page_cache<'a>(files: impl Iterator<Item = &'a ImageFile> + Clone) {
+    let files = files.filter(|file| !file.is_written());
     // A sparse file takes less than its length.
     let bytes = files.clone().map(|file| {
         let blocks = file.buffered.metadata().map_or(u64::MAX, |now| now.blocks());

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use common::{make_cold, open, pages, read_once};
 use rewake_image_io::{
-    BLOCK, BlockCache, BlockChecksums, BufferSlice, Engine, ImageFile, PAGE, SimPlan, TransferError,
-    block_checksum, checksum_of_zeros,
+    BLOCK, BlockCache, BlockChecksums, BufferSlice, Engine, ImageFile, PAGE, ReadMode, SimPlan,
+    TransferError, block_checksum, checksum_of_zeros, keep_in_page_cache,
 };
 use tempfile::NamedTempFile;
 
@@ -47,6 +47,15 @@ fn a_checksum_is_the_crc_that_nvme_and_s3_have() {
     for length in [1, PAGE, BLOCK - 1, BLOCK] {
         assert_eq!(checksum_of_zeros(length), block_checksum(&vec![0; length]));
     }
+}
+
+#[test]
+fn what_another_process_writes_is_read_through_the_page_cache() {
+    let (_temp, file, _) = sealed(false, |_| {});
+    file.allow_arrival();
+    assert_eq!(file.mode(0, BLOCK, false), ReadMode::Exact);
+    keep_in_page_cache(std::iter::once(&*file));
+    assert_eq!(file.mode(0, BLOCK, true), ReadMode::Buffered);
 }
 
 #[test]

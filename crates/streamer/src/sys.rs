@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
+use std::sync::Arc;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::io::Interest;
@@ -49,19 +50,6 @@ pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
             let peer = nix::sys::socket::getsockopt(&socket, nix::sys::socket::sockopt::PeerCredentials)?;
             pidfd_open(peer.pid())
         }
-        Err(error) => Err(error),
-    }
-}
-
-/// Opens a descriptor of process `pid` if it is this process's parent; none if that has ended.
-///
-/// # Errors
-/// EMFILE, ENFILE, ENOMEM.
-pub fn parent_process(pid: i32) -> io::Result<Option<OwnedFd>> {
-    match pidfd_open(pid) {
-        // In this order: the parent of now had this pid when the descriptor was opened.
-        Ok(pidfd) => Ok(Some(pidfd).filter(|_| nix::unistd::getppid().as_raw() == pid)),
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -263,6 +251,15 @@ pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.map_err(Into::into)
 }
 
+/// As [`watch`], for a descriptor that others use too.
+///
+/// # Errors
+/// The descriptor cannot be watched.
+pub fn watch_shared(fd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
+    // SAFETY: the OwnedFd always gives the same descriptor, and keeps it open while this reference to it lives.
+    unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.map_err(Into::into)
+}
+
 /// Makes a command's program inherit no descriptors but the standard ones.
 pub fn leave_descriptors(command: &mut Command) {
     let close = || {
@@ -309,22 +306,4 @@ fn set_socket_option(socket: BorrowedFd<'_>, option: libc::c_int, value: libc::c
         libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
     };
     check(result.into()).map(drop)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_this_process_s_parent_is_opened() {
-        let parent = std::os::unix::process::parent_id().cast_signed();
-        let opened = parent_process(parent).unwrap().expect("it lives");
-        assert_eq!(pidfd_pid(opened.as_raw_fd()).unwrap(), parent);
-        let own = std::process::id().cast_signed();
-        assert!(
-            parent_process(own).unwrap().is_none(),
-            "as if it had got the pid of a parent that has ended"
-        );
-        assert!(parent_process(i32::MAX).unwrap().is_none());
-    }
 }

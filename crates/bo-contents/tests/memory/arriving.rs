@@ -25,12 +25,14 @@ use rewake_process::Notifier;
 
 use crate::scene::{CHUNK, Scene, pattern};
 
-/// On GPU 7 a large buffer and one behind it, and a small one on GPU 8.
-const SIZES: [usize; 3] = [12 * CHUNK, 4096, 2 * CHUNK];
+/// On GPU 7 a large buffer, one behind it and one of zeros, and small ones on GPU 8.
+const SIZES: [usize; 5] = [12 * CHUNK, 4096, 2 * CHUNK, 4096, 3 * CHUNK];
+/// The buffer of zeros.
+const ZEROS: usize = 4;
 const READER: u8 = 5;
 /// After this time without a request, the load sends none.
 const QUIET: Duration = Duration::from_millis(300);
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// A file of the image: where its bytes are in the presence map, and the bytes.
 struct Original {
@@ -39,9 +41,15 @@ struct Original {
     bytes: Vec<u8>,
 }
 
+/// The bytes of a buffer.
+fn contents(buffer: usize, size: usize) -> Vec<u8> {
+    if buffer == ZEROS { vec![0; size] } else { pattern(buffer, size) }
+}
+
 /// A sealed image none of whose bytes are here, and what brings them.
 struct Arriving {
     scene: Scene,
+    sizes: Vec<usize>,
     files: Vec<GpuPagesFile>,
     originals: Vec<Original>,
     source: Arc<FetchSource>,
@@ -62,8 +70,12 @@ fn socket_of(source: &FetchSource) -> OwnedFd {
 
 impl Arriving {
     fn new() -> Self {
-        let scene = Scene::new(&SIZES);
-        (0..SIZES.len()).for_each(|buffer| scene.put(buffer, 0, &pattern(buffer, SIZES[buffer])));
+        Self::with(&SIZES)
+    }
+
+    fn with(sizes: &[usize]) -> Self {
+        let scene = Scene::new(sizes);
+        (0..sizes.len()).for_each(|buffer| scene.put(buffer, 0, &contents(buffer, sizes[buffer])));
         scene.seal();
         let sealed = read_checksums(&scene.images()).unwrap().unwrap();
         let (mut originals, mut next) = (Vec::new(), 0);
@@ -91,7 +103,8 @@ impl Arriving {
         let files = [7, 8].into_iter().zip(&originals).map(file).collect();
         let reader = FetchReader { number: READER, waker: Notifier::new().unwrap() };
         let socket = RefCell::new(socket_of(&source));
-        Self { scene, files, originals, source, presence, reader, socket }
+        let sizes = sizes.to_vec();
+        Self { scene, sizes, files, originals, source, presence, reader, socket }
     }
 
     /// The next request of the load; none for some time.
@@ -123,6 +136,20 @@ impl Arriving {
         self.reader.waker.wake();
     }
 
+    /// All blocks of both files are here, but these chunks of GPU 7's.
+    fn bring_but(&self, absent: std::ops::Range<usize>) {
+        for (number, original) in self.originals.iter().enumerate() {
+            for start in (0..original.bytes.len()).step_by(BLOCK) {
+                if number > 0 || !absent.contains(&(start / CHUNK)) {
+                    let first = original.first + (start / PAGE) as u64;
+                    let block = FetchRequest { class: Class::Background, reader: READER, pages: 1, first };
+                    self.bring(&block, |_| {});
+                }
+            }
+        }
+        self.reader.waker.drain();
+    }
+
     /// Loads all buffers while `act` plays the fetcher: it gets the handle of the load, and its events.
     fn load(&self, act: impl FnOnce(&LoadHandle, &Receiver<LoadEvent>)) -> Result<Option<Report>, Error> {
         let processes = [ProcessBuffers { files: &self.files, dmabufs: &self.scene.memfds }];
@@ -131,6 +158,7 @@ impl Arriving {
         let (handle, (sender, events)) = (loading.handle(), channel());
         scope(|scope| {
             let load = scope.spawn(move || loading.run(move |event| sender.send(event).unwrap()));
+            let _ends = EndsAfterPanic(self);
             act(&handle, &events);
             load.join().unwrap()
         })
@@ -146,10 +174,78 @@ impl Arriving {
     }
 
     fn is_right(&self) {
-        for (buffer, size) in SIZES.iter().enumerate() {
-            assert!(self.scene.memory(buffer) == pattern(buffer, *size), "buffer {buffer}");
+        for (buffer, size) in self.sizes.iter().enumerate() {
+            assert!(self.scene.memory(buffer) == contents(buffer, *size), "buffer {buffer}");
         }
     }
+}
+
+/// Ends the source when a test fails, so that its load does not wait for ever.
+struct EndsAfterPanic<'a>(&'a Arriving);
+
+impl Drop for EndsAfterPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.source.end();
+            self.0.reader.waker.wake();
+        }
+    }
+}
+
+/// Receives the events of so many buffers, and returns them in ascending order.
+fn resident(events: &Receiver<LoadEvent>, count: usize) -> Vec<usize> {
+    let buffer = |_| match events.recv_timeout(LIMIT).expect("a buffer is resident in time") {
+        LoadEvent::Buffer { number, .. } => number,
+        LoadEvent::Process { .. } => panic!("the process is resident"),
+    };
+    let mut buffers: Vec<usize> = (0..count).map(buffer).collect();
+    buffers.sort_unstable();
+    buffers
+}
+
+#[test]
+fn what_is_here_does_not_wait_for_absent_chunks() {
+    for demand in [false, true] {
+        let arriving = Arriving::new();
+        arriving.bring_but(0..8);
+        let report = arriving.load(|handle, events| {
+            if demand {
+                handle.demand(0, 0);
+                handle.demand(0, 2);
+            }
+            assert_eq!(resident(events, 4), [1, 2, 3, ZEROS], "no chunk of buffer 0 has arrived");
+            let mut requests = arriving.requests();
+            assert!(requests.len() >= 2, "{requests:?}");
+            while !requests.is_empty() {
+                requests.iter().for_each(|request| arriving.bring(request, |_| {}));
+                requests = arriving.requests();
+            }
+            assert_eq!(resident(events, 1), [0]);
+        });
+        assert!(report.unwrap().is_some());
+        arriving.is_right();
+    }
+}
+
+#[test]
+fn a_demand_has_room_beside_chunks_demanded_in_flight() {
+    let arriving = Arriving::with(&[4 * CHUNK - 8, 4096, 12 * CHUNK]);
+    arriving.bring_but(0..16);
+    let report = arriving.load(|handle, events| {
+        let background = arriving.requests();
+        assert_eq!(background.len(), 4, "{background:?}");
+        handle.demand(0, 0);
+        let again = arriving.requests();
+        assert_eq!(again.len(), 4, "{again:?}");
+        handle.demand(0, 2);
+        let more = arriving.requests();
+        assert_eq!(more.len(), 2, "{more:?}");
+        assert!(more.iter().all(|request| request.class == Class::Demand), "{more:?}");
+        background.iter().chain(&more).for_each(|request| arriving.bring(request, |_| {}));
+        arriving.bring_all(events);
+    });
+    assert!(report.unwrap().is_some());
+    arriving.is_right();
 }
 
 #[test]
@@ -182,8 +278,8 @@ fn a_demanded_buffer_is_requested_at_once() {
             assert_eq!(request.class, Class::Demand);
             arriving.bring(&request, |_| {});
         }
-        let first = events.recv_timeout(LIMIT).unwrap();
-        assert_eq!(first, LoadEvent::Buffer { process: 0, number: 2 });
+        // Its last chunk has the first zeros, too.
+        assert_eq!(resident(events, 2), [2, ZEROS]);
         background.iter().for_each(|request| arriving.bring(request, |_| {}));
         arriving.bring_all(events);
     });

@@ -4,15 +4,12 @@
 
 mod own_session;
 
-use std::os::fd::AsRawFd as _;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::getpid;
 use own_session::OwnSession;
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::IoBudget;
@@ -111,11 +108,11 @@ impl StreamedRestore {
     fn answers(self: &Arc<Self>, start: &Start, timeline: &Timeline) -> Option<Answers> {
         let (restore, ledger) = (Arc::clone(self), start.ledger);
         let connected = move || restore.is_connected(ledger);
-        let end = stop(start.supervisor);
+        let supervisor = Arc::clone(&start.supervisor);
         // A client asks for the end of a streamer without work, when CRIU has ended.
         let stop = move || {
             if ledger.session().state() != SessionState::Completing {
-                end();
+                supervisor.stop_worker();
             }
         };
         let answers = self.status.answer(timeline.clone(), connected, stop);
@@ -238,7 +235,7 @@ impl StreamedRestore {
             // An error means that the thread has ended, however it went.
             let ended = over.wait_for(|load| load.is_over()).await;
             if !ended.is_ok_and(|load| *load == GpuLoad::Done) {
-                // The program was killed, and does not need the rest of its image.
+                // Its processes with GPUs were killed. What others of the tree need is resident: the copy stays partial.
                 session.fetches_rest = false;
             }
         }
@@ -282,7 +279,8 @@ impl StreamedRestore {
 
     fn end_unless_connected(self: &Arc<Self>, start: &Start) -> anyhow::Result<()> {
         let Some(limit) = self.options.connect_timeout else { return Ok(()) };
-        let (restore, ledger, stop) = (Arc::clone(self), start.ledger, stop(start.supervisor));
+        let (restore, ledger) = (Arc::clone(self), start.ledger);
+        let supervisor = Arc::clone(&start.supervisor);
         let wait = move || {
             thread::sleep(limit);
             if !restore.is_connected(ledger) {
@@ -290,7 +288,7 @@ impl StreamedRestore {
                 warn!("{reason}");
                 // It is set once: this is the only thread that sets it.
                 let _ = restore.unconnected.set(reason);
-                stop();
+                supervisor.stop_worker();
             }
         };
         sys::thread_without_signals("connect-limit", wait).context("starting a thread")
@@ -320,17 +318,6 @@ pub fn report(summary: &SessionSummary) {
         seconds = format!("{:.3}", summary.elapsed.as_secs_f64()),
         "all CPU memory is resident"
     );
-}
-
-/// Ends this worker when nothing depends on it. The supervisor forwards the signal, so that it starts no successor.
-fn stop(supervisor: i32) -> impl Fn() + Send + Sync + 'static {
-    move || {
-        let supervisor = sys::parent_process(supervisor).ok().flatten();
-        let _ = match supervisor {
-            Some(pidfd) => sys::pidfd_signal(pidfd.as_raw_fd(), libc::SIGTERM),
-            None => kill(getpid(), Signal::SIGTERM).map_err(Into::into),
-        };
-    }
 }
 
 /// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was

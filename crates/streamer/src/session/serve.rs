@@ -253,7 +253,10 @@ impl Worker {
         let outcome = tokio::select! {
             outcome = async {
                 self.follow(open).await?;
-                wait_for_gpus(&session, fetch.as_deref(), gpus).await;
+                // A local load needs no fetcher.
+                if let Some(over) = gpus.filter(|_| fetch.as_deref().is_some_and(Fetch::is_image)) {
+                    wait_for_gpus(&session, over).await;
+                }
                 Ok(())
             } => outcome,
             error = lost_pages(fetch.as_deref()) => Err(error),
@@ -465,15 +468,18 @@ impl Worker {
     }
 }
 
-/// Waits until GPU memory is resident, of which an image server has some. Its load fails if the session does.
-async fn wait_for_gpus(session: &Session, fetch: Option<&Fetch>, gpus: Option<watch::Receiver<GpuLoad>>) {
-    let waits = fetch.is_some_and(Fetch::is_image) && !session.has_failed();
-    let Some(mut over) = gpus.filter(|_| waits) else { return };
+/// Waits until the load of GPU memory has ended, or the session has failed: the load fails then.
+async fn wait_for_gpus(session: &Session, mut over: watch::Receiver<GpuLoad>) {
+    let failed = async {
+        // The last address space may have left a notice that no task has taken.
+        while !session.has_failed() {
+            session.changed().await;
+        }
+    };
     tokio::select! {
         // An error means that the thread has ended, however it went.
         _ = over.wait_for(|load| load.is_over()) => {}
-        // Only a failure is possible: no address space is left.
-        () = session.changed() => {}
+        () = failed => {}
     }
 }
 

@@ -154,8 +154,9 @@ impl RecoveryReport {
                 killed.insert(pid, pidfd);
             }
         }
-        for pid in still_running(&killed, EXIT_TIMEOUT) {
-            warn!(pid, "the process has SIGKILL pending, and waits in the kernel");
+        let running = still_running(&killed, EXIT_TIMEOUT);
+        if !running.is_empty() {
+            warn!(pids = ?running, "processes have SIGKILL pending, and wait in the kernel");
         }
     }
 }

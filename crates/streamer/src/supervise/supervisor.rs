@@ -6,7 +6,8 @@
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
-use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, IntoRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -46,14 +47,49 @@ pub struct Start {
     pub ledger: Ledger,
     /// True when an earlier worker died.
     pub successor: bool,
-    /// The supervisor's pid.
-    pub supervisor: i32,
+    /// The supervisor.
+    pub supervisor: Arc<Supervisor>,
     /// The supervisor's identity, as in sessions' notes.
     pub starter: Starter,
     /// Descriptors that a worker must not close: they were open before the first worker started.
     inherited: BTreeSet<i32>,
     /// Descriptors that get a zero byte, and are closed, when the daemon is ready.
     notify: Vec<RawFd>,
+}
+
+/// The process that starts workers. Each of them has its pidfd: they share a descriptor table.
+#[derive(Debug)]
+pub struct Supervisor {
+    /// Its pid.
+    pub pid: i32,
+    pidfd: Arc<OwnedFd>,
+}
+
+impl Supervisor {
+    /// Opens a descriptor of this process.
+    fn own() -> anyhow::Result<Self> {
+        let pid = nix::unistd::getpid().as_raw();
+        let pidfd = sys::pidfd_open(pid).context("opening a pidfd of the supervisor")?;
+        Ok(Self { pid, pidfd: Arc::new(pidfd) })
+    }
+
+    /// Ends the worker that calls this, when no target depends on it. The supervisor forwards the signal, so that it
+    /// starts no successor. Without a supervisor the worker signals itself.
+    pub(crate) fn stop_worker(&self) {
+        if sys::pidfd_signal(self.pidfd.as_raw_fd(), libc::SIGTERM).is_err() {
+            // It has ended. A worker may always send itself a signal.
+            let _ = kill(nix::unistd::getpid(), Signal::SIGTERM);
+        }
+    }
+
+    /// Returns when it has ended.
+    pub(crate) async fn ended(&self) -> anyhow::Result<()> {
+        let watched = sys::watch_shared(Arc::clone(&self.pidfd)).context("watching the supervisor")?;
+        while !sys::has_ended(self.pidfd.as_raw_fd()) {
+            watched.readable().await?.clear_ready();
+        }
+        Ok(())
+    }
 }
 
 /// Runs `worker` in a child until it exits by itself, and returns its exit code.
@@ -83,13 +119,14 @@ pub fn supervise_ledger(
     // Unblocked, they would end the supervisor. The signals of its own faults are delivered all the same.
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&SigSet::all()), None).context("blocking signals")?;
     raise_descriptor_limit();
+    // Before descriptors are listed: a worker does not close it.
+    let supervisor = Arc::new(Supervisor::own()?);
     let inherited: BTreeSet<i32> = open_descriptors().context("listing descriptors")?;
     // A recovered ledger names some of them: the worker may close those.
     let inherited = inherited.into_iter().filter(|number| !ledger.descriptors().any(|own| own == *number));
     let inherited = inherited.collect();
     // The worker closes them in the table that both share, so they are plain numbers from here on.
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
-    let supervisor = nix::unistd::getpid().as_raw();
     let starter = folder.starter()?;
     let first = Start { ledger, successor, supervisor, starter, inherited, notify };
     let code = run_workers(first, worker);
@@ -262,5 +299,39 @@ impl Start {
         // by then.
         self.ledger.set_ready();
         drop(files);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    /// A supervisor that waits.
+    fn supervisor() -> (Child, Supervisor) {
+        let child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id().cast_signed();
+        (child, Supervisor { pid, pidfd: Arc::new(sys::pidfd_open(pid).unwrap()) })
+    }
+
+    #[test]
+    fn the_end_of_a_worker_is_the_supervisor_s_decision() {
+        let (mut child, supervisor) = supervisor();
+        // It needs no descriptor: this process may have as many as it may.
+        supervisor.stop_worker();
+        assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGTERM));
+    }
+
+    #[tokio::test]
+    async fn a_worker_sees_the_end_of_its_supervisor() {
+        let (mut child, supervisor) = supervisor();
+        let early = tokio::time::timeout(Duration::from_millis(50), supervisor.ended()).await;
+        assert!(early.is_err(), "it lives");
+        child.kill().unwrap();
+        let ended = tokio::time::timeout(Duration::from_secs(60), supervisor.ended()).await;
+        ended.unwrap().unwrap();
+        child.wait().unwrap();
     }
 }

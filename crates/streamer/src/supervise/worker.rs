@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Runs a worker process: its control thread, and its end on SIGTERM.
 
-use std::os::fd::AsRawFd as _;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -12,7 +11,6 @@ use tracing::{error, info, warn};
 use crate::ledger::Ledger;
 use crate::session::serve::Worker;
 use crate::supervise::supervisor::Start;
-use crate::sys;
 
 /// The time between two notes that a worker serves.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -94,23 +92,14 @@ async fn beat(ledger: Ledger) {
 
 /// Logs a warning if the supervisor is killed. Returns only an error.
 async fn watch_supervisor(start: &Start) -> anyhow::Error {
-    match supervisor_ended(start.supervisor).await {
+    match start.supervisor.ended().await {
         Ok(()) => {
             warn!(
                 "supervisor {} was killed: if this process is killed too, targets wait for `rewake recover`",
-                start.supervisor
+                start.supervisor.pid
             );
             std::future::pending().await
         }
         Err(error) => error,
     }
-}
-
-async fn supervisor_ended(pid: i32) -> anyhow::Result<()> {
-    let Some(pidfd) = sys::parent_process(pid).context("watching the supervisor")? else { return Ok(()) };
-    let watched = sys::watch(pidfd).context("watching the supervisor")?;
-    while !sys::has_ended(watched.as_raw_fd()) {
-        watched.readable().await?.clear_ready();
-    }
-    Ok(())
 }

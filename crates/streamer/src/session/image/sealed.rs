@@ -307,7 +307,7 @@ impl Input<'_> {
             image.files.push(file);
         }
         place.end()?;
-        keep_in_page_cache(image.files.iter().map(|file| &**file).filter(|file| file.source().is_none()));
+        keep_in_page_cache(image.files.iter().map(|file| &**file));
         let cache = remote.as_ref().and_then(RemoteMemory::cache);
         let all: Vec<_> = image.files.iter().chain(cache).cloned().collect();
         image.remote = remote;

@@ -1,15 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tests a successor of a worker that was killed while it closed a session.
+//! Tests how a session ends: with GPU memory that is missing, and by a successor of a worker that was killed.
 
-use std::path::Path;
+use std::future::Future as _;
+use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use rewake_plugin_protocol::ProcessId;
 
-use super::Worker;
+use tokio::sync::watch;
+
+use super::{Worker, wait_for_gpus};
+use crate::gpu::GpuLoad;
 use crate::ledger::session_store;
 use crate::ledger::{Ledger, SessionState, Starter};
+use crate::session::Session;
 
 /// Time to start a process that examines all other processes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -36,5 +43,25 @@ fn a_successor_takes_back_the_store_of_a_closing_session() {
             std::thread::sleep(Duration::from_millis(10));
         }
         assert_eq!(slot.inode.load(Ordering::Acquire), 0);
+    }
+}
+
+#[test]
+fn an_old_notice_does_not_end_the_wait_for_gpu_memory() {
+    for fails in [false, true] {
+        let session = Session::new(PathBuf::from("/images"));
+        let (load, over) = watch::channel(GpuLoad::Running);
+        // The last address space is closed, and no task waits for it.
+        session.space_opened();
+        session.space_closed();
+        let mut wait = pin!(wait_for_gpus(&session, over));
+        let mut poll = || wait.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        assert_eq!(poll(), Poll::Pending, "GPU memory is missing");
+        if fails {
+            session.fail("a test");
+        } else {
+            load.send(GpuLoad::Done).unwrap();
+        }
+        assert_eq!(poll(), Poll::Ready(()));
     }
 }
