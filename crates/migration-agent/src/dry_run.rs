@@ -10,7 +10,7 @@ use rewake_peer_stream::PeerStream;
 
 use crate::cgroup::{self, TreeCgroup};
 use crate::criu::CriuChoice;
-use crate::file_hasher::FILES_LIMIT;
+use crate::file_look::FILES_LIMIT;
 use crate::frame::{Frame, FrameWriter, MigrationId};
 use crate::host::HostOffer;
 use crate::peer::DestinationPeer;

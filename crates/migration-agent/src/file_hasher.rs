@@ -9,8 +9,6 @@ use std::io::{self, Read as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
-use std::sync::mpsc::sync_channel;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::OFlag;
@@ -22,8 +20,6 @@ use serde::{Deserialize, Serialize};
 
 /// Time in which the files of one program are hashed.
 pub(crate) const HASH_LIMIT: Duration = Duration::from_secs(10);
-/// Time in which file systems must answer.
-pub(crate) const FILES_LIMIT: Duration = HASH_LIMIT.saturating_add(Duration::from_secs(10));
 /// File systems whose files are hashed. `EXT4_SUPER_MAGIC` is that of ext2 and ext3, too.
 const HASHED: [FsType; 7] = [
     EXT4_SUPER_MAGIC,
@@ -94,21 +90,6 @@ impl FileHasher {
     }
 }
 
-/// Does something in a thread: a file system that does not answer holds that thread only. None: it has not answered
-/// within [`FILES_LIMIT`].
-pub(crate) fn looked_at<T: Send + 'static>(look: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    look_within(FILES_LIMIT, look)
-}
-
-fn look_within<T: Send + 'static>(limit: Duration, look: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    let (sender, result) = sync_channel(1);
-    thread::spawn(move || {
-        // The caller may not wait any more.
-        let _ = sender.send(look());
-    });
-    result.recv_timeout(limit).ok()
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -158,13 +139,5 @@ mod tests {
         assert_eq!(text.len(), 66);
         assert_eq!(serde_json::from_str::<FileDigest>(&text).unwrap(), digest);
         assert!(serde_json::from_str::<FileDigest>("\"12\"").is_err());
-    }
-
-    #[test]
-    fn what_does_not_answer_is_not_waited_for() {
-        let (_held, never) = sync_channel::<()>(1);
-        let limit = Duration::from_millis(50);
-        assert!(look_within(limit, move || never.recv().is_ok()).is_none());
-        assert_eq!(looked_at(|| 7), Some(7));
     }
 }

@@ -11,7 +11,8 @@ use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
 use crate::criu::{CriuChoice, CriuRelease};
-use crate::file_hasher::{FILES_LIMIT, FileHasher, HASH_LIMIT, looked_at};
+use crate::file_hasher::{FileHasher, HASH_LIMIT};
+use crate::file_look::looked_at;
 use crate::program_files::{MAX_HASHED, ProgramFiles};
 use crate::room::{self, TreeSize};
 use crate::sockets::{self, TreeSocket};
@@ -52,7 +53,7 @@ impl HostOffer {
     /// A process cannot be described, or a file system does not answer.
     pub(crate) fn in_time(processes: Vec<i32>, criu: &CriuChoice) -> anyhow::Result<Self> {
         let criu = criu.clone();
-        looked_at(move || Self::of(&processes, &criu)).with_context(silent)?
+        looked_at(move || Self::of(&processes, &criu))
     }
 
     fn of(processes: &[i32], criu: &CriuChoice) -> anyhow::Result<Self> {
@@ -149,9 +150,8 @@ impl HostOffer {
     pub(crate) fn refused_there(text: &str, criu: &CriuChoice) -> Vec<String> {
         let (text, criu) = (text.to_owned(), criu.clone());
         match looked_at(move || Self::lacking(&text, &criu)) {
-            Some(Ok(refusals)) => refusals,
-            Some(Err(error)) => vec![format!("{error:#}")],
-            None => vec![silent()],
+            Ok(refusals) => refusals,
+            Err(error) => vec![format!("{error:#}")],
         }
     }
 
@@ -179,7 +179,7 @@ impl HostOffer {
         refuse(files.different, "files that the program has mapped, and that are other files here");
         refuse(
             files.not_hashed,
-            "libraries of the program that this host could not hash in time, or not on their file system",
+            "libraries of the program that could not be hashed here in time, or are on a file system of another kind",
         );
         // Others may have the GPU's place: CRIU's plugin finds one that fits.
         let has_gpu = Path::new(GPU_DEVICES[0]).exists();
@@ -194,14 +194,6 @@ impl HostOffer {
         refusals.extend(room::refused(offer.size)?);
         Ok(refusals)
     }
-}
-
-/// Why files are not known.
-fn silent() -> String {
-    format!(
-        "the files of the program were not looked at within {} s: a file system does not answer",
-        FILES_LIMIT.as_secs()
-    )
 }
 
 fn exists(pid: &i32) -> bool {

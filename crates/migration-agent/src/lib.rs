@@ -9,7 +9,8 @@
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `earlier`: what agents of this host have left that were killed.
 //! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy restore, over that connection.
-//! * `host`: what hosts compare, with `room`, `sockets`, `program_files` and `file_hasher`. [`dry_run`]: that alone.
+//! * `host`: what hosts compare, with `room`, `sockets`, `program_files` (`file_hasher`, in a thread of
+//!   `file_look`). [`dry_run`]: that alone.
 //! * [`pre_copy`]: rounds of memory while the tree runs. `tree_blocks`: their order. `tree_memory`: blocks and pages.
 //!   `candidates`: where they wait for a comparison.
 //! * `strangers`: connections that have sent no greeting.
@@ -26,6 +27,7 @@ mod destination_place;
 pub mod dry_run;
 mod earlier;
 mod file_hasher;
+mod file_look;
 mod folder;
 mod frame;
 mod frozen_wait;

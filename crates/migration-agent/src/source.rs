@@ -14,7 +14,7 @@ use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 
 use crate::criu::CriuChoice;
-use crate::file_hasher::FILES_LIMIT;
+use crate::file_look::FILES_LIMIT;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::frozen_wait::FrozenWait;
