@@ -162,12 +162,14 @@ fn unexpected(expected: &'static str, found: &Request) -> anyhow::Error {
 mod tests {
     use std::fs::{self, File};
     use std::io::Cursor;
+    use std::sync::Arc;
 
     use rewake_criu_images::{Inventory, write};
     use rewake_image_protocol::{Reply as RawReply, Request as RawRequest};
     use rewake_manifest::seal;
 
     use super::*;
+    use crate::exports::ImageDirectory;
 
     const LENGTH: usize = 4 * PIECE;
 
@@ -215,12 +217,10 @@ mod tests {
         }
         let file = File::options().write(true).open(&path).unwrap();
         let mut stream = CuttingStream { requests: Cursor::new(requests), replies: Vec::new(), file };
-        let exports = Exports::new(root.path()).unwrap();
+        let exports = Exports::new(Arc::new(ImageDirectory::new(root.path()).unwrap()));
         let error = serve(&exports, &mut stream, |_, _| Ok(())).unwrap_err();
-        assert!(
-            matches!(error.downcast_ref(), Some(MessageError::Io(error)) if error.kind() == io::ErrorKind::UnexpectedEof),
-            "{error:#}"
-        );
+        assert!(matches!(error.downcast_ref(), Some(MessageError::Io(_))), "{error:#}");
+        assert!(error.to_string().contains(&format!("cut after {PIECE} bytes")), "{error:#}");
         let mut replies = &stream.replies[..];
         let mut reply = || receive::<RawReply>(&mut replies).unwrap().unwrap().what.unwrap();
         assert!(matches!(reply(), Reply::Hello(_)));

@@ -115,9 +115,9 @@ impl StoredFiles {
         // What lies in the range of each chunk that is no zeros.
         let parts = these.filter(|(_, chunk)| !chunk.is_zero()).map(async |(offset, chunk)| {
             let (from, to) = (range.start.max(*offset), range.end.min(offset + u64::from(chunk.length)));
-            let part = (from - offset) as usize..(to - offset) as usize;
-            let found = self.reader.part(*chunk, part).await?;
-            anyhow::Ok(((from - range.start) as usize, found))
+            let [at, start, end] = [from - range.start, from - offset, to - offset].map(usize::try_from);
+            let found = self.reader.part(*chunk, start?..end?).await?;
+            anyhow::Ok((at?, found))
         });
         for (at, part) in try_join_all(parts).await? {
             bytes[at..at + part.len()].copy_from_slice(&part);
@@ -213,7 +213,10 @@ mod tests {
         assert_eq!(manifest, std::fs::read(image.path().join("rewake-manifest")).unwrap());
         let length = memory.len() as u64;
         let pages = (1..=2).find(|file| open.begin(*file, 0..length).is_ok()).unwrap();
-        let at = |range: &Range<u64>| &memory[range.start as usize..range.end as usize];
+        let at = |range: &Range<u64>| {
+            let [start, end] = [range.start, range.end].map(|at| usize::try_from(at).unwrap());
+            &memory[start..end]
+        };
         let (block, chunk) = (64 << 10, CHUNK as u64);
         let mut ranges = vec![0..length, 1..2, chunk - 1..2 * chunk + 1, 3 * chunk + 7..length];
         // In order: the next one is read ahead.

@@ -15,9 +15,10 @@
 //!   `candidates`: where they wait for a comparison.
 //! * `strangers`: connections that have sent no greeting.
 //! * `intake`: how much a source may send before the restore begins.
-//! * `held_dump`, `image_files`, [`criu`]: what their names say.
+//! * [`abort`](mod@abort), `held_dump`, `image_files`, [`criu`]: what their names say.
 #![forbid(unsafe_code)]
 
+pub mod abort;
 mod candidates;
 mod cgroup;
 pub mod criu;

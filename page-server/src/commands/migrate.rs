@@ -118,7 +118,7 @@ fn wanted(options: &MigrateArgs, to: &str) -> anyhow::Result<SourceOptions> {
 
 /// Ends the migration that another process runs: exit code 1 if the program was given away.
 fn abort(pid: i32) -> anyhow::Result<u8> {
-    if source::abort(pid)? {
+    if rewake_migration_agent::abort::abort(pid)? {
         println!("{pid} runs here");
         return Ok(0);
     }
