@@ -421,7 +421,7 @@ mod tests {
     fn another_version_is_refused_by_name() {
         let mut destination = MigrationDestination::new();
         let outputs = received(&mut destination, FromSource::Hello { version: VERSION + 1 });
-        let reason = "the source speaks version 5 of the protocol, expected 4".to_owned();
+        let reason = "the source speaks version 6 of the protocol, expected 5".to_owned();
         assert!(
             outputs.contains(&DestinationOutput::End(DestinationOutcome::Aborted(reason))),
             "{outputs:?}"
