@@ -2,6 +2,7 @@
 //! SeaweedFS: a store that answers as S3 does, on this host alone.
 
 use std::fs::{self, File};
+use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -26,6 +27,9 @@ const PORTS: [&str; 8] = [
     "filer.port",
     "filer.port.grpc",
 ];
+
+/// Which of them the filer has.
+const FILER: usize = 6;
 
 /// A running server; ended when dropped.
 #[derive(Debug)]
@@ -72,9 +76,11 @@ impl SeaweedServer {
         command.env("HOME", folder.path()).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start SeaweedFS")?;
         let server = Self { child, port: ports[0], folder };
-        // It makes a bucket with its first object.
-        let is_ready =
-            || server.rewake(&["gc", "s3://bucket"]).ok()?.output().ok()?.status.success().then_some(());
+        let is_ready = || {
+            make_bucket(ports[FILER]).ok()?;
+            let output = server.rewake(&["ls", "s3://bucket"]).ok()?.output().ok()?;
+            String::from_utf8_lossy(&output.stderr).contains("no store of images").then_some(())
+        };
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, server.port));
         let answers = || TcpStream::connect_timeout(&address, Duration::from_secs(1)).ok();
         until(MINUTE, answers).and_then(|_| until(MINUTE, is_ready)).with_context(|| server.log())?;
@@ -112,6 +118,16 @@ impl Drop for SeaweedServer {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Makes the bucket: a folder of the server's filer.
+fn make_bucket(filer: u16) -> std::io::Result<()> {
+    let mut filer = TcpStream::connect((Ipv4Addr::LOCALHOST, filer))?;
+    filer.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let request =
+        "POST /buckets/bucket/ HTTP/1.1\r\nHost: filer\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+    filer.write_all(request.as_bytes())?;
+    filer.read_to_end(&mut Vec::new()).map(drop)
 }
 
 /// Ports that were free a moment ago.

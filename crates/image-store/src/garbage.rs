@@ -178,7 +178,7 @@ async fn unlisted_name(store: &ImageStore, version: &str) -> Result<Option<Strin
     Ok(image.filter(|image| image.version == version).map(|image| image.name))
 }
 
-/// Refuses to work without the index of an image, unless the image was removed or replaced meanwhile.
+/// Refuses to continue without the index of an image, unless the image was removed or replaced meanwhile.
 async fn refuse_missing(store: &ImageStore, version: &str, name: &str) -> Result<()> {
     match store.find(name).await? {
         Some(image) if image.version == version => Err(ImageStoreError::Damaged {

@@ -159,7 +159,14 @@ impl ImageStore {
         while (bytes.len() as u64) < found.length {
             let start = bytes.len() as u64;
             let range = start..found.length.min(start + PART as u64);
-            bytes.extend(self.get_range(INDEXES, version, range).await?);
+            match self.get_range(INDEXES, version, range).await {
+                Ok(part) => bytes.extend(part),
+                // `collect_garbage` has removed it meanwhile.
+                Err(ImageStoreError::Damaged { .. }) if self.head(INDEXES, version).await?.is_none() => {
+                    return Ok(None);
+                }
+                Err(error) => return Err(error),
+            }
         }
         ImageIndex::decode(&bytes, version, &object).map(Some)
     }
