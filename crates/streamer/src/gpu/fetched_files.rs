@@ -77,7 +77,7 @@ impl FetchedGpuFiles {
     fn wait_with_limit(&self, needed: &[proto::Needed], limit: Duration) -> anyhow::Result<()> {
         let mut rest = self.needed_bytes(needed)?.into_iter().filter(|bytes| !bytes.has_arrived());
         let mut awaited: Vec<NeededBytes<'_>> = Vec::new();
-        let mut progress = self.files.values().next().and_then(|file| Progress::of(file, limit));
+        let mut rate = self.files.values().next().and_then(|file| ArrivalRate::of(file, limit));
         loop {
             self.reader.waker.drain();
             awaited.retain(|bytes| !bytes.has_arrived());
@@ -85,7 +85,7 @@ impl FetchedGpuFiles {
             if awaited.is_empty() {
                 return Ok(());
             }
-            progress.as_mut().map_or(Ok(()), Progress::check)?;
+            rate.as_mut().map_or(Ok(()), ArrivalRate::check)?;
             let mut is_full = false;
             for bytes in &mut awaited {
                 is_full |= !bytes.request(self.reader.number)?;
@@ -117,7 +117,7 @@ impl FetchedGpuFiles {
 }
 
 /// Checks that bytes arrive fast enough.
-struct Progress<'a> {
+struct ArrivalRate<'a> {
     source: &'a FetchSource,
     limit: Duration,
     since: Instant,
@@ -125,7 +125,7 @@ struct Progress<'a> {
     arrived: u64,
 }
 
-impl<'a> Progress<'a> {
+impl<'a> ArrivalRate<'a> {
     fn of(file: &'a ImageFile, limit: Duration) -> Option<Self> {
         let source = &*file.source()?.source;
         Some(Self { source, limit, since: Instant::now(), arrived: source.presence().arrived() })
@@ -218,7 +218,11 @@ mod tests {
         Scene { files, source, presence: PresenceWriter::open(memory.as_fd(), LEN).unwrap(), fetcher, socket }
     }
 
-    fn needed(ranges: &[Range<u64>]) -> [proto::Needed; 1] {
+    fn needed(range: Range<u64>) -> [proto::Needed; 1] {
+        all_needed(std::slice::from_ref(&range))
+    }
+
+    fn all_needed(ranges: &[Range<u64>]) -> [proto::Needed; 1] {
         let range = |of: &Range<u64>| proto::ByteRange { offset: of.start, length: of.end - of.start };
         [proto::Needed { file: NAME.to_owned(), ranges: ranges.iter().map(range).collect() }]
     }
@@ -243,8 +247,7 @@ mod tests {
     fn needed_bytes_are_requested_from_a_border_of_blocks_on() {
         let scene = scene();
         scope(|scope| {
-            let wait =
-                scope.spawn(|| scene.files.wait_for(&needed(&[BLOCK as u64 + 5..2 * BLOCK as u64 + 5])));
+            let wait = scope.spawn(|| scene.files.wait_for(&needed(BLOCK as u64 + 5..2 * BLOCK as u64 + 5)));
             let pages = scene.next();
             assert_eq!(pages, 16..33);
             scene.bring(&(17..33));
@@ -259,7 +262,7 @@ mod tests {
     fn bytes_beyond_a_file_are_refused_before_any_request() {
         let scene = scene();
         for range in [0..LEN + 1, LEN..LEN + 1] {
-            let why = scene.files.wait_for(&needed(&[0..1, range])).unwrap_err().to_string();
+            let why = scene.files.wait_for(&all_needed(&[0..1, range])).unwrap_err().to_string();
             assert_eq!(why, format!("the plugin needs bytes beyond {NAME}"));
         }
         let huge = proto::ByteRange { offset: 4096, length: u64::MAX };
@@ -271,7 +274,7 @@ mod tests {
     fn the_wait_ends_when_no_more_bytes_arrive() {
         let scene = scene();
         let why = scope(|scope| {
-            let wait = scope.spawn(|| scene.files.wait_for(&needed(&[0..1])));
+            let wait = scope.spawn(|| scene.files.wait_for(&needed(0..1)));
             scene.next();
             scene.source.end();
             scene.files.reader.waker.wake();
@@ -288,7 +291,7 @@ mod tests {
         let full =
             std::iter::repeat_with(|| send(scene.socket, &earlier, flags)).take_while(Result::is_ok).count();
         scope(|scope| {
-            let wait = scope.spawn(|| scene.files.wait_for(&needed(&[0..1])));
+            let wait = scope.spawn(|| scene.files.wait_for(&needed(0..1)));
             sleep(Duration::from_millis(50));
             (0..full).for_each(|_| assert_eq!(scene.next(), 9..10));
             let pages = scene.next();
@@ -304,7 +307,7 @@ mod tests {
         let ranges: Vec<Range<u64>> =
             (0..1000).map(|page| page * PAGE as u64..(page + 1) * PAGE as u64).collect();
         scope(|scope| {
-            let wait = scope.spawn(|| scene.files.wait_for(&needed(&ranges)));
+            let wait = scope.spawn(|| scene.files.wait_for(&all_needed(&ranges)));
             let first: Vec<_> = (0..AHEAD).map(|_| scene.next()).collect();
             sleep(Duration::from_millis(50));
             let more = recv(scene.fetcher.as_raw_fd(), &mut [0; 64], MsgFlags::MSG_DONTWAIT);
@@ -324,7 +327,7 @@ mod tests {
         let limit = Duration::from_millis(300);
         // A block is too little.
         scene.presence.set(0, 16);
-        let why = scene.files.wait_with_limit(&needed(&[0..LEN]), limit).unwrap_err().to_string();
+        let why = scene.files.wait_with_limit(&needed(0..LEN), limit).unwrap_err().to_string();
         assert!(why.contains("0 KiB of it arrived in 0 s, and 1024 KiB are the least"), "{why}");
     }
 }
