@@ -166,7 +166,7 @@ impl ChunkSchedule {
     /// Returns whether a file has chunks that were not taken.
     pub(crate) fn has_remaining(&self, file: usize) -> bool {
         let File { present, absent, .. } = &self.files[file];
-        present.first().is_some() || absent.first().is_some()
+        present.first().or_else(|| absent.first()).is_some()
     }
 
     /// Returns whether chunks that were not taken need no request.

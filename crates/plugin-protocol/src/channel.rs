@@ -57,10 +57,15 @@ impl Channel {
         if peer.uid() != own && peer.uid() != 0 {
             return Err(Error::ForeignUser { found: peer.uid(), expected: own });
         }
-        let limit = TimeVal::microseconds(i64::try_from(timeout.as_micros()).unwrap_or(i64::MAX));
-        setsockopt(&socket, sockopt::ReceiveTimeout, &limit).map_err(Error::of("set a time limit"))?;
-        setsockopt(&socket, sockopt::SendTimeout, &limit).map_err(Error::of("set a time limit"))?;
-        Ok(Self { socket, timeout })
+        let channel = Self { socket, timeout };
+        channel.restore_timeout()?;
+        setsockopt(&channel.socket, sockopt::SendTimeout, &channel.limit())
+            .map_err(Error::of("set a time limit"))?;
+        Ok(channel)
+    }
+
+    fn limit(&self) -> TimeVal {
+        TimeVal::microseconds(i64::try_from(self.timeout.as_micros()).unwrap_or(i64::MAX))
     }
 
     /// Sends a message.
@@ -90,6 +95,15 @@ impl Channel {
     pub fn remove_timeout(&self) -> Result<(), Error> {
         setsockopt(&self.socket, sockopt::ReceiveTimeout, &TimeVal::zero())
             .map_err(Error::of("remove a time limit"))
+    }
+
+    /// Sets the time limit for receiving again that [`Channel::remove_timeout`] has removed.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn restore_timeout(&self) -> Result<(), Error> {
+        setsockopt(&self.socket, sockopt::ReceiveTimeout, &self.limit())
+            .map_err(Error::of("set a time limit"))
     }
 
     fn failed(&self, act: &'static str, errno: Errno) -> Error {

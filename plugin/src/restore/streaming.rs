@@ -125,10 +125,21 @@ impl StreamerConnection {
             ));
         }
         memory.iter().try_for_each(|buffers| self.need(buffers))?;
+        Ok(self.await_ready(memory.iter().any(|buffers| buffers.may_be_missing))?)
+    }
+
+    /// Waits until the streamer has opened all files, and until bytes that are `needed` have arrived.
+    fn await_ready(&self, needed: bool) -> Result<(), Error> {
+        if needed {
+            // A link may be slow. The streamer limits the time in which some bytes must arrive.
+            self.channel.remove_timeout()?;
+        }
         self.send(to_server::What::Ready(proto::Ready {}), &[])?;
-        match self.receive()? {
+        let ready = self.receive()?;
+        self.channel.restore_timeout()?;
+        match ready {
             to_plugin::What::Ready(_) => Ok(()),
-            other => Err(unexpected("that it is ready", &other).into()),
+            other => Err(unexpected("that it is ready", &other)),
         }
     }
 
@@ -137,8 +148,6 @@ impl StreamerConnection {
         if !buffers.may_be_missing {
             return Ok(());
         }
-        // A link may be slow. The streamer limits the time that another host takes, and ends if it takes longer.
-        self.channel.remove_timeout()?;
         for (file, ranges) in buffers.process().ranges() {
             for part in ranges.chunks(MAX_RANGES) {
                 let range =
@@ -240,21 +249,29 @@ pub(super) fn pid_in_image(pid: i32) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use std::thread;
+    use std::time::Duration;
 
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 
+    use rewake_plugin_protocol::TIMEOUT;
+
     use super::*;
+
+    /// Both ends of a connection: the plugin's has this time limit.
+    fn channels(limit: Duration) -> (Channel, Channel) {
+        let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
+        let (plugin, server) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
+        (Channel::with_timeout(plugin, limit).unwrap(), Channel::new(server).unwrap())
+    }
 
     /// Greets a streamer that sends this answer.
     fn greeted_with(answer: to_plugin::What) -> Result<StreamerConnection, Error> {
-        let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
-        let (plugin, server) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
-        let server = Channel::new(server).unwrap();
+        let (plugin, server) = channels(TIMEOUT);
         let server = thread::spawn(move || {
             server.receive::<proto::ToServer>().unwrap();
             server.send(&proto::ToPlugin { what: Some(answer) }, &[]).unwrap();
         });
-        let greeted = StreamerConnection::greet(Channel::new(plugin).unwrap());
+        let greeted = StreamerConnection::greet(plugin);
         server.join().unwrap();
         greeted
     }
@@ -276,6 +293,31 @@ mod tests {
                 "speaks version {version}, this one {VERSION}: install plugin and `rewake` of one release"
             );
             assert!(error.contains(&wanted), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_needed_bytes_may_take_longer_than_the_limit() {
+        const LIMIT: Duration = Duration::from_millis(100);
+        for needed in [true, false] {
+            let (plugin, server) = channels(LIMIT);
+            let streamer = StreamerConnection { channel: plugin, holds_calls: false };
+            let server = thread::spawn(move || {
+                server.receive::<proto::ToServer>().unwrap();
+                thread::sleep(3 * LIMIT);
+                let ready = to_plugin::What::Ready(proto::Ready {});
+                let _ = server.send(&proto::ToPlugin { what: Some(ready) }, &[]);
+                server
+            });
+            let ready = streamer.await_ready(needed);
+            let _silent = server.join().unwrap();
+            if needed {
+                ready.unwrap();
+                let next = streamer.receive().unwrap_err();
+                assert!(matches!(next, Error::TimedOut(LIMIT)), "{next:?}");
+            } else {
+                assert!(matches!(ready, Err(Error::TimedOut(LIMIT))), "{ready:?}");
+            }
         }
     }
 

@@ -6,12 +6,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_criu_images::is_gpu_pages_file;
-use rewake_image_io::{BLOCK, Class, FetchReader, ImageFile, SentRequest};
+use rewake_image_io::{BLOCK, Class, FetchReader, FetchSource, ImageFile, PAGE, SentRequest};
 use rewake_plugin_protocol::proto;
 
 use crate::session::image::Image;
@@ -22,6 +23,11 @@ const AHEAD: usize = 64;
 const LOOK_MS: u16 = 1000;
 /// The same, when the fetcher's queue was full.
 const FULL_MS: u16 = 1;
+
+/// What must arrive in each [`PROGRESS_TIME`] while the plugin waits: a link of 100 kbit/s brings more.
+const MIN_PROGRESS: u64 = 1 << 20;
+/// Longer than a fetcher needs that waits for an answer, ends, and is started again.
+const PROGRESS_TIME: Duration = Duration::from_secs(120);
 
 /// The session's [`FetchedGpuFiles`], when it is open.
 pub(crate) type SessionGpuFiles = Arc<OnceLock<FetchedGpuFiles>>;
@@ -60,13 +66,41 @@ impl FetchedGpuFiles {
         self.reader.clone()
     }
 
-    /// Waits until bytes have arrived. Files that are whole have all of theirs. The session limits the time that the
-    /// fetcher takes.
+    /// Waits until bytes have arrived. Files that are whole have all of theirs.
     ///
     /// # Errors
-    /// They are beyond the end of a file. Or no more bytes arrive.
+    /// They are beyond the end of a file. Or no more bytes arrive, or less than [`MIN_PROGRESS`] in [`PROGRESS_TIME`].
     pub(super) fn wait_for(&self, needed: &[proto::Needed]) -> anyhow::Result<()> {
-        let mut left = Vec::new();
+        self.wait_with_limit(needed, PROGRESS_TIME)
+    }
+
+    fn wait_with_limit(&self, needed: &[proto::Needed], limit: Duration) -> anyhow::Result<()> {
+        let mut rest = self.needed_bytes(needed)?.into_iter().filter(|bytes| !bytes.has_arrived());
+        let mut awaited: Vec<NeededBytes<'_>> = Vec::new();
+        let mut rate = self.files.values().next().and_then(|file| ArrivalRate::of(file, limit));
+        loop {
+            self.reader.waker.drain();
+            awaited.retain(|bytes| !bytes.has_arrived());
+            awaited.extend(rest.by_ref().take(AHEAD - awaited.len()));
+            if awaited.is_empty() {
+                return Ok(());
+            }
+            rate.as_mut().map_or(Ok(()), ArrivalRate::check)?;
+            let mut is_full = false;
+            for bytes in &mut awaited {
+                is_full |= !bytes.request(self.reader.number)?;
+            }
+            let pause = PollTimeout::from(if is_full { FULL_MS } else { LOOK_MS });
+            match poll(&mut [PollFd::new(self.reader.waker.as_fd(), PollFlags::POLLIN)], pause) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(errno) => return Err(errno).context("waiting for bytes of another host"),
+            }
+        }
+    }
+
+    /// Returns the ranges of files some of which another host has.
+    fn needed_bytes(&self, needed: &[proto::Needed]) -> anyhow::Result<Vec<NeededBytes<'_>>> {
+        let mut found = Vec::new();
         for proto::Needed { file, ranges } in needed {
             let Some(file) = self.file(file) else { continue };
             for proto::ByteRange { offset, length } in ranges {
@@ -75,25 +109,44 @@ impl FetchedGpuFiles {
                     end.with_context(|| format!("the plugin needs bytes beyond {}", file.name().display()))?;
                 // From a border of blocks on: whole blocks are requested.
                 let range = offset / BLOCK as u64 * BLOCK as u64..end;
-                left.push(NeededBytes { file, range, sent: SentRequest::default() });
+                found.push(NeededBytes { file, range, sent: SentRequest::default() });
             }
         }
-        loop {
-            self.reader.waker.drain();
-            left.retain(|bytes| !bytes.has_arrived());
-            if left.is_empty() {
-                return Ok(());
-            }
-            let mut is_full = false;
-            for bytes in left.iter_mut().take(AHEAD) {
-                is_full |= !bytes.request(self.reader.number)?;
-            }
-            let limit = PollTimeout::from(if is_full { FULL_MS } else { LOOK_MS });
-            match poll(&mut [PollFd::new(self.reader.waker.as_fd(), PollFlags::POLLIN)], limit) {
-                Ok(_) | Err(Errno::EINTR) => {}
-                Err(errno) => return Err(errno).context("waiting for bytes of another host"),
-            }
+        Ok(found)
+    }
+}
+
+/// Checks that bytes arrive fast enough.
+struct ArrivalRate<'a> {
+    source: &'a FetchSource,
+    limit: Duration,
+    since: Instant,
+    /// Pages that had arrived then.
+    arrived: u64,
+}
+
+impl<'a> ArrivalRate<'a> {
+    fn of(file: &'a ImageFile, limit: Duration) -> Option<Self> {
+        let source = &*file.source()?.source;
+        Some(Self { source, limit, since: Instant::now(), arrived: source.presence().arrived() })
+    }
+
+    fn check(&mut self) -> anyhow::Result<()> {
+        if self.since.elapsed() < self.limit {
+            return Ok(());
         }
+        let now = self.source.presence().arrived();
+        let bytes = now.saturating_sub(self.arrived) * PAGE as u64;
+        ensure!(
+            bytes >= MIN_PROGRESS,
+            "GPU memory that must arrive before the program runs: {} KiB of it arrived in {} s, and {} KiB are the \
+             least: check the link and the other host, and start the restore again, which continues the copy",
+            bytes >> 10,
+            self.limit.as_secs(),
+            MIN_PROGRESS >> 10
+        );
+        (self.since, self.arrived) = (Instant::now(), now);
+        Ok(())
     }
 }
 
@@ -115,5 +168,166 @@ impl NeededBytes<'_> {
             "{name}: bytes that are on another host do not arrive any more: see above"
         );
         Ok(fetched.request(reader, Class::Demand, (self.range.start, len), &mut self.sent))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::{AsRawFd as _, OwnedFd};
+    use std::thread::{scope, sleep};
+
+    use nix::sys::socket::{
+        AddressFamily, MsgFlags, SockFlag, SockType, recv, send, setsockopt, socketpair, sockopt,
+    };
+    use nix::sys::time::{TimeVal, TimeValLike as _};
+    use rewake_image_io::{FetchRequest, FetchedFile, PresenceMap, PresenceWriter, presence_file};
+    use rewake_process::Notifier;
+
+    use super::*;
+
+    const NAME: &str = "amdgpu-pages-3-0007.img";
+    const LEN: u64 = 64 * BLOCK as u64;
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// A file none of whose bytes have arrived, and the fetcher's ends.
+    struct Scene {
+        files: FetchedGpuFiles,
+        source: Arc<FetchSource>,
+        presence: PresenceWriter,
+        fetcher: OwnedFd,
+        /// The other end of the fetcher's socket.
+        socket: i32,
+    }
+
+    fn scene() -> Scene {
+        let memory = presence_file(LEN).unwrap();
+        let source = Arc::new(FetchSource::new(PresenceMap::open(memory.as_fd(), LEN).unwrap()));
+        let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
+        let (ours, fetcher) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
+        let limit = TimeVal::seconds(LIMIT.as_secs().cast_signed());
+        setsockopt(&fetcher, sockopt::ReceiveTimeout, &limit).unwrap();
+        let socket = ours.as_raw_fd();
+        source.use_fetcher(ours);
+        let file: File = tempfile::tempfile().unwrap();
+        file.set_len(LEN).unwrap();
+        let fetched = FetchedFile { source: Arc::clone(&source), first: 0 };
+        let file = ImageFile::fetched(file, NAME, fetched).unwrap();
+        let reader = FetchReader { number: 3, waker: Notifier::new().unwrap() };
+        let files = FetchedGpuFiles { files: BTreeMap::from([(NAME.to_owned(), file)]), reader };
+        Scene { files, source, presence: PresenceWriter::open(memory.as_fd(), LEN).unwrap(), fetcher, socket }
+    }
+
+    fn needed(range: Range<u64>) -> [proto::Needed; 1] {
+        all_needed(std::slice::from_ref(&range))
+    }
+
+    fn all_needed(ranges: &[Range<u64>]) -> [proto::Needed; 1] {
+        let range = |of: &Range<u64>| proto::ByteRange { offset: of.start, length: of.end - of.start };
+        [proto::Needed { file: NAME.to_owned(), ranges: ranges.iter().map(range).collect() }]
+    }
+
+    impl Scene {
+        /// The next request: its pages.
+        fn next(&self) -> Range<u64> {
+            let mut bytes = [0; 64];
+            let length = recv(self.fetcher.as_raw_fd(), &mut bytes, MsgFlags::empty()).unwrap();
+            let request = FetchRequest::decode(&bytes[..length]).unwrap();
+            assert_eq!((request.class, request.reader), (Class::Demand, 3));
+            request.first..request.first + u64::from(request.pages)
+        }
+
+        fn bring(&self, pages: &Range<u64>) {
+            self.presence.set(pages.start, pages.end - pages.start);
+            self.files.reader.waker.wake();
+        }
+    }
+
+    #[test]
+    fn needed_bytes_are_requested_from_a_border_of_blocks_on() {
+        let scene = scene();
+        scope(|scope| {
+            let wait = scope.spawn(|| scene.files.wait_for(&needed(BLOCK as u64 + 5..2 * BLOCK as u64 + 5)));
+            let pages = scene.next();
+            assert_eq!(pages, 16..33);
+            scene.bring(&(17..33));
+            sleep(Duration::from_millis(50));
+            assert!(!wait.is_finished(), "a page of the block is absent");
+            scene.bring(&pages);
+            wait.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn bytes_beyond_a_file_are_refused_before_any_request() {
+        let scene = scene();
+        for range in [0..LEN + 1, LEN..LEN + 1] {
+            let why = scene.files.wait_for(&all_needed(&[0..1, range])).unwrap_err().to_string();
+            assert_eq!(why, format!("the plugin needs bytes beyond {NAME}"));
+        }
+        let huge = proto::ByteRange { offset: 4096, length: u64::MAX };
+        let huge = [proto::Needed { file: NAME.to_owned(), ranges: vec![huge] }];
+        assert!(scene.files.wait_for(&huge).is_err());
+    }
+
+    #[test]
+    fn the_wait_ends_when_no_more_bytes_arrive() {
+        let scene = scene();
+        let why = scope(|scope| {
+            let wait = scope.spawn(|| scene.files.wait_for(&needed(0..1)));
+            scene.next();
+            scene.source.end();
+            scene.files.reader.waker.wake();
+            wait.join().unwrap().unwrap_err().to_string()
+        });
+        assert_eq!(why, format!("{NAME}: bytes that are on another host do not arrive any more: see above"));
+    }
+
+    #[test]
+    fn a_request_that_found_a_full_queue_is_sent_when_it_has_room() {
+        let scene = scene();
+        let earlier = FetchRequest { class: Class::Demand, reader: 3, pages: 1, first: 9 }.encode();
+        let flags = MsgFlags::MSG_DONTWAIT;
+        let full =
+            std::iter::repeat_with(|| send(scene.socket, &earlier, flags)).take_while(Result::is_ok).count();
+        scope(|scope| {
+            let wait = scope.spawn(|| scene.files.wait_for(&needed(0..1)));
+            sleep(Duration::from_millis(50));
+            (0..full).for_each(|_| assert_eq!(scene.next(), 9..10));
+            let pages = scene.next();
+            assert_eq!(pages, 0..1);
+            scene.bring(&pages);
+            wait.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn all_ranges_are_requested_a_limited_number_at_once() {
+        let scene = scene();
+        let ranges: Vec<Range<u64>> =
+            (0..1000).map(|page| page * PAGE as u64..(page + 1) * PAGE as u64).collect();
+        scope(|scope| {
+            let wait = scope.spawn(|| scene.files.wait_for(&all_needed(&ranges)));
+            let first: Vec<_> = (0..AHEAD).map(|_| scene.next()).collect();
+            sleep(Duration::from_millis(50));
+            let more = recv(scene.fetcher.as_raw_fd(), &mut [0; 64], MsgFlags::MSG_DONTWAIT);
+            assert_eq!(more, Err(Errno::EAGAIN));
+            first.iter().for_each(|pages| scene.bring(pages));
+            while !wait.is_finished() {
+                scene.bring(&(0..1024));
+                sleep(Duration::from_millis(1));
+            }
+            wait.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_source_that_brings_too_little_ends_the_wait() {
+        let scene = scene();
+        let limit = Duration::from_millis(300);
+        // A block is too little.
+        scene.presence.set(0, 16);
+        let why = scene.files.wait_with_limit(&needed(0..LEN), limit).unwrap_err().to_string();
+        assert!(why.contains("0 KiB of it arrived in 0 s, and 1024 KiB are the least"), "{why}");
     }
 }

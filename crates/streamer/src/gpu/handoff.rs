@@ -32,7 +32,7 @@ use crate::ledger::Ledger;
 /// The name of the image directory in messages: it arrives as a descriptor without a path.
 const FOLDER: &str = "the image directory";
 
-/// Messages with bytes that the plugin needs: each has hundreds of ranges.
+/// Ranges of bytes that the plugin needs at most: adjacent buffers are one, and their memory takes 3 MiB.
 const MAX_NEEDED: usize = 1 << 16;
 
 /// A restore that the plugin has handed over.
@@ -126,7 +126,7 @@ impl Handoff {
         // Opening `/dev/kfd` blocks while the driver tears down an ended process; here no process waits for
         // it.
         let driver = Kfd::open().map_err(anyhow::Error::from);
-        let (mut sealed, mut needed) = (None, Vec::new());
+        let (mut sealed, mut needed, mut ranges) = (None, Vec::new(), 0);
         loop {
             let (what, mut with) = self.receive()?;
             match what {
@@ -159,7 +159,9 @@ impl Handoff {
                         .add(mappings)?;
                 }
                 to_server::What::Needed(bytes) => {
-                    ensure!(needed.len() < MAX_NEEDED, "MAX_NEEDED = {MAX_NEEDED} messages of needed bytes");
+                    // A message without a range counts, too.
+                    ranges += bytes.ranges.len().max(1);
+                    ensure!(ranges <= MAX_NEEDED, "MAX_NEEDED = {MAX_NEEDED} ranges of needed bytes");
                     needed.push(bytes);
                 }
                 to_server::What::Ready(_) => {
@@ -454,6 +456,32 @@ mod tests {
         let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
         assert!(why.contains(&wanted), "{why}");
         assert_eq!(answer, to_plugin::What::Refused(proto::Refused { reason: why }));
+    }
+
+    #[test]
+    fn the_number_of_needed_ranges_is_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = Listener::new(folder.path()).unwrap();
+        let plugin = thread::spawn({
+            let path = folder.path().join(SOCKET);
+            move || {
+                let server = connect(&path).unwrap().unwrap();
+                let send = |what| server.send(&proto::ToServer { what: Some(what) }, &[]);
+                send(to_server::What::Hello(proto::Hello { version: VERSION, holds: false })).unwrap();
+                let range = proto::ByteRange { offset: 0, length: 1 };
+                let needed = proto::Needed { file: "file".to_owned(), ranges: vec![range; 256] };
+                // The last ones find a closed socket.
+                for _ in 0..=MAX_NEEDED / 256 {
+                    let _ = send(to_server::What::Needed(needed.clone()));
+                }
+                let _ = send(to_server::What::Ready(proto::Ready {}));
+                // Unread messages would reset the connection.
+                while server.receive::<proto::ToPlugin>().is_ok() {}
+            }
+        });
+        let why = accept(&listener, None, (None, &SessionGpuFiles::default())).unwrap_err().to_string();
+        plugin.join().unwrap();
+        assert_eq!(why, "MAX_NEEDED = 65536 ranges of needed bytes");
     }
 
     #[test]
