@@ -85,7 +85,7 @@ impl StoredImage {
         let mut reader = ObjectReader::new(bytes, Kind::Name, object)?;
         let image = reader.image()?;
         if image.name != name {
-            return Err(reader.damaged(format!("it is the object of {:?}", image.name)));
+            return Err(reader.damaged(&format!("it is the object of {:?}", image.name)));
         }
         match reader.next()? {
             What::End(raw::End { chunks: 0 }) => reader.finish().map(|()| image),
@@ -129,7 +129,7 @@ impl ImageIndex {
         let mut reader = ObjectReader::new(bytes, Kind::Index, object)?;
         let image = reader.image()?;
         if image.version != version {
-            return Err(reader.damaged(format!("it is the index {:?}", image.version)));
+            return Err(reader.damaged(&format!("it is the index {:?}", image.version)));
         }
         let (mut packs, mut chunks) = (Vec::<Arc<str>>::new(), Vec::new());
         loop {
@@ -138,7 +138,7 @@ impl ImageIndex {
                     packs.push(name.into());
                 }
                 What::Chunk(chunk) => {
-                    let chunk = location(chunk, &packs).map_err(|what| reader.damaged(what))?;
+                    let chunk = location(chunk, &packs).map_err(|what| reader.damaged(&what))?;
                     chunks.push(chunk);
                 }
                 What::End(end) if end.chunks == chunks.len() as u64 => {
@@ -212,17 +212,17 @@ impl<'a> ObjectReader<'a> {
     fn new(bytes: &'a [u8], kind: Kind, object: &'a str) -> Result<Self> {
         let mut reader = Self { object, rest: &[] };
         let Some((proved, hash)) = bytes.split_last_chunk::<HASH>() else {
-            return Err(reader.damaged(format!("it has {} bytes", bytes.len())));
+            return Err(reader.damaged(&format!("it has {} bytes", bytes.len())));
         };
         let found = blake3::hash(proved);
         if found.as_bytes() != hash {
             let [expected, found] = [Digest(*hash), Digest(*found.as_bytes())];
             return Err(
-                reader.damaged(format!("expected bytes with the hash {expected:.12}, found {found:.12}"))
+                reader.damaged(&format!("expected bytes with the hash {expected:.12}, found {found:.12}"))
             );
         }
         reader.rest =
-            proved.strip_prefix(&MAGIC).ok_or_else(|| reader.damaged("it is no object of a store".into()))?;
+            proved.strip_prefix(&MAGIC).ok_or_else(|| reader.damaged("it is no object of a store"))?;
         match reader.next()? {
             What::Start(start) if start.version != VERSION => {
                 let (object, found) = (object.to_owned(), start.version);
@@ -240,7 +240,7 @@ impl<'a> ObjectReader<'a> {
             self.rest = rest;
             Record::decode(record).ok()?.what
         });
-        record.ok_or_else(|| self.damaged(format!("no record {} bytes before its end", self.rest.len())))
+        record.ok_or_else(|| self.damaged(&format!("no record {} bytes before its end", self.rest.len())))
     }
 
     fn image(&mut self) -> Result<StoredImage> {
@@ -250,9 +250,9 @@ impl<'a> ObjectReader<'a> {
         };
         let raw::Image { name, version, image_id, manifest_length, files, bytes } = raw;
         let id = image_id.try_into().map(Digest);
-        let id = id.map_err(|_| self.damaged("an image id that has not 32 bytes".into()))?;
+        let id = id.map_err(|_| self.damaged("an image id that has not 32 bytes"))?;
         if !is_version(&version) {
-            return Err(self.damaged(format!("the name of an index {version:.80?}")));
+            return Err(self.damaged(&format!("the name of an index {version:.80?}")));
         }
         Ok(StoredImage { name, version, id, manifest_length, files, bytes })
     }
@@ -261,14 +261,14 @@ impl<'a> ObjectReader<'a> {
         if self.rest.is_empty() {
             return Ok(());
         }
-        Err(self.damaged(format!("{} bytes after its end", self.rest.len())))
+        Err(self.damaged(&format!("{} bytes after its end", self.rest.len())))
     }
 
     fn unexpected(&self, expected: &str, found: &What) -> ImageStoreError {
-        self.damaged(format!("expected {expected}, found {found:.80?}"))
+        self.damaged(&format!("expected {expected}, found {found:.80?}"))
     }
 
-    fn damaged(&self, what: String) -> ImageStoreError {
-        ImageStoreError::Damaged { object: self.object.to_owned(), what: bounded(&what) }
+    fn damaged(&self, what: &str) -> ImageStoreError {
+        ImageStoreError::Damaged { object: self.object.to_owned(), what: bounded(what) }
     }
 }

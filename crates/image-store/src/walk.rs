@@ -133,7 +133,6 @@ fn whatever_happens_beside_a_push_a_stored_image_is_complete() {
             }
             removed_packs += walk.state.lock().await.removed_packs;
         }
-        println!("{stored} of {} pushes, {removed_packs} packs removed meanwhile", WALKS * PUSHES);
         assert!(
             stored > WALKS && stored < WALKS * PUSHES && removed_packs > WALKS,
             "{stored} {removed_packs}"
