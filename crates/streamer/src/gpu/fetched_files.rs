@@ -188,7 +188,7 @@ mod tests {
 
     const NAME: &str = "amdgpu-pages-3-0007.img";
     const LEN: u64 = 64 * BLOCK as u64;
-    const LIMIT: Duration = Duration::from_secs(60);
+    const LIMIT: Duration = Duration::from_secs(20);
 
     /// A file none of whose bytes have arrived, and the fetcher's ends.
     struct Scene {
@@ -228,6 +228,11 @@ mod tests {
     }
 
     impl Scene {
+        /// Waits, and ends also when a test fails.
+        fn wait(&self, needed: &[proto::Needed]) -> anyhow::Result<()> {
+            self.files.wait_with_limit(needed, LIMIT)
+        }
+
         /// The next request: its pages.
         fn next(&self) -> Range<u64> {
             let mut bytes = [0; 64];
@@ -247,7 +252,7 @@ mod tests {
     fn needed_bytes_are_requested_from_a_border_of_blocks_on() {
         let scene = scene();
         scope(|scope| {
-            let wait = scope.spawn(|| scene.files.wait_for(&needed(BLOCK as u64 + 5..2 * BLOCK as u64 + 5)));
+            let wait = scope.spawn(|| scene.wait(&needed(BLOCK as u64 + 5..2 * BLOCK as u64 + 5)));
             let pages = scene.next();
             assert_eq!(pages, 16..33);
             scene.bring(&(17..33));
@@ -262,19 +267,19 @@ mod tests {
     fn bytes_beyond_a_file_are_refused_before_any_request() {
         let scene = scene();
         for range in [0..LEN + 1, LEN..LEN + 1] {
-            let why = scene.files.wait_for(&all_needed(&[0..1, range])).unwrap_err().to_string();
+            let why = scene.wait(&all_needed(&[0..1, range])).unwrap_err().to_string();
             assert_eq!(why, format!("the plugin needs bytes beyond {NAME}"));
         }
         let huge = proto::ByteRange { offset: 4096, length: u64::MAX };
         let huge = [proto::Needed { file: NAME.to_owned(), ranges: vec![huge] }];
-        assert!(scene.files.wait_for(&huge).is_err());
+        assert!(scene.wait(&huge).is_err());
     }
 
     #[test]
     fn the_wait_ends_when_no_more_bytes_arrive() {
         let scene = scene();
         let why = scope(|scope| {
-            let wait = scope.spawn(|| scene.files.wait_for(&needed(0..1)));
+            let wait = scope.spawn(|| scene.wait(&needed(0..1)));
             scene.next();
             scene.source.end();
             scene.files.reader.waker.wake();
@@ -291,7 +296,7 @@ mod tests {
         let full =
             std::iter::repeat_with(|| send(scene.socket, &earlier, flags)).take_while(Result::is_ok).count();
         scope(|scope| {
-            let wait = scope.spawn(|| scene.files.wait_for(&needed(0..1)));
+            let wait = scope.spawn(|| scene.wait(&needed(0..1)));
             sleep(Duration::from_millis(50));
             (0..full).for_each(|_| assert_eq!(scene.next(), 9..10));
             let pages = scene.next();
@@ -307,7 +312,7 @@ mod tests {
         let ranges: Vec<Range<u64>> =
             (0..1000).map(|page| page * PAGE as u64..(page + 1) * PAGE as u64).collect();
         scope(|scope| {
-            let wait = scope.spawn(|| scene.files.wait_for(&all_needed(&ranges)));
+            let wait = scope.spawn(|| scene.wait(&all_needed(&ranges)));
             let first: Vec<_> = (0..AHEAD).map(|_| scene.next()).collect();
             sleep(Duration::from_millis(50));
             let more = recv(scene.fetcher.as_raw_fd(), &mut [0; 64], MsgFlags::MSG_DONTWAIT);
