@@ -307,7 +307,7 @@ pub(crate) fn tree(root: i32) -> anyhow::Result<BTreeSet<i32>> {
 
 /// Whether a process exists, and is not ending. The kernel moves none that is ending, and its group may not list it,
 /// though it needs milliseconds to return its memory.
-fn lives(pid: i32) -> bool {
+pub(crate) fn lives(pid: i32) -> bool {
     let flags = proc::stat(pid).ok().and_then(|fields| fields.get(6)?.parse::<u32>().ok());
     flags.is_some_and(|flags| flags & PF_EXITING == 0)
 }

@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
+use crate::cgroup;
 use crate::criu::{CriuChoice, CriuRelease};
 use crate::file_hasher::{FileHasher, HASH_LIMIT};
 use crate::file_look::looked_at;
@@ -71,8 +72,8 @@ impl HostOffer {
         };
         for pid in processes {
             let added = offer.add(*pid);
-            // A child may end meanwhile.
-            if exists(pid) {
+            // A child may end meanwhile: it shows no memory and no files then.
+            if cgroup::lives(*pid) {
                 added?;
             }
         }
