@@ -244,7 +244,7 @@ fn a_copy_whose_session_was_killed_is_completed() {
     let mut remote = Remote::new(&criu, "random", SLOW);
     remote.restore();
     remote.scene.go().unwrap();
-    remote.passed(6 << 20);
+    remote.passed(10 << 20);
     remote.streamers().into_iter().for_each(|pid| kill(pid, Signal::SIGKILL).unwrap());
     remote.scene.next_round().unwrap();
 
