@@ -132,6 +132,12 @@ fn a_destination_whose_memory_is_full_ends_in_one_place_at_most() {
             migration.expect_right_bytes().unwrap();
         }
         Some(3) => assert_eq!(migration.processes(), (0, 0), "{text}"),
+        // The later agent has continued the program, whose memory does not fit: the kernel may kill it.
+        Some(0) => {
+            assert_eq!(migration.processes().0, 0, "{text}");
+            let ends = || (migration.processes().1 == 0).then_some(());
+            assert!(migration.expect_right_bytes().is_ok() || ends().is_some(), "{}", migration.received());
+        }
         other => panic!("{other:?}: {text}\n{}", migration.received()),
     }
     assert!(!migration.written().contains("BAD"), "{:?}", migration.written());

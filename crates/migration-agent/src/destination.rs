@@ -239,7 +239,9 @@ impl DestinationAgent<'_> {
                 false => self.step(DestinationInput::RestoreFailed(failure)),
             }
         }
-        if let Some(input) = self.client.as_mut().and_then(|client| client.end(&self.entry.cgroup)) {
+        if let Some(input) =
+            self.client.as_mut().and_then(|client| client.end(&self.entry.cgroup, &self.work))
+        {
             self.client = None;
             self.step(input);
         }

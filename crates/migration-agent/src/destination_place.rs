@@ -77,11 +77,11 @@ impl DestinationPlace {
         for name in folder::destinations() {
             // Another agent uses it.
             let Some((folder, entry)) = folder::left_destination(&name) else { continue };
+            let work = folder::work(&name);
             let client = entry.client.clone().map(PageClient::Left);
-            let end = client.map(|mut client| client.end(&entry.cgroup));
+            let end = client.map(|mut client| client.end(&entry.cgroup, &work));
             let is_right = matches!(end, Some(None | Some(DestinationInput::Resident)));
             if entry.record == DestinationRecord::Released && is_right && entry.cgroup.has_processes() {
-                let work = folder::work(&name);
                 let (cgroup_lock, store) = (entry.cgroup.lock()?, CandidateStore::make(&work)?);
                 let scripts = folder.listen()?;
                 return Ok(Some(Self { folder, work, entry, cgroup_lock, store, scripts }));

@@ -3,13 +3,14 @@
 //!
 //! It outlives an agent that is killed, and looks for its page server again for 5 s. A later agent finds it by the record.
 
-use std::fs;
+use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_migration::destination::DestinationInput;
+use rewake_plugin_protocol::{FileId, SESSIONS, SessionNote};
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
@@ -18,8 +19,6 @@ use crate::criu::RunningCriu;
 use crate::source_begin::start_of;
 
 const POLL: Duration = Duration::from_millis(2);
-/// What the descriptor links to that is parked in a process whose memory is missing.
-const PARKED: &str = "anon_inode:[userfaultfd]";
 
 /// Names the process for a later agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,17 +63,18 @@ pub(crate) enum PageClient {
 }
 
 impl PageClient {
-    /// What its end says about the program; none while it runs.
-    pub(crate) fn end(&mut self, tree: &TreeCgroup) -> Option<DestinationInput> {
+    /// What its end says about the program; none while it runs. `work` is CRIU's work directory.
+    pub(crate) fn end(&mut self, tree: &TreeCgroup, work: &Path) -> Option<DestinationInput> {
         let failure = match self {
             Self::Started(client) => {
                 let status = client.ended().ok()??;
                 (!status.success()).then(|| client.failure(status))
             }
             Self::Left(client) if client.lives() => return None,
-            // Its exit code is not known. It takes the parked descriptors out of the tree when all memory is resident, and
-            // kills the tree when it fails.
-            Self::Left(_) => lacks_memory(tree).then(|| "lazy-pages was killed".to_owned()),
+            // Its exit code is not known. It removes the note of its session at its end, and kills the tree if it fails.
+            Self::Left(_) => {
+                has_session(Path::new(SESSIONS), work).then(|| "lazy-pages was killed".to_owned())
+            }
         };
         Some(match failure {
             Some(reason) => DestinationInput::MemoryLost(reason),
@@ -93,20 +93,18 @@ impl PageClient {
     }
 }
 
-/// Whether a process of a tree may have missing memory.
-fn lacks_memory(tree: &TreeCgroup) -> bool {
-    // A process that ends meanwhile has no descriptors.
-    let has_parked = |pid: &i32| {
-        let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        let mut links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
-        links.any(|link| link.as_os_str() == PARKED)
-    };
-    tree.processes().map_or(true, |processes| processes.iter().any(has_parked))
+/// Whether there may be a session of this work directory, whose memory is missing. What cannot be read counts as one.
+fn has_session(sessions: &Path, work: &Path) -> bool {
+    let (Ok(work), Ok(found)) = (FileId::of(work), SessionNote::all(sessions)) else { return true };
+    !found.skipped.is_empty() || found.notes.iter().any(|note| note.work == work)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::process::Command;
+
+    use rewake_plugin_protocol::{Phase, ProcessId, Store};
 
     use super::*;
 
@@ -125,8 +123,8 @@ mod tests {
         let other = ClientProcess { start: "1".to_owned(), ..process.clone() };
         assert!(process.lives() && !other.lives());
         let mut left = PageClient::Left(process.clone());
-        let (_folder, tree) = group_of(std::process::id().cast_signed());
-        assert_eq!(left.end(&tree), None);
+        let (folder, tree) = group_of(std::process::id().cast_signed());
+        assert_eq!(left.end(&tree, folder.path()), None);
         left.stop_within(Duration::from_secs(5));
         assert!(!process.lives());
         child.wait().unwrap();
@@ -137,12 +135,32 @@ mod tests {
         let mut child = Command::new("true").spawn().unwrap();
         let mut left = PageClient::Left(ClientProcess::of(child.id().cast_signed()).unwrap());
         child.wait().unwrap();
-        // This process has no userfaultfd.
         let (folder, tree) = group_of(std::process::id().cast_signed());
-        assert_eq!(left.end(&tree), Some(DestinationInput::Resident));
-        fs::write(folder.path().join("cgroup.events"), "populated 0\n").unwrap();
-        assert_eq!(left.end(&tree), Some(DestinationInput::TreeEnded));
-        fs::remove_file(folder.path().join("cgroup.procs")).unwrap();
-        assert!(matches!(left.end(&tree), Some(DestinationInput::MemoryLost(_))));
+        let work = folder.path();
+        assert_eq!(left.end(&tree, work), Some(DestinationInput::Resident));
+        fs::write(work.join("cgroup.events"), "populated 0\n").unwrap();
+        assert_eq!(left.end(&tree, work), Some(DestinationInput::TreeEnded));
+        let none = work.join("none");
+        assert!(
+            matches!(left.end(&tree, &none), Some(DestinationInput::MemoryLost(_))),
+            "it cannot be known"
+        );
+    }
+
+    #[test]
+    fn a_note_that_is_left_says_that_memory_is_missing() {
+        let [sessions, work, other] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+        assert!(!has_session(sessions.path(), work.path()));
+        let note = SessionNote {
+            folder: "4711-1".to_owned(),
+            starter: ProcessId { pid: 4711, started: 1 },
+            work: FileId::of(work.path()).unwrap(),
+            store: Store { number: 3, inode: 5 },
+            phase: Phase::Running,
+        };
+        note.write(sessions.path()).unwrap();
+        assert!(has_session(sessions.path(), work.path()) && !has_session(sessions.path(), other.path()));
+        fs::write(sessions.path().join("4711-1/session-1"), "no note").unwrap();
+        assert!(has_session(sessions.path(), other.path()));
     }
 }
