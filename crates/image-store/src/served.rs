@@ -43,7 +43,7 @@ impl ImageFolder for StoreFolder {
         ensure!(ancestor == 0, "a store has no parents of images: pull each image of the chain by its name");
         let name = name.to_str().context("expected a name of UTF-8")?;
         let files = self.runtime.block_on(StoredFiles::open(&self.store, name))?;
-        Ok(Box::new(ServedImage {
+        Ok(Box::new(OpenStoredImage {
             files: Arc::new(files),
             runtime: self.runtime.clone(),
             bytes: Vec::new(),
@@ -130,7 +130,7 @@ impl StoredFiles {
 type RangeRead = (u32, Range<u64>, JoinHandle<anyhow::Result<Vec<u8>>>);
 
 /// An image of a store that a client has open.
-struct ServedImage {
+struct OpenStoredImage {
     files: Arc<StoredFiles>,
     runtime: Handle,
     /// The range that is read, and how many bytes of it are used.
@@ -141,14 +141,14 @@ struct ServedImage {
     ahead: Option<RangeRead>,
 }
 
-impl ServedImage {
+impl OpenStoredImage {
     fn start(&self, file: u32, range: Range<u64>) -> RangeRead {
         let (files, read) = (Arc::clone(&self.files), range.clone());
         (file, range, self.runtime.spawn(async move { files.read(file, read).await }))
     }
 }
 
-impl OpenImage for ServedImage {
+impl OpenImage for OpenStoredImage {
     fn id(&self) -> Digest {
         self.files.image.id
     }
