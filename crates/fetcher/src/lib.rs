@@ -8,7 +8,8 @@
 //! * [`plan`]: what each page of the presence map is at the peer, and where the peer is.
 //! * [`channel`]: the messages between streamer and fetcher.
 //! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire` and `image_wire`: the
-//!   protocols on it; `peer_wire`: one of them. `received`: what has arrived on it. `queue`: which pages are requested next. `window`: how many at once.
+//!   protocols on it; `peer_wire`: one of them. `received`: what has arrived on it.
+//!   `queue`: which pages are requested next. `window`: how many at once.
 //! * [`process`]: the fetcher itself. Start here. `confine`: what it may do. `waiting`: for sockets.
 //! * [`unread`]: how a streamer ends a connection as a failure.
 //!

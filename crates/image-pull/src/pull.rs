@@ -54,7 +54,8 @@ pub fn pull(
 }
 
 /// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that have pages
-/// which are not lazy, and the headers of files with GPU memory. Space for the others is reserved. If none is left, the directory has the image then.
+/// which are not lazy, and the headers of files with GPU memory. Space for the others is reserved. If none is left, the
+/// directory has the image then.
 ///
 /// # Errors
 /// As for [`pull`]. Or the image is incremental.

@@ -14,7 +14,8 @@ use tracing::{error, info, warn};
 use crate::connection::{Served, serve};
 use crate::exports::Exports;
 
-/// Connections at once. Each has a thread and a buffer of 64 KiB, as much again where it compresses, and 130 KiB more with TLS; a restore has two.
+/// Connections at once; a restore has two. Each has a thread and a buffer of 64 KiB, as much again where it compresses,
+/// and 130 KiB more with TLS.
 const MAX_CONNECTIONS: usize = 256;
 /// Time for a client to open an image, and to take bytes that were sent.
 const CLIENT_LIMIT: Duration = Duration::from_secs(60);

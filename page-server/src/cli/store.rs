@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use rewake_image_store::{ImageUrl, StoreUrl};
+use rewake_image_store::{ImageStoreError, ImageUrl, StoreUrl};
 
 use super::RemoteImage;
 
@@ -61,13 +61,7 @@ impl std::str::FromStr for PullSource {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if is_url(text) {
-            return text
-                .parse()
-                .map(Self::Store)
-                .map_err(|error: rewake_image_store::ImageStoreError| error.to_string());
-        }
-        text.parse().map(Self::Server)
+        if is_url(text) { parse(text).map(Self::Store) } else { text.parse().map(Self::Server) }
     }
 }
 
@@ -84,13 +78,7 @@ impl std::str::FromStr for SealedPlace {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if is_url(text) {
-            return text
-                .parse()
-                .map(Self::Store)
-                .map_err(|error: rewake_image_store::ImageStoreError| error.to_string());
-        }
-        Ok(Self::Directory(text.into()))
+        if is_url(text) { parse(text).map(Self::Store) } else { Ok(Self::Directory(text.into())) }
     }
 }
 
@@ -107,14 +95,12 @@ impl std::str::FromStr for ExportedPlace {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if is_url(text) {
-            return text
-                .parse()
-                .map(Self::Store)
-                .map_err(|error: rewake_image_store::ImageStoreError| error.to_string());
-        }
-        Ok(Self::Directory(text.into()))
+        if is_url(text) { parse(text).map(Self::Store) } else { Ok(Self::Directory(text.into())) }
     }
+}
+
+fn parse<U: std::str::FromStr<Err = ImageStoreError>>(url: &str) -> Result<U, String> {
+    url.parse().map_err(|error: ImageStoreError| error.to_string())
 }
 
 /// Whether a text names something in a store. A directory's path may have two slashes, and a colon, but seldom all.

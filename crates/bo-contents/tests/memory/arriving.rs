@@ -25,7 +25,7 @@ use rewake_process::Notifier;
 
 use crate::scene::{CHUNK, Scene, pattern};
 
-/// On GPU 7 a large buffer, one behind it and one of zeros, and small ones on GPU 8.
+/// On GPU 7 a large buffer, one after it and one of zeros, and small ones on GPU 8.
 const SIZES: [usize; 5] = [12 * CHUNK, 4096, 2 * CHUNK, 4096, 3 * CHUNK];
 /// The buffer of zeros.
 const ZEROS: usize = 4;
