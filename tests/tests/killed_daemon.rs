@@ -25,6 +25,9 @@ const MOST: usize = 4;
 /// Failed restores that a short test allows, beside a quarter of all.
 const FEW: usize = 8;
 
+/// CRIU's error when a server that was asked to end has removed its socket before CRIU connects.
+const NO_SERVER: &str = "connect to lazy-pages.socket failed";
+
 /// Which processes are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Victim {
@@ -42,6 +45,8 @@ struct Outcomes {
     good: usize,
     killed: usize,
     restore_failed: usize,
+    /// The server was asked to end before CRIU connected: it had no target that it could lose.
+    too_early: usize,
     /// The server had ended before the kill; counted besides the outcome.
     too_late: usize,
     /// Outcomes that must not happen: wrong bytes, hangs, unexplained errors.
@@ -50,13 +55,21 @@ struct Outcomes {
 
 impl fmt::Display for Outcomes {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { good, killed, restore_failed, too_late, wrong } = self;
+        let Self { good, killed, restore_failed, too_early, too_late, wrong } = self;
         write!(
             out,
             "{good} ended well, {killed} targets killed, {restore_failed} restores failed, {} WRONG \
-             ({too_late} kills came too late)",
+             ({too_early} kills came before CRIU connected, {too_late} too late)",
             wrong.len()
         )
+    }
+}
+
+impl Outcomes {
+    /// Those of `restores` that had a target when the kill came. A restore whose kill was too early has no other
+    /// outcome; one whose kill was too late has one.
+    fn met(&self, restores: usize) -> usize {
+        restores - self.too_late - self.too_early
     }
 }
 
@@ -116,8 +129,13 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
         }
         let text = error.to_string();
         let reason = text.lines().find(|line| line.contains("Error ("));
-        eprintln!("restore failed: {}", reason.unwrap_or(&text));
-        sum.restore_failed += 1;
+        let reason = reason.unwrap_or(&text);
+        eprintln!("restore failed: {reason}");
+        if victim == Victim::Asked && reason.contains(NO_SERVER) {
+            sum.too_early += 1;
+        } else {
+            sum.restore_failed += 1;
+        }
         return;
     }
     match scene.verdict(LIMIT).unwrap() {
@@ -142,7 +160,7 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
     }
 }
 
-/// Restores one image again and again, each time with a kill, until so many kills were not too late.
+/// Restores one image again and again, each time with a kill, until so many kills met a target.
 fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) {
     let seed = seed();
     let mut random = Random::new(seed);
@@ -150,16 +168,16 @@ fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) {
     let mut span = undisturbed(&mut scene);
     let mut sum = Outcomes::default();
     let mut restores = 0;
-    while restores - sum.too_late < rounds && restores < MOST * rounds {
+    while sum.met(restores) < rounds && restores < MOST * rounds {
         round(&scene, victim, &mut span, &mut random, &mut sum);
         scene.next_round().unwrap();
         restores += 1;
     }
     eprintln!("{scenario}, {victim:?} killed, REWAKE_SEED={seed}, within {span:?}: {sum}");
     assert!(sum.wrong.is_empty(), "{}", sum.wrong.join("\n==========\n"));
-    assert_eq!(restores - sum.too_late, rounds, "most kills came too late to mean anything");
+    assert_eq!(sum.met(restores), rounds, "most kills came too early or too late to mean anything: {sum}");
     // A kill before the userfaultfds have arrived costs the restore, and these moments are few.
-    assert!(2 * sum.good >= restores, "too few targets ended well: {sum}");
+    assert!(2 * sum.good >= rounds, "too few targets ended well: {sum}");
     assert!(4 * sum.restore_failed <= restores + FEW, "too many restores failed: {sum}");
     assert_eq!(sum.killed, 0, "one process of a streamer is left, and must serve: {sum}");
 }

@@ -225,7 +225,8 @@ fn sessions_and_clients_outlive_a_killed_agent() {
 #[test]
 fn a_session_and_its_client_outlive_a_killed_worker() {
     let criu = need!(Criu::main());
-    let scene = Scene::dumped(&criu, "random", 256).unwrap();
+    // It is loaded for longer than this test takes to find the worker.
+    let scene = Scene::dumped(&criu, "random", 1024).unwrap();
     let daemon = Daemon::start().unwrap();
     let restoring = restoring(&daemon, &criu, &scene);
     let (_, workers) = streamer_of(daemon.pid());
