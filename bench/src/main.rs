@@ -15,6 +15,7 @@
 //! * [`engine`]: the engine that loads GPU memory, compared with memcpy and the disk.
 //! * [`checksums`]: what it costs to check blocks.
 //! * [`cache`]: the share of a file in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
+//!   [`pipes`]: what its lazy dumps need of the machine.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
 mod behind;
@@ -27,6 +28,7 @@ mod fill;
 mod lazy;
 mod limits;
 mod migrate;
+mod pipes;
 mod plugin;
 mod processes;
 mod programs;

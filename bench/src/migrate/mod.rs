@@ -16,6 +16,8 @@ use rewake_testkit::hosts::{DESTINATION, HostPair};
 use rewake_testkit::{MINUTE, until};
 use writer::WriteOrder;
 
+use crate::pipes::PipeRoom;
+
 const PORT: &str = "7700";
 const NAME: &str = "rewake-bench";
 /// Memory of the program that stands for an empty one.
@@ -63,6 +65,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if options.demo {
         return demo(options);
     }
+    let _room = PipeRoom::made()?;
     println!(
         "medians of {}; {} Mbit/s; {} MiB/s are written",
         options.rounds, options.link_mbit, options.write_rate

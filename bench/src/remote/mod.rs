@@ -2,7 +2,7 @@
 //! Restores whose pages another host has. Servers and clients of stock CRIU and of rewake, in turn, in one run.
 //!
 //! * [`round`]: one restore, from a server through a client, with its figures.
-//! * [`watch`]: memory of the processes of a round. [`pipes`]: what CRIU's page server needs of the machine.
+//! * [`watch`]: memory of the processes of a round.
 //! * [`link`]: a slower link. [`certificates`]: for rounds with TLS. [`plain_loop`]: the limit of the background load.
 //! * [`clients`]: several clients of one image at once.
 //! * [`table`]: the tables.
@@ -10,7 +10,6 @@
 mod certificates;
 mod clients;
 mod link;
-mod pipes;
 mod plain_loop;
 mod round;
 mod table;
@@ -24,11 +23,11 @@ use crate::cache;
 use crate::criu;
 use crate::fill;
 use crate::lazy::Image;
+use crate::pipes::PipeRoom;
 use crate::processes::catch_interrupts;
 use crate::report::Setting;
 use certificates::Certificates;
 use clients::ServedClients;
-use pipes::PipeRoom;
 use round::{Conditions, Pairing, Programs, Sample};
 
 /// Arguments of `rewake-bench remote`.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Room for the pipes of CRIU's page server, which fails where the kernel gives it short ones.
+//! Room for pipes: CRIU's page server fails with short ones, and its lazy dump takes twice as long.
 
 use std::fs;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 
 const LIMIT: &str = "/proc/sys/fs/pipe-max-size";
-/// Bytes of a pipe that CRIU's servers for lazy restores need.
+/// Bytes of a pipe that CRIU needs for them. With CAP_SYS_RESOURCE it takes as many in spite of the limit.
 const ENOUGH: u64 = 4 << 20;
 
 /// Other programs set the limit, too: it is checked as often as this.
@@ -18,13 +18,13 @@ const PERIOD: Duration = Duration::from_millis(5);
 
 /// The raised limit of this machine. Dropping it sets the limit that was before.
 #[derive(Debug)]
-pub(super) struct PipeRoom {
+pub(crate) struct PipeRoom {
     before: String,
     is_over: Arc<AtomicBool>,
 }
 
 impl PipeRoom {
-    pub(super) fn made() -> anyhow::Result<Self> {
+    pub(crate) fn made() -> anyhow::Result<Self> {
         let before = fs::read_to_string(LIMIT).context(LIMIT)?;
         raise().with_context(|| format!("raising {LIMIT}"))?;
         let is_over = Arc::new(AtomicBool::new(false));
