@@ -22,13 +22,13 @@ pub fn detached(daemon: &Daemon, criu: &Criu, scene: &Scene) -> anyhow::Result<C
 }
 
 /// A command that runs `inner` as the first process of new pid and mount namespaces, where the folder `files`
-/// lies over the target's own. Several copies of one image can run in this way. When the first process ends,
+/// lies over `place`. Several copies of one image can run in this way. When the first process ends,
 /// the kernel kills all others.
 #[must_use]
-pub fn in_namespaces(inner: &Command, scene: &Scene, files: &Path) -> Command {
+pub fn in_namespaces(inner: &Command, place: &Path, files: &Path) -> Command {
     let mut command = Command::new("unshare");
     command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
-    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(scene.files());
+    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(place);
     command.arg(inner.get_program()).args(inner.get_args());
     for (name, value) in inner.get_envs() {
         command.env(name, value.unwrap_or_default());

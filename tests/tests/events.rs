@@ -297,7 +297,7 @@ fn container_ends(criu: &Criu, scene: &Scene, daemon: Option<&Daemon>, phase: Ph
         None => restore(criu, &scene.images()).unwrap(),
     };
     inner.arg("-W").arg(scene.work()).args(["--", "-v4", "--action-script"]).arg(gate.script());
-    let mut container = in_namespaces(&inner, scene, &files).spawn().unwrap();
+    let mut container = in_namespaces(&inner, &scene.files(), &files).spawn().unwrap();
     assert!(gate.is_reached_by(1, ACT), "{}", scene.logs());
     let came = phase == BeforeItReturns || {
         gate.open().unwrap();

@@ -121,7 +121,7 @@ fn restore_three_times(criu: &Criu, mib: usize) -> (u64, u64) {
         fs::write(folder.join("go"), "").unwrap();
         let mut inner = daemon.restore(criu, &scene.images()).unwrap();
         inner.args(["--", "-v4", "--action-script"]).arg(gate.script());
-        in_namespaces(&inner, &scene, folder).spawn().unwrap()
+        in_namespaces(&inner, &scene.files(), folder).spawn().unwrap()
     };
     let restores: Vec<Child> = folders.iter().map(start).collect();
     assert!(gate.is_reached_by(3, ACT), "three restores");

@@ -131,6 +131,8 @@ pub(super) struct CriuInvocation<'a> {
     pub(super) given: &'a [OsString],
     /// The same, read.
     pub(super) options: &'a CriuOptions,
+    /// What is added to its environment, and to that of its action scripts.
+    pub(super) environment: &'a [(&'a str, &'a str)],
 }
 
 impl CriuInvocation<'_> {
@@ -144,7 +146,7 @@ impl CriuInvocation<'_> {
         if let Some(folder) = self.plugins {
             command.arg("--libdir").arg(folder);
         }
-        command.args(self.given);
+        command.args(self.given).envs(self.environment.iter().copied());
         command
     }
 
@@ -345,6 +347,7 @@ mod tests {
             plugins: Some(Path::new("/plugins")),
             given: &given,
             options: &options,
+            environment: &[],
         };
         let line = "dump -t 7 -D /img -W /jobs -o dump.log --libdir /plugins -v4 --shell-job";
         assert_eq!(words(&act.command(Path::new("criu"))), line);

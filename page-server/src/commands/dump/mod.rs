@@ -56,6 +56,7 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
             plugins: plugins.as_deref(),
             given: &options.criu_options,
             options: &given,
+            environment: &[],
         },
         target: &target,
         place: place.as_ref(),

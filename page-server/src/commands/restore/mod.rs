@@ -3,6 +3,7 @@
 //!
 //! The streamer and the restored processes do not depend on this command: it follows them, and may be killed.
 
+mod generation;
 mod place;
 mod source;
 mod timeline;
@@ -55,7 +56,8 @@ struct RestoreRequest<'a> {
 
 impl RestoreRequest<'_> {
     /// Starts CRIU, with these options beside the user's.
-    fn start(&self, work: &Path, ours: &[&str]) -> anyhow::Result<Criu> {
+    fn start(&self, work: &Path, ours: &[&str], generation: &str) -> anyhow::Result<Criu> {
+        generation::write(work, generation)?;
         let act = CriuInvocation {
             name: "restore",
             images: self.images,
@@ -64,6 +66,7 @@ impl RestoreRequest<'_> {
             plugins: self.plugins,
             given: &self.options.criu_options,
             options: self.given,
+            environment: &[(generation::VARIABLE, generation)],
         };
         Criu::start(&self.options.programs.criu(), &act, !self.options.json)
     }
@@ -113,16 +116,18 @@ async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
     let work = waiting.work.clone();
     let mut followed =
         tokio::spawn(async move { streamer::follow(&work, |now| drop(sender.send_replace(now))).await });
+    let generation_id = generation::generation_id()?;
     let started = Instant::now();
     let lazy: &[&str] = if waiting.lazy_pages { &["--lazy-pages"] } else { &[] };
-    let criu = match request.start(&waiting.work, lazy) {
+    let criu = match request.start(&waiting.work, lazy, &generation_id) {
         Ok(criu) => criu,
         Err(error) => {
             streamer::ask_to_end(&waiting.work).await;
             return Err(error);
         }
     };
-    let timeline = RestoreTimeline { session: waiting.session, ..RestoreTimeline::default() };
+    let session = waiting.session;
+    let timeline = RestoreTimeline { session, generation_id, ..RestoreTimeline::default() };
     let mut run =
         RestoreRun { request, waiting, started, criu, latest, view, timeline, exit: None, ended: None };
     loop {

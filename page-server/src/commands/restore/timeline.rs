@@ -13,6 +13,8 @@ use rewake_streamer::record::model::{ProcessMemory, Record, State};
 pub(super) struct RestoreTimeline {
     /// Number of the session, if the agent serves it.
     pub(super) session: Option<u64>,
+    /// What differs between restores of one image.
+    pub(super) generation_id: String,
     /// All memory is resident, or the processes dropped it, and all gates are open. With `--wait=alive`: the
     /// processes run.
     pub(super) ok: bool,
