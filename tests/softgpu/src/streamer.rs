@@ -30,7 +30,7 @@ impl Streamer {
         Self::of_gpus(work, &[])
     }
 
-    /// As [`Streamer::start`]; it records in the image directory which buffers CPUs access.
+    /// As [`Streamer::start`]; it records in the image directory which memory CPUs access first.
     ///
     /// # Errors
     /// As [`Streamer::start`].
