@@ -96,15 +96,25 @@ impl Pace {
 /// The rank of blocks that are no prefetch blocks.
 const REST: u32 = u32::MAX;
 
+/// Returns whether only registered blocks of an address space may be claimed, which restores wait for: while background
+/// reads are `held`, and while memory is loaded only when it is accessed.
+fn only_registered(space: &AddressSpace, held: bool) -> bool {
+    held || space.session.is_on_demand()
+}
+
 /// Returns the rank of the next blocks to claim of an address space, lower ones first; none if there are none now.
-/// While background reads are `held`, and while memory is loaded only when it is accessed, restores wait for the
-/// registered blocks all the same.
 fn next_rank(space: &AddressSpace, held: bool) -> Option<u32> {
     if !space.wants_background() || !space.layout().has_claimable() {
         return None;
     }
     let rank = space.next_rank().unwrap_or(REST);
-    (rank == REGISTERED || !held && !space.session.is_on_demand()).then_some(rank)
+    (rank == REGISTERED || !only_registered(space, held)).then_some(rank)
+}
+
+fn claim_of(space: &Arc<AddressSpace>, held: bool) -> Option<Claim> {
+    let claim = if only_registered(space, held) { ResidencyMap::claim_first } else { ResidencyMap::claim };
+    let block = claim(&space.layout())?;
+    Some(Claim { space: Arc::clone(space), block })
 }
 
 impl Reactor {
@@ -192,11 +202,14 @@ impl Reactor {
     /// Claims a block of the next address space, or a batch where the disk is read: adjacent blocks make one
     /// request to the disk. Returns false without a block to claim or a buffer for it.
     fn claim_batch(&mut self) -> bool {
-        let Some((space, rank)) = self.next_space() else { return false };
-        for n in 0..if self.cold { BATCH } else { 1 } {
-            let claim = if rank == REGISTERED { ResidencyMap::claim_first } else { ResidencyMap::claim };
-            let Some(block) = claim(&space.layout()) else { return n > 0 };
-            if !self.load(Claim { space: Arc::clone(&space), block }) {
+        let held = self.shared.budget.holds_background();
+        let count = if self.cold { BATCH } else { 1 };
+        let Some(first) = self.claim_next(held) else { return false };
+        let space = Arc::clone(&first.space);
+        let mut first = Some(first);
+        for _ in 0..count {
+            let Some(claim) = first.take().or_else(|| claim_of(&space, held)) else { break };
+            if !self.load(claim) {
                 return false;
             }
             if self.current.is_some() {
@@ -206,24 +219,35 @@ impl Reactor {
         true
     }
 
-    /// Returns the address space whose next blocks have the lowest rank, in turn, and the rank.
-    fn next_space(&mut self) -> Option<(Arc<AddressSpace>, u32)> {
+    fn claim_next(&mut self, held: bool) -> Option<Claim> {
+        loop {
+            let space = self.next_space(held)?;
+            let claim = claim_of(&space, held);
+            // Where others have just claimed the last registered blocks, another address space may have some: this one
+            // is not chosen again.
+            if claim.is_some() || !only_registered(&space, held) {
+                return claim;
+            }
+        }
+    }
+
+    /// Returns the address space whose next blocks have the lowest rank, in turn.
+    fn next_space(&mut self, held: bool) -> Option<Arc<AddressSpace>> {
         let count = self.spaces.len();
-        let held = self.shared.budget.holds_background();
         let rank = |step: usize| {
             let space = &self.spaces[(self.turn + step) % count];
             // A peer is slower than one reactor. Others would only delay it, as they use the same processors.
             let is_mine = !space.is_fetched() || space.home == self.index;
             is_mine.then(|| next_rank(space, held)).flatten()
         };
-        let (rank, step) = (0..count).filter_map(|step| Some((rank(step)?, step))).min()?;
+        let (_, step) = (0..count).filter_map(|step| Some((rank(step)?, step))).min()?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;
         if space.begins() {
             let others = self.spaces.iter().filter(|other| !Arc::ptr_eq(other, &space));
             others.filter(|other| other.wants_background()).for_each(|other| space.join(other));
         }
-        Some((space, rank))
+        Some(space)
     }
 
     /// Loads the block that a page fault waits for, before all others. Returns false when it cannot be loaded
