@@ -172,7 +172,11 @@ fn a_second_recording_adds_to_the_first() {
     let images = scene.images();
     record(&mut scene, &images);
     let first = fs::read_to_string(images.join(FILE)).unwrap();
-    record(&mut scene, &images);
+    // The program acts while the command waits until all memory is resident.
+    scene.go().unwrap();
+    restored(&scene, &images, &["--record"]);
+    assert!(messages(&scene).contains(&format!("{FILE}: ")), "{}", messages(&scene));
+    is_right(&scene);
     let second = fs::read_to_string(images.join(FILE)).unwrap();
     // The same accesses in the same order, and perhaps a page that only this run accessed.
     let runs = |text: &str| serde_json::from_str::<Value>(text).unwrap()["pages"].as_array().unwrap().clone();

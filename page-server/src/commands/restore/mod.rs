@@ -35,6 +35,7 @@ use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::record::{files, text};
 use rewake_streamer::supervise::launch::LaunchPlan;
+use rewake_streamer::units;
 use rewake_streamer::working_set::{LoadingOptions, file};
 
 /// Time limit for CRIU to notice that its streamer ended, and for a streamer to notice that its CRIU did.
@@ -290,7 +291,19 @@ impl RestoreRun<'_> {
             Ok(None) => {}
             Err(error) => self.view.say(&format!("rewake: {error:#}\n")),
         }
+        if self.request.options.record && self.timeline.ok {
+            self.show_working_set();
+        }
         self.ended = Some(ended);
+    }
+
+    /// Shows what was recorded. The streamer logs it when it could not be written.
+    fn show_working_set(&self) {
+        let images = ImageDir::open(self.request.images).map_err(anyhow::Error::from);
+        if let Ok(Some(recorded)) = images.and_then(|images| file::of_image(&images)) {
+            let (bytes, buffers) = (units::bytes(recorded.bytes()), recorded.buffers.len());
+            self.view.say(&format!("{WORKING_SET_NAME}: {bytes} of CPU memory, {buffers} buffers of GPUs\n"));
+        }
     }
 
     async fn criu_ended(&mut self, exit: ExitStatus) {
