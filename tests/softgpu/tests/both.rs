@@ -153,7 +153,7 @@ fn a_working_set_has_both_kinds_of_memory() {
         let resident = record["working_set_us"].as_u64().unwrap_or_else(|| panic!("{record}"));
         assert!(resident <= record["elapsed_us"].as_u64().unwrap(), "{record}");
         assert!(both.said().contains("buffers that are loaded first: 1"), "{}", both.said());
-        toucher.asked("check 0").unwrap();
+        toucher.asked("tail 3").unwrap();
         toucher.ends();
     });
 }
