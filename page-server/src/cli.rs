@@ -15,6 +15,9 @@ pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage, So
 pub use store::{ExportedPlace, GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
 pub use tls::{PeerTlsArgs, TlsArgs};
 
+/// A day in seconds: how long memory may be loaded only when it is accessed.
+const DAY: u64 = 24 * 60 * 60;
+
 /// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
 #[derive(Debug, Parser)]
 #[command(name = "rewake", version, max_term_width = 100)]
@@ -198,9 +201,12 @@ pub struct StreamerArgs {
     /// Directory of the images: serve CPU memory, for a `criu restore --lazy-pages`
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: Option<PathBuf>,
-    /// Record the GPU working set in the image directory: as of `rewake restore`
+    /// Record the working set in the image directory: as of `rewake restore`
     #[arg(long)]
     pub record: bool,
+    /// Load CPU memory only when it is accessed: as of `rewake restore`
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=DAY))]
+    pub on_demand_only: Option<u64>,
     /// Address of the image server that has what the image lacks
     #[arg(long, value_name = "ADDR:PORT", requires_all = ["from_image", "images_dir"])]
     pub from_address: Vec<SocketAddr>,
@@ -366,6 +372,8 @@ pub struct DumpArgs {
 pub enum WaitFor {
     /// The restored processes run.
     Alive,
+    /// They run, and the recorded working set is resident.
+    WorkingSet,
     /// All their memory is resident.
     Resident,
 }
@@ -388,12 +396,16 @@ pub struct RestoreArgs {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) programs: Programs,
-    /// Record the GPU working set in the image directory (rewake-working-set.json): the buffers that CPUs access while they are
-    /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
+    /// Record the working set in the image directory (rewake-working-set.json): the memory that the program accesses first.
+    /// CPU memory is loaded only when it is accessed, until no page fault came for 3 s, for 30 s at most. Later restores of
+    /// the image load the working set before the rest. An earlier record is not used, and gets what is new
     #[arg(long)]
     pub record: bool,
-    /// When this command ends, with `-- -d`: `alive` as soon as the processes run, `resident` when all their
-    /// memory is resident. The streamer continues by itself
+    /// For so many seconds, load CPU memory only when it is accessed. Then the background load begins
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=DAY))]
+    pub on_demand_only: Option<u64>,
+    /// When this command ends, with `-- -d`: `alive` as soon as the processes run, `working-set` when the working set that
+    /// an earlier restore recorded is resident, `resident` when all memory is. The streamer continues by itself
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = WaitFor::Resident)]
     pub wait: WaitFor,
     /// Show nothing while it runs, and no timeline

@@ -292,7 +292,7 @@ impl Scene {
     /// A directory cannot be made.
     pub fn next_round(&mut self) -> anyhow::Result<()> {
         self.kill_restored();
-        for name in ["verdict", "go", "stop"] {
+        for name in ["verdict", "go", "stop", "answered"] {
             // Not every round makes all of them.
             let _ = fs::remove_file(self.files().join(name));
         }

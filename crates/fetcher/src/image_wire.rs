@@ -283,7 +283,7 @@ mod tests {
     }
 
     fn opened(id: Digest) -> Reply {
-        Reply::Opened(Opened { image_id: id.0.to_vec(), manifest_length: 1 })
+        Reply::Opened(Opened { image_id: id.0.to_vec(), manifest_length: 1, working_set_length: 0 })
     }
 
     fn say(server: &mut UnixStream, replies: &[Reply]) {

@@ -18,6 +18,7 @@ pub struct ImageClient<S> {
     stream: S,
     image_id: Digest,
     manifest_length: u64,
+    working_set_length: u64,
     /// The lengths of outstanding reads, the oldest first.
     outstanding: VecDeque<u32>,
     /// A block as it travels.
@@ -40,7 +41,7 @@ impl<S: Read + Write> ImageClient<S> {
             other => return Err(unexpected("a hello", &other)),
         }
         ask(&mut stream, Requested::Open(Open { image: image.to_owned(), ancestor }))?;
-        let Opened { image_id, manifest_length } = match reply(&mut stream)? {
+        let Opened { image_id, manifest_length, working_set_length } = match reply(&mut stream)? {
             Replied::Opened(opened) => opened,
             other => return Err(unexpected("an open image", &other)),
         };
@@ -49,7 +50,8 @@ impl<S: Read + Write> ImageClient<S> {
             found: format!("{} bytes", id.len()),
         })?;
         let (outstanding, stored) = (VecDeque::new(), Vec::new());
-        Ok(Self { stream, image_id: Digest(id), manifest_length, outstanding, stored })
+        let image_id = Digest(id);
+        Ok(Self { stream, image_id, manifest_length, working_set_length, outstanding, stored })
     }
 
     /// Returns the image's id, as the server says. The manifest proves it.
@@ -62,6 +64,11 @@ impl<S: Read + Write> ImageClient<S> {
         self.manifest_length
     }
 
+    /// Returns the length of the image's working set in bytes; 0 if it has none.
+    pub fn working_set_length(&self) -> u64 {
+        self.working_set_length
+    }
+
     /// Returns whether another read may be requested now.
     pub fn has_room(&self) -> bool {
         self.outstanding.len() < MAX_OUTSTANDING
@@ -72,7 +79,8 @@ impl<S: Read + Write> ImageClient<S> {
         !self.outstanding.is_empty()
     }
 
-    /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names.
+    /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_FILE`](crate::WORKING_SET_FILE) the
+    /// working set.
     ///
     /// # Errors
     /// The connection fails.

@@ -133,6 +133,7 @@ fn copy(
     let (steps, buffer) = (VecDeque::new(), Vec::new());
     let mut copy = ImageCopy { source, target, report, eager, ranges: None, steps, buffer };
     copy.manifest(&file, length)?;
+    copy.working_set()?;
     let manifest = || -> anyhow::Result<_> {
         let reader = ManifestReader::of(std::fs::File::open(&path)?, length, &path)?;
         ensure!(
@@ -202,6 +203,15 @@ impl ImageCopy<'_> {
             self.report.sent += self.source.next_data(&mut self.buffer).context("the manifest")?;
             file.write_all_at(&self.buffer, offset).context("writing the manifest")?;
             offset += u64::from(part);
+        }
+        Ok(())
+    }
+
+    /// Copies the recorded working set, which no manifest proves: a wrong one only makes a restore slower.
+    fn working_set(&mut self) -> anyhow::Result<()> {
+        if let Some(sent) = self.source.working_set(&mut self.buffer).context("the working set")? {
+            self.report.sent += sent;
+            self.target.write_working_set(&self.buffer)?;
         }
         Ok(())
     }

@@ -10,6 +10,7 @@ use anyhow::{Context as _, ensure};
 use rewake_criu_images::Digest;
 use rewake_image_protocol::client::ImageClient;
 use rewake_image_protocol::message::MessageError;
+use rewake_image_protocol::{MAX_READ, WORKING_SET_FILE};
 use rewake_manifest::SealedChunk;
 use tracing::warn;
 
@@ -50,6 +51,16 @@ pub trait ChunkSource {
     /// # Errors
     /// The source is lost for long, or has not these bytes.
     fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64>;
+
+    /// Reads the recorded working set of the image, while no read is outstanding. Returns how many bytes travelled; none
+    /// if the source has no working set.
+    ///
+    /// # Errors
+    /// The source is lost for long.
+    fn working_set(&mut self, into: &mut Vec<u8>) -> anyhow::Result<Option<u64>> {
+        into.clear();
+        Ok(None)
+    }
 }
 
 /// A stream to an image server.
@@ -169,5 +180,14 @@ impl ChunkSource for ImageSource {
                 Err(error) => self.reconnect(error)?,
             }
         }
+    }
+
+    fn working_set(&mut self, into: &mut Vec<u8>) -> anyhow::Result<Option<u64>> {
+        let length = self.client.working_set_length();
+        // A longer one is none.
+        let length = u32::try_from(length).ok().filter(|length| (1..=MAX_READ).contains(length));
+        let Some(length) = length else { return Ok(None) };
+        self.request(WORKING_SET_FILE, 0, length)?;
+        self.next_data(into).map(Some)
     }
 }

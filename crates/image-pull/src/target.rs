@@ -16,7 +16,8 @@ use nix::unistd::{Whence, lseek};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{
-    MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent, is_covered,
+    MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent, WORKING_SET_NAME,
+    is_covered,
 };
 use rewake_process::file_lock::DirectoryLock;
 
@@ -93,8 +94,11 @@ impl Target {
     /// Removes what was made for a copy that has not begun, and is not the rest of an earlier one.
     pub(crate) fn abandon(&self) {
         if !self.is_cut {
+            let [partial, working_set] = [PARTIAL_NAME, WORKING_SET_NAME].map(|name| self.path.join(name));
+            // There may be none.
+            let _ = fs::remove_file(working_set);
             // Other files in the directory keep it.
-            let _ = fs::remove_file(self.path.join(PARTIAL_NAME)).and_then(|()| fs::remove_dir(&self.path));
+            let _ = fs::remove_file(partial).and_then(|()| fs::remove_dir(&self.path));
         }
     }
 
@@ -119,6 +123,17 @@ impl Target {
         let path = self.path.join(PARTIAL_NAME);
         let file = options().truncate(true).open(&path).with_context(|| path.display().to_string())?;
         Ok((file, path))
+    }
+
+    /// Writes the recorded working set, completely or not at all. One that the directory has stays.
+    pub(crate) fn write_working_set(&self, bytes: &[u8]) -> anyhow::Result<()> {
+        let path = self.path.join(WORKING_SET_NAME);
+        if path.symlink_metadata().is_ok() {
+            return Ok(());
+        }
+        let part = self.path.join(format!("{WORKING_SET_NAME}.part"));
+        let written = options().truncate(true).open(&part).and_then(|file| file.write_all_at(bytes, 0));
+        written.and_then(|()| fs::rename(&part, &path)).with_context(|| path.display().to_string())
     }
 
     /// Makes the link to the parent image, which must be in its place.
@@ -256,6 +271,10 @@ fn remove_other(path: &Path, is_partial: bool) -> anyhow::Result<()> {
             );
             fs::remove_file(entry.path()).with_context(|| entry.path().display().to_string())?;
         }
+    }
+    if is_partial {
+        // There may be none.
+        let _ = fs::remove_file(path.join(WORKING_SET_NAME));
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use rewake_criu_images::{Generation, Inventory, PageFlags, Pagemap, write};
 use rewake_image_pull::{ImageSource, PullReport, complete, complete_image, pull, pull_eager};
 use rewake_image_server::connection::serve;
 use rewake_image_server::exports::{Exports, ImageDirectory};
-use rewake_manifest::{seal, verify};
+use rewake_manifest::{WORKING_SET_NAME, seal, verify};
 
 const CHUNK: usize = 2 << 20;
 
@@ -366,5 +366,27 @@ fn of_gpu_memory_the_header_is_copied_and_the_rest_is_left() {
     let eager = 8 + 4096 + CHUNK;
     assert!(copied[..eager] == memory[..eager] && copied[eager..].iter().all(|byte| *byte == 0));
     scene.pull().unwrap();
+    scene.assert_copied();
+}
+
+#[test]
+fn a_recorded_working_set_is_copied_and_one_that_is_there_stays() {
+    let scene = Scene::new();
+    let copied = |scene: &Scene| fs::read_to_string(scene.copy().join(WORKING_SET_NAME)).ok();
+    scene.pull().unwrap();
+    assert_eq!(copied(&scene), None);
+    fs::remove_dir_all(scene.copy()).unwrap();
+    fs::write(scene.image().join(WORKING_SET_NAME), "recorded there").unwrap();
+    // Cut in the middle of the chunks: the connections are counted.
+    let (mut source, connections) = scene.source("web/1", CHUNK * 3 / 2).unwrap();
+    pull(&mut source, &scene.copy(), None).unwrap();
+    assert!(connections.load(Ordering::Relaxed) > 1);
+    assert_eq!(copied(&scene).as_deref(), Some("recorded there"));
+    scene.assert_copied();
+    // The rest of a copy that was cut, whose restore has recorded meanwhile.
+    fs::rename(scene.copy().join("rewake-manifest"), scene.copy().join("rewake-manifest.partial")).unwrap();
+    fs::write(scene.copy().join(WORKING_SET_NAME), "recorded here").unwrap();
+    scene.pull().unwrap();
+    assert_eq!(copied(&scene).as_deref(), Some("recorded here"));
     scene.assert_copied();
 }

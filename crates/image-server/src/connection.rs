@@ -67,7 +67,11 @@ fn answer<S: Read + Write>(
         None => return Ok(Served::default()),
         Some(Request::Open(Open { image, ancestor })) => {
             let open = exports.open(&image, ancestor)?;
-            let reply = Opened { image_id: open.id().0.to_vec(), manifest_length: open.manifest_length() };
+            let reply = Opened {
+                image_id: open.id().0.to_vec(),
+                manifest_length: open.manifest_length(),
+                working_set_length: open.working_set_length(),
+            };
             send(stream, &reply_of(Reply::Opened(reply)), &[])?;
             opened(stream, &image).context("the connection")?;
             open

@@ -11,8 +11,9 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::{Digest, ImageDir, ImageLease};
+use rewake_image_protocol::WORKING_SET_FILE;
 use rewake_image_protocol::open_files::OpenFiles;
-use rewake_manifest::{MANIFEST_NAME, ManifestReader, ManifestRecord};
+use rewake_manifest::{MANIFEST_NAME, MAX_WORKING_SET, ManifestReader, ManifestRecord, WORKING_SET_NAME};
 use rewake_peer_stream::PeerRights;
 
 /// The longest name of an image, in bytes.
@@ -35,7 +36,13 @@ pub trait OpenImage {
     /// Returns the length of the manifest in bytes.
     fn manifest_length(&self) -> u64;
 
-    /// Begins to read a range of a file: 0 is the manifest, 1 the first file that it names.
+    /// Returns the length of the recorded working set in bytes; 0 if there is none.
+    fn working_set_length(&self) -> u64 {
+        0
+    }
+
+    /// Begins to read a range of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_FILE`] the
+    /// working set.
     ///
     /// # Errors
     /// The image has no such file, or the range is beyond its end.
@@ -121,6 +128,8 @@ struct ExportedImage {
     /// Names in the order of the manifest.
     names: Vec<String>,
     open: OpenFiles,
+    /// The recorded working set, with its length.
+    working_set: Option<(File, u64)>,
     /// The file that is read, and what is left of the range.
     reading: (u32, Range<u64>),
     /// None where the file system has no locks.
@@ -138,13 +147,27 @@ impl ExportedImage {
             }
         }
         let (_, _, manifest_length) = directory.file(MANIFEST_NAME)?.context("the manifest was removed")?;
-        let (id, open) = (manifest.id(), OpenFiles::default());
-        let reading = (0, 0..0);
-        Ok(Self { directory, id, manifest_length, names, open, reading, _lease: lease })
+        // A restore is right without it.
+        let working_set = directory.file(WORKING_SET_NAME).ok().flatten();
+        let working_set = working_set.map(|(_, file, length)| (file, length));
+        Ok(Self {
+            id: manifest.id(),
+            directory,
+            manifest_length,
+            names,
+            open: OpenFiles::default(),
+            working_set: working_set.filter(|(_, length)| *length <= MAX_WORKING_SET),
+            reading: (0, 0..0),
+            _lease: lease,
+        })
     }
 
     fn file(&mut self, number: u32) -> anyhow::Result<&File> {
-        let Self { directory, names, open, .. } = self;
+        let Self { directory, names, open, working_set, .. } = self;
+        if number == WORKING_SET_FILE {
+            let found = working_set.as_ref().map(|(file, _)| file);
+            return found.context("the image has no working set");
+        }
         open.get(number, || {
             let name = match number.checked_sub(1) {
                 None => MANIFEST_NAME,
@@ -166,6 +189,10 @@ impl OpenImage for ExportedImage {
 
     fn manifest_length(&self) -> u64 {
         self.manifest_length
+    }
+
+    fn working_set_length(&self) -> u64 {
+        self.working_set.as_ref().map_or(0, |(_, length)| *length)
     }
 
     fn begin(&mut self, file: u32, range: Range<u64>) -> anyhow::Result<()> {
@@ -221,6 +248,28 @@ mod tests {
         open.begin(1, 0..1 << 40).unwrap_err();
         drop(open);
         assert!(is_removable());
+    }
+
+    #[test]
+    fn a_working_set_is_served_as_it_was_when_the_image_was_opened() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("web").join(WORKING_SET_NAME);
+        sealed(&root.path().join("web"));
+        let exports = exports(root.path());
+        assert_eq!(exports.open("web", 0).unwrap().working_set_length(), 0);
+        exports.open("web", 0).unwrap().begin(WORKING_SET_FILE, 0..1).unwrap_err();
+        fs::write(&path, "recorded").unwrap();
+        let mut open = exports.open("web", 0).unwrap();
+        // A restore that records writes another file.
+        fs::remove_file(&path).unwrap();
+        assert_eq!(open.working_set_length(), 8);
+        let mut bytes = [0; 8];
+        open.begin(WORKING_SET_FILE, 0..8).unwrap();
+        open.next(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"recorded");
+        // One that no restore can have recorded.
+        File::create(&path).unwrap().set_len(MAX_WORKING_SET + 1).unwrap();
+        assert_eq!(exports.open("web", 0).unwrap().working_set_length(), 0);
     }
 
     #[test]

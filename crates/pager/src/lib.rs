@@ -34,7 +34,7 @@ mod sweeps;
 
 pub use change::{Change, ChangeError};
 pub use plan::{Block, BlockIx, Extent, FileRun, PageIx, Plan, PlanError};
-pub use residency_map::{Locate, Place, ResidencyMap, Run};
+pub use residency_map::{Locate, Place, Prefetch, ResidencyMap, Run};
 pub use schedule::{Finish, PROMOTED_BLOCKS};
 pub use snapshot::{RestoreError, Segment};
 pub use sweeps::{MAX_WINDOW, Sweeps};

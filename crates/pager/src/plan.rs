@@ -46,7 +46,9 @@ pub struct Block {
 }
 
 impl Block {
-    pub(crate) fn range(&self) -> Range<u64> {
+    /// The pages of the plan in the block.
+    #[must_use]
+    pub fn range(&self) -> Range<u64> {
         self.first.0..self.first.0 + self.pages
     }
 }
@@ -233,8 +235,10 @@ impl Plan {
         self.first_blocks[number] + index(extent.last_block() - extent.first_block())
     }
 
-    /// The block that has `page`. `page` must be in this plan.
-    pub(crate) fn block_of(&self, page: u64) -> BlockIx {
+    /// The block that has `page`, which must be in this plan. O(log n).
+    #[must_use]
+    pub fn block_of(&self, page: PageIx) -> BlockIx {
+        let page = page.0;
         let number = self.first_pages.partition_point(|first| *first <= page) - 1;
         let placed = self.placed(number);
         let blocks = placed.offset_of(page) / BLOCK - placed.extent.first_block();
@@ -277,6 +281,16 @@ impl Plan {
             file: placed.extent.file,
             file_offset: placed.offset_of(page),
         })
+    }
+
+    /// The pages around one in its block and extent: the address of the first, and their number. `page` must be
+    /// in this plan.
+    #[must_use]
+    pub fn in_block(&self, page: PageIx) -> (u64, u64) {
+        let placed = self.extent_of(page.0);
+        let start = placed.offset_of(page.0) / BLOCK * BLOCK;
+        let (first, end) = (placed.page_from(start), placed.page_from(start.saturating_add(BLOCK)));
+        (placed.target_of(first), end - first)
     }
 
     /// Splits a range of pages of the plan at extents.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::bits::Bits;
 use crate::remaps::{RemapPiece, RemapTable};
-use crate::schedule::Schedule;
+use crate::schedule::{PriorityPiece, Schedule};
 use crate::{BlockIx, Change, ChangeError, FileRun, Finish, PAGE_SIZE, PageIx, Plan};
 
 /// The residency of one address space.
@@ -53,6 +53,15 @@ pub struct Place {
     pub file_offset: u64,
 }
 
+/// Addresses whose blocks are loaded before others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prefetch {
+    /// The addresses in the image, multiples of the page size.
+    pub addresses: Range<u64>,
+    /// Their place among those of all address spaces: a lower rank is loaded first.
+    pub rank: u32,
+}
+
 /// Missing pages that are contiguous in the address space and in the file, inside one extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
@@ -95,7 +104,7 @@ impl ResidencyMap {
         let placed = self.plan.extent_of(page);
         let place = Place {
             page: PageIx(page),
-            block: self.plan.block_of(page),
+            block: self.plan.block_of(PageIx(page)),
             file: placed.extent.file,
             file_offset: placed.offset_of(page),
         };
@@ -298,8 +307,13 @@ impl ResidencyMap {
     /// [`ResidencyMap::set_priority`], then the lowest. Returns none when no such block is free.
     #[must_use]
     pub fn claim(&self) -> Option<BlockIx> {
+        self.with_missing(|| self.schedule.claim())
+    }
+
+    /// Claims blocks until one has missing pages.
+    fn with_missing(&self, claim: impl Fn() -> Option<BlockIx>) -> Option<BlockIx> {
         loop {
-            let block = self.schedule.claim()?;
+            let block = claim()?;
             if self.has_missing(block) {
                 return Some(block);
             }
@@ -308,17 +322,34 @@ impl ResidencyMap {
     }
 
     /// Gives priority to the blocks of these addresses in the image, in their order.
-    pub fn set_priority(&mut self, addresses: &[Range<u64>]) {
-        let pages = addresses.iter().flat_map(|range| self.plan.pages_in(range.start, range.end));
-        let blocks = pages
-            .map(|(_, pages)| self.plan.block_of(pages.start).0..self.plan.block_of(pages.end - 1).0 + 1);
-        self.schedule.set_priority(blocks);
+    pub fn set_priority(&mut self, prefetch: &[Prefetch]) {
+        let pieces = prefetch.iter().flat_map(|Prefetch { addresses, rank }| {
+            let pages = self.plan.pages_in(addresses.start, addresses.end);
+            pages.map(|(_, pages)| {
+                let blocks = self.plan.block_of(PageIx(pages.start)).0
+                    ..self.plan.block_of(PageIx(pages.end - 1)).0 + 1;
+                PriorityPiece { blocks, rank: *rank }
+            })
+        });
+        self.schedule.set_priority(pieces);
     }
 
-    /// Whether blocks with priority may be left to claim.
+    /// The rank of the next blocks with priority; none when none are left to claim.
     #[must_use]
-    pub fn has_priority(&self) -> bool {
-        self.schedule.has_priority()
+    pub fn next_rank(&self) -> Option<u32> {
+        self.schedule.next_rank()
+    }
+
+    /// Claims a block with priority and missing pages. Returns none when no such block is free.
+    #[must_use]
+    pub fn claim_first(&self) -> Option<BlockIx> {
+        self.with_missing(|| self.schedule.claim_first())
+    }
+
+    /// Whether all blocks with priority are resident.
+    #[must_use]
+    pub fn is_priority_resident(&self) -> bool {
+        self.schedule.is_priority_resident(|block| self.has_missing(block))
     }
 
     /// Returns false when every block is claimed or done. Another thread may change that at any moment.
@@ -341,7 +372,8 @@ impl ResidencyMap {
     /// Makes the background load continue ahead of `page`, where a thread sweeps: with `windows`, after the pages
     /// that the sweep fills itself.
     pub fn follow(&self, page: PageIx, windows: bool) {
-        self.schedule.follow(self.plan.block_of(page.0.min(self.plan.pages().saturating_sub(1))), windows);
+        let last = self.plan.pages().saturating_sub(1);
+        self.schedule.follow(self.plan.block_of(PageIx(page.0.min(last))), windows);
     }
 
     /// Claims `block` for a demand load. Returns false when it is claimed, or has no missing page.

@@ -51,8 +51,25 @@ pub(crate) struct Schedule {
     promoted: PromotedRing,
     overflows: AtomicU64,
     /// Blocks to claim after promoted ones and before the others; `next_priority` is the current piece.
-    priority: Vec<Range<usize>>,
+    priority: Vec<PriorityPiece>,
     next_priority: AtomicUsize,
+    /// Pieces before this one have no missing page.
+    resident_pieces: AtomicUsize,
+}
+
+/// Blocks that are claimed before others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct PriorityPiece {
+    pub(crate) blocks: Range<usize>,
+    /// Their place among the pieces of all address spaces.
+    pub(crate) rank: u32,
+}
+
+impl PriorityPiece {
+    /// Whether a piece begins in this one or right after it, and has its rank.
+    fn is_continued_by(&self, next: &Self) -> bool {
+        self.rank == next.rank && (self.blocks.start..=self.blocks.end).contains(&next.blocks.start)
+    }
 }
 
 impl Schedule {
@@ -66,33 +83,65 @@ impl Schedule {
             overflows: AtomicU64::new(0),
             priority: Vec::new(),
             next_priority: AtomicUsize::new(0),
+            resident_pieces: AtomicUsize::new(0),
         }
     }
 
     /// Sets the blocks to claim before the others, in this order.
-    pub(crate) fn set_priority(&mut self, blocks: impl IntoIterator<Item = Range<usize>>) {
-        let pieces = |range: Range<usize>| {
-            let starts = range.clone().step_by(PRIORITY_PIECE);
-            starts.map(move |start| start..range.end.min(start + PRIORITY_PIECE))
+    pub(crate) fn set_priority(&mut self, pieces: impl IntoIterator<Item = PriorityPiece>) {
+        let mut joined: Vec<PriorityPiece> = Vec::new();
+        for piece in pieces {
+            match joined.last_mut() {
+                Some(last) if last.is_continued_by(&piece) => {
+                    last.blocks.end = last.blocks.end.max(piece.blocks.end);
+                }
+                _ => joined.push(piece),
+            }
+        }
+        let split = |PriorityPiece { blocks, rank }| {
+            let starts = blocks.clone().step_by(PRIORITY_PIECE);
+            starts.map(move |start| PriorityPiece {
+                blocks: start..blocks.end.min(start + PRIORITY_PIECE),
+                rank,
+            })
         };
-        self.priority = blocks.into_iter().flat_map(pieces).collect();
+        self.priority = joined.into_iter().flat_map(split).collect();
         self.next_priority = AtomicUsize::new(0);
+        self.resident_pieces = AtomicUsize::new(0);
     }
 
-    /// Whether blocks with priority may be left.
-    pub(crate) fn has_priority(&self) -> bool {
-        self.next_priority.load(Ordering::Relaxed) < self.priority.len()
+    /// The rank of the next blocks with priority; none if none are left.
+    pub(crate) fn next_rank(&self) -> Option<u32> {
+        self.priority.get(self.next_priority.load(Ordering::Relaxed)).map(|piece| piece.rank)
+    }
+
+    /// Whether no block with priority has a missing page, as `missing` says.
+    pub(crate) fn is_priority_resident(&self, missing: impl Fn(BlockIx) -> bool) -> bool {
+        let known = self.resident_pieces.load(Ordering::Relaxed);
+        let is_resident = |piece: &&PriorityPiece| !piece.blocks.clone().any(|block| missing(BlockIx(block)));
+        let more = self.priority[known..].iter().take_while(is_resident).count();
+        // A page never becomes missing again.
+        self.resident_pieces.fetch_max(known + more, Ordering::Relaxed);
+        known + more == self.priority.len()
     }
 
     /// Claims a block: the oldest promoted one, else one with priority, else the lowest.
     pub(crate) fn claim(&self) -> Option<BlockIx> {
         let promoted = std::iter::from_fn(|| self.promoted.pop())
             .find(|block| self.claim_in(*block, BlockState::Queued));
-        let claimed = promoted.or_else(|| self.claim_priority()).or_else(|| self.claim_lowest());
-        if claimed.is_some() {
+        self.claimed(promoted.or_else(|| self.claim_priority()).or_else(|| self.claim_lowest()))
+    }
+
+    /// Claims a block with priority only.
+    pub(crate) fn claim_first(&self) -> Option<BlockIx> {
+        self.claimed(self.claim_priority())
+    }
+
+    fn claimed(&self, block: Option<usize>) -> Option<BlockIx> {
+        if block.is_some() {
             self.unclaimed.fetch_sub(1, Ordering::AcqRel);
         }
-        claimed.map(BlockIx)
+        block.map(BlockIx)
     }
 
     /// Claims a block with priority. A block that is released after its piece was searched is claimed with
@@ -100,7 +149,7 @@ impl Schedule {
     fn claim_priority(&self) -> Option<usize> {
         loop {
             let next = self.next_priority.load(Ordering::Acquire);
-            if let Some(claimed) = self.search(self.priority.get(next)?.clone()) {
+            if let Some(claimed) = self.search(self.priority.get(next)?.blocks.clone()) {
                 return Some(claimed);
             }
             // It fails when another thread did it.
@@ -296,6 +345,10 @@ mod tests {
         std::iter::from_fn(|| schedule.claim()).map(|block| block.0).collect()
     }
 
+    fn piece(blocks: Range<usize>, rank: u32) -> PriorityPiece {
+        PriorityPiece { blocks, rank }
+    }
+
     #[test]
     fn without_faults_blocks_are_claimed_in_order() {
         let schedule = Schedule::new(100);
@@ -306,21 +359,50 @@ mod tests {
     #[test]
     fn promoted_blocks_precede_priority_blocks_and_these_the_rest() {
         let mut schedule = Schedule::new(5000);
-        schedule.set_priority([4000..4003, 100..2500]);
-        assert!(schedule.has_priority());
+        schedule.set_priority([piece(4000..4003, 3), piece(100..2500, 8)]);
+        assert_eq!(schedule.next_rank(), Some(3));
         assert_eq!(schedule.claim(), Some(BlockIx(4000)));
         schedule.promote(BlockIx(7));
         let wanted = [7, 8].into_iter().chain(4001..4003).chain(100..2500);
         let wanted = wanted.chain(0..7).chain(9..100).chain(2500..4000).chain(4003..5000);
         assert_eq!(claims(&schedule), wanted.collect::<Vec<_>>());
-        assert!(!schedule.has_priority());
+        assert_eq!(schedule.next_rank(), None);
         schedule.check(|_| true).unwrap();
+    }
+
+    #[test]
+    fn blocks_with_priority_can_be_claimed_alone() {
+        let mut schedule = Schedule::new(100);
+        schedule.set_priority([piece(50..51, 0), piece(7..8, 1)]);
+        schedule.promote(BlockIx(20));
+        let first: Vec<usize> = std::iter::from_fn(|| schedule.claim_first()).map(|block| block.0).collect();
+        assert_eq!(first, [50, 7]);
+        assert_eq!(schedule.claim(), Some(BlockIx(20)));
+        schedule.check(|_| true).unwrap();
+    }
+
+    #[test]
+    fn priority_is_resident_when_no_block_of_it_is_missing() {
+        let mut schedule = Schedule::new(100);
+        assert!(schedule.is_priority_resident(|_| true), "there is none");
+        schedule.set_priority([piece(50..52, 0), piece(7..8, 1)]);
+        assert!(!schedule.is_priority_resident(|block| block.0 == 51));
+        assert!(!schedule.is_priority_resident(|block| block.0 == 7));
+        assert!(schedule.is_priority_resident(|block| ![7, 50, 51].contains(&block.0)));
+    }
+
+    #[test]
+    fn adjacent_pieces_of_one_rank_are_joined() {
+        let mut schedule = Schedule::new(100);
+        let pieces = [piece(4..6, 0), piece(5..9, 0), piece(9..10, 0), piece(10..11, 1), piece(8..10, 1)];
+        schedule.set_priority(pieces);
+        assert_eq!(schedule.priority, [piece(4..10, 0), piece(10..11, 1), piece(8..10, 1)]);
     }
 
     #[test]
     fn a_released_block_is_claimed_again() {
         let mut schedule = Schedule::new(100);
-        schedule.set_priority(std::iter::once(50..52));
+        schedule.set_priority([piece(50..52, 0)]);
         assert_eq!(schedule.claim(), Some(BlockIx(50)));
         assert_eq!(schedule.claim(), Some(BlockIx(51)));
         assert_eq!(schedule.claim(), Some(BlockIx(0)));

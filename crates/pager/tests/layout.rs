@@ -7,7 +7,7 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 use rewake_pager::{
     BLOCK_PAGES, BlockIx, Change, ChangeError, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, PlanError,
-    ResidencyMap, RestoreError, Run, Segment,
+    Prefetch, ResidencyMap, RestoreError, Run, Segment,
 };
 
 const GIB: u64 = 1 << 30;
@@ -46,6 +46,39 @@ fn whole_ranges_have_every_page_where_the_image_has_it() {
     let last = Change::Remove { start: 1023 * PAGE_SIZE, end: 1024 * PAGE_SIZE };
     map.apply(&last).unwrap();
     assert_eq!(whole(&map), [(1024, 1536)]);
+}
+
+#[test]
+fn a_block_has_the_pages_of_one_extent_around_a_page() {
+    // The second extent begins in the middle of the first block of the file.
+    let plan = Plan::new(vec![extent(1000, 0, 3), extent(5000, 3, 40)]).unwrap();
+    let around = |page| {
+        let (address, pages) = plan.in_block(PageIx(page));
+        (address / PAGE_SIZE, pages)
+    };
+    assert_eq!([0, 2, 3, 15].map(around), [(1000, 3), (1000, 3), (5000, 13), (5000, 13)]);
+    assert_eq!([16, 31, 42].map(around), [(5013, 16), (5013, 16), (5029, 11)]);
+}
+
+#[test]
+fn prefetched_addresses_are_claimed_first_and_known_to_be_resident() {
+    let mut map = map(&[extent(1000, 0, 64), extent(5000, 64, 64)]);
+    let prefetch =
+        |start: u64, end: u64, rank| Prefetch { addresses: start * PAGE_SIZE..end * PAGE_SIZE, rank };
+    assert!(map.is_priority_resident());
+    // The last has no page of the image.
+    map.set_priority(&[prefetch(5040, 5041, 2), prefetch(1000, 1017, 5), prefetch(9000, 9001, 6)]);
+    assert_eq!(map.next_rank(), Some(2));
+    let blocks: Vec<_> = std::iter::from_fn(|| map.claim_first()).map(|block| block.0).collect();
+    assert_eq!(blocks, [6, 0, 1]);
+    assert_eq!((map.next_rank(), map.is_priority_resident()), (None, false));
+    map.set_resident(PageIx(0), 32);
+    assert!(!map.is_priority_resident());
+    map.set_resident(PageIx(96), 16);
+    assert!(map.is_priority_resident());
+    blocks.into_iter().for_each(|block| map.release(BlockIx(block), Finish::Done));
+    assert_eq!(map.claim(), Some(BlockIx(2)));
+    map.check().unwrap();
 }
 
 #[test]

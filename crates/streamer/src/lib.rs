@@ -9,6 +9,7 @@
 //! * [`cpu`]: page faults and the background load of CPU memory.
 //! * [`fetch`]: the fetcher of a session whose memory comes from a page server.
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
+//! * [`working_set`]: what programs access first, recorded for later restores.
 //! * [`control`]: what the agent, streamers and their clients send to each other.
 //! * [`record`]: the events of a session with their times.
 
@@ -22,8 +23,10 @@ pub mod planner;
 pub mod record;
 pub mod restore;
 pub mod session;
+mod sidecar_file;
 pub mod supervise;
 pub mod sys;
 #[cfg(test)]
 mod uffd_child;
 pub mod units;
+pub mod working_set;

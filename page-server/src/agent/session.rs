@@ -18,6 +18,7 @@ use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{self, Ended, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::supervise::launch::LaunchPlan;
+use rewake_streamer::working_set::LoadingOptions;
 
 /// The streamer's log, in the work directory.
 const LOG: &str = "rewake-streamer.log";
@@ -98,7 +99,11 @@ impl Registry {
         }
         let session = self.last.get() + 1;
         self.last.set(session);
-        streamer::start(&images, &work, &plan, open.record, Some(&work.join(LOG))).await?;
+        let loading = LoadingOptions {
+            record: open.record,
+            on_demand_only: (open.on_demand_only_s > 0).then(|| Duration::from_secs(open.on_demand_only_s)),
+        };
+        streamer::start(&images, &work, &plan, loading, Some(&work.join(LOG))).await?;
         info!(session, "a streamer waits for a restore of {}", images.display());
         self.follow(SessionEntry::new(session, &images, &work));
         self.save();

@@ -16,6 +16,7 @@ use rewake_fetcher::plan::{PagePeer, PeerTls};
 use rewake_streamer::fetch_peer::FetchPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
+use rewake_streamer::working_set::LoadingOptions;
 
 /// Runs the command; gives the exit code.
 ///
@@ -37,7 +38,7 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     let restore = StreamedRestore::new(RestoreOptions {
         images: Some(images),
         work,
-        records_working_set: false,
+        loading: LoadingOptions::default(),
         keeps_record: false,
         server: page_server,
         connect_timeout: options.connect_timeout.map(Duration::from_secs),

@@ -177,6 +177,7 @@ pub(super) fn as_json(picture: &Streaming) -> Value {
         "state": state_name(picture.state()),
         "elapsed_us": picture.elapsed_us,
         "rate": picture.rate,
+        "working_set_us": Some(picture.working_set_us).filter(|at| *at > 0),
         "left_us": left_us(picture.processes.iter().flat_map(parts).map(|(_, part)| part), picture.rate),
         "processes": picture.processes.iter().map(process).collect::<Vec<_>>(),
     })

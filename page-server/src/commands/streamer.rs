@@ -13,6 +13,7 @@ use rewake_fetcher::plan::{PagePeer, PeerTls};
 use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor;
+use rewake_streamer::working_set::LoadingOptions;
 
 /// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was asked to
 /// stop and nothing depended on it.
@@ -24,7 +25,10 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
     let restore = StreamedRestore::new(RestoreOptions {
         images: options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?,
         work: directory(&options.work_dir, "-W")?,
-        records_working_set: options.record,
+        loading: LoadingOptions {
+            record: options.record,
+            on_demand_only: options.on_demand_only.map(Duration::from_secs),
+        },
         keeps_record: true,
         server: options.from_image.clone().zip(options.from_id.clone()).map(|(name, id)| FetchPeer {
             peer: PagePeer::Tcp(options.from_address.clone()),

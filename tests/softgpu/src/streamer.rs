@@ -30,7 +30,7 @@ impl Streamer {
         Self::of_gpus(work, &[])
     }
 
-    /// As [`Streamer::start`]; it records in the image directory which buffers CPUs access.
+    /// As [`Streamer::start`]; it records in the image directory which memory CPUs access first.
     ///
     /// # Errors
     /// As [`Streamer::start`].
@@ -61,8 +61,20 @@ impl Streamer {
     /// # Errors
     /// As [`Streamer::start`].
     pub fn of_both(images: &Path) -> anyhow::Result<Self> {
+        Self::of_both_with(images, &[])
+    }
+
+    /// As [`Streamer::of_both`]; it records in the image directory which memory CPUs access first.
+    ///
+    /// # Errors
+    /// As [`Streamer::start`].
+    pub fn recording_both(images: &Path) -> anyhow::Result<Self> {
+        Self::of_both_with(images, &["--record"])
+    }
+
+    fn of_both_with(images: &Path, options: &[&str]) -> anyhow::Result<Self> {
         let mut command = Command::new(rewake()?);
-        command.arg("streamer").arg("-D").arg(images).arg("-W").arg(images);
+        command.arg("streamer").arg("-D").arg(images).arg("-W").arg(images).args(options);
         command.args(["-v4", "--status-fd", "1"]);
         Self::listens(command, images.join("streamer.log"))
     }

@@ -13,10 +13,10 @@ use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
+use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached, waits_for_memory};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::number_after;
-use softgpu_tests::toucher::{BYTES, OWN_PARTS};
+use softgpu_tests::toucher::{BYTES, Large, OWN_PARTS};
 use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, gpus_retry_faults, isolated, script};
 
 /// Allowance for blocks at the ends of zero regions, and for what the file system keeps.
@@ -120,6 +120,41 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
         let page = fs::read_to_string(dumped.criu.images().join("rewake-timeline.html")).unwrap();
         assert_eq!(page.matches(", CPUs: ").count(), 2, "{page}");
         dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn a_working_set_has_both_kinds_of_memory() {
+    isolated(1, |_| {
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let folder = tempfile::tempdir().unwrap();
+        let four = Large { count: 4, mib: 16, full: false };
+        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), Some(four)).unwrap();
+        let criu = toucher.dump(Version::V4_2).unwrap();
+        let (mut both, held) = (Streamer::recording_both(criu.images()).unwrap(), Held::streamers());
+        restores(&criu);
+        toucher.ask("tail 3").unwrap();
+        assert!(soon(|| waits_for_memory(toucher.pid())), "{}", both.said());
+        drop(held);
+        toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        toucher.ends();
+        let recorded = fs::read_to_string(criu.images().join("rewake-working-set.json")).unwrap();
+        let recorded: Value = serde_json::from_str(&recorded).unwrap();
+        let [pages, buffers] = ["pages", "buffers"].map(|kind| recorded[kind].as_array().unwrap().len());
+        assert!(pages > 0 && buffers == 1, "{recorded}");
+        assert_eq!(left(criu.images()).unwrap()["working_set_us"], Value::Null, "nothing was loaded first");
+
+        let mut both = Streamer::of_both(criu.images()).unwrap();
+        restores(&criu);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        let record = left(criu.images()).unwrap();
+        is_whole(&record, &both.said());
+        let resident = record["working_set_us"].as_u64().unwrap_or_else(|| panic!("{record}"));
+        assert!(resident <= record["elapsed_us"].as_u64().unwrap(), "{record}");
+        assert!(both.said().contains("buffers that are loaded first: 1"), "{}", both.said());
+        toucher.asked("tail 3").unwrap();
+        toucher.ends();
     });
 }
 

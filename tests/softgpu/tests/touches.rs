@@ -182,7 +182,7 @@ fn the_recorded_working_set_is_loaded_first_in_later_restores() {
         let record = dumped.criu.images().join("rewake-working-set.json");
         let recorded: serde_json::Value =
             serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
-        assert_eq!(recorded["touched"][0]["buffer"], before[3], "{recorded}");
+        assert_eq!(recorded["buffers"][0][1], before[3], "{recorded}");
 
         let (after, said) = dumped.restores_without_faults();
         assert_eq!(after, [before[3], before[0], before[1], before[2]], "{said}");

@@ -66,11 +66,14 @@ pub struct Opened {
     /// The length of its manifest in bytes.
     #[prost(uint64, tag = "2")]
     pub manifest_length: u64,
+    /// The length of its recorded working set, which the manifest does not name; 0: there is none.
+    #[prost(uint64, tag = "3")]
+    pub working_set_length: u64,
 }
 /// A part of a file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Read {
-    /// 0 for the manifest, 1 for the first file that it names, and so on.
+    /// 0 for the manifest, 1 for the first file that it names, and so on; 2^32 - 1 for the working set.
     #[prost(uint32, tag = "1")]
     pub file: u32,
     #[prost(uint64, tag = "2")]

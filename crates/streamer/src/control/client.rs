@@ -11,6 +11,7 @@ use tokio::net::UnixStream;
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
 use super::{MESSAGE_LIMIT, OPEN_LIMIT, VERSION, hello};
+use crate::working_set::LoadingOptions;
 
 /// Why a request was not answered as it should be.
 #[derive(Debug, thiserror::Error)]
@@ -109,7 +110,7 @@ impl Client {
         }
     }
 
-    /// Has the agent start a streamer. Both paths are absolute. With `record`, it records the GPU working set.
+    /// Has the agent start a streamer. Both paths are absolute. `loading` says what is wanted of the load.
     ///
     /// # Errors
     /// The image cannot be served, or the connection broke.
@@ -117,12 +118,13 @@ impl Client {
         &mut self,
         images: &Path,
         work: &Path,
-        record: bool,
+        loading: LoadingOptions,
     ) -> Result<proto::Opened, ClientError> {
         let open = proto::Open {
             images_dir: images.as_os_str().as_bytes().to_vec(),
             work_dir: work.as_os_str().as_bytes().to_vec(),
-            record,
+            record: loading.record,
+            on_demand_only_s: loading.on_demand_only.map_or(0, |time| time.as_secs()),
         };
         match self.ask_within(request::Kind::Open(open), OPEN_LIMIT).await? {
             reply::Kind::Opened(opened) => Ok(opened),

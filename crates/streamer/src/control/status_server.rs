@@ -222,6 +222,8 @@ pub fn streaming(record: &Record) -> proto::Streaming {
         processes: (0..record.processes.len()).map(|place| process(record, place)).collect(),
         page_fault_p50_ns: record.page_fault_stats.p50_ns,
         page_fault_p99_ns: record.page_fault_stats.p99_ns,
+        // An event at 0 is reported at 1: 0 means not yet.
+        working_set_us: record.working_set_us.map_or(0, |at| at.max(1)),
     }
 }
 

@@ -19,6 +19,7 @@ use crate::record::files;
 use crate::record::model::State;
 use crate::session::address;
 use crate::supervise::launch::{self, LaunchPlan};
+use crate::working_set::LoadingOptions;
 
 /// Time until a streamer listens, on a machine that has much else to do. A client of the agent waits longer:
 /// [`super::OPEN_LIMIT`].
@@ -41,10 +42,10 @@ pub async fn start(
     images: &Path,
     work: &Path,
     plan: &LaunchPlan,
-    record: bool,
+    loading: LoadingOptions,
     log: Option<&Path>,
 ) -> anyhow::Result<()> {
-    let mut command = launch::command(images, work, plan, record)?;
+    let mut command = launch::command(images, work, plan, loading)?;
     if let Some(log) = log {
         command.stderr(File::create(log).with_context(|| format!("making {}", log.display()))?);
     }

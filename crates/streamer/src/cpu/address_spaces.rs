@@ -9,12 +9,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_pager::ResidencyMap;
+use rewake_pager::{Prefetch, ResidencyMap};
 use rewake_plugin_protocol::ProcessId;
 use rewake_uffd::Uffd;
 use rewake_uffd::abi::FEATURES_CRIU;
 use tracing::{debug, error, warn};
 
+use crate::cpu::space::REGISTERED;
 use crate::cpu::{AddressSpace, ReactorPool, ReactorRequest};
 use crate::ledger::{Journal, Ledger, MAX_SPACES, SpaceSlot};
 use crate::session::Session;
@@ -79,10 +80,18 @@ pub fn open(
     let counts = session.task_arrived(arrival.host_pid, plan.plan.pages());
     debug!(pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
     let mut space = ResidencyMap::new(Arc::clone(&plan.plan));
-    space.set_priority(&plan.first);
+    space.set_priority(&prefetch(plan, session));
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, arrival.home);
     Ok(ReactorRequest::Adopt { space: Arc::new(space), journal, inherited: None })
+}
+
+/// Returns what is loaded first: what restores wait for, and the working set, unless memory is loaded only when it
+/// is accessed.
+fn prefetch(plan: &TaskPlan, session: &Session) -> Vec<Prefetch> {
+    let registered = plan.first.iter().map(|range| Prefetch { addresses: range.clone(), rank: REGISTERED });
+    let working_set = if session.is_on_demand() { &[][..] } else { &plan.working_set };
+    registered.chain(working_set.iter().cloned()).collect()
 }
 
 /// Refuses a userfaultfd that does not report every change of the address space: a fork would read zeros, and moved
@@ -300,6 +309,7 @@ mod tests {
             plan: Arc::new(Plan::new(Vec::new()).unwrap()),
             files: Arc::default(),
             first: Vec::new(),
+            working_set: Vec::new(),
         };
         let arrival = Arrival { image_pid: task.pid, host_pid: task.pid, uffd: task.uffd, home: 0 };
         assert!(open(ledger, &plan, &session(), &arrival).is_err());

@@ -15,6 +15,7 @@ use super::huge_pages::HugePages;
 use super::reactor::run;
 use super::shared::{Handle, MAX_REACTORS, ReactorRequest, Shared};
 use crate::ledger::Ledger;
+use crate::session::Session;
 
 /// Returns the number of reactors: one for each processor, [`MAX_REACTORS`] at most.
 #[must_use]
@@ -97,7 +98,16 @@ impl ReactorPool {
         self.shared.huge_pages.collapse();
     }
 
-    /// Wakes all reactors, because the session was released or has failed.
+    /// Returns whether all memory that the session loads first is resident. Its processes must run.
+    #[must_use]
+    pub fn is_first_resident(&self, session: &Session) -> bool {
+        let spaces = self.shared.spaces.lock().unwrap_or_else(PoisonError::into_inner);
+        // A reactor may not have adopted all yet.
+        spaces.len() >= session.open_spaces()
+            && spaces.iter().all(|space| space.layout().is_priority_resident())
+    }
+
+    /// Wakes all reactors, because the session was released or has failed, or loads in the background from now on.
     pub fn look_again(&self) {
         self.shared.attention_all();
     }

@@ -16,6 +16,10 @@ use super::enomem_retry::{ENOMEM_LIMIT, EnomemRetry, Refused};
 use super::stats::{TaskStats, add};
 use crate::ledger::{NO_FD, SpaceSlot};
 use crate::session::Session;
+use crate::working_set::access_log::NotedBlocks;
+
+/// The rank of memory that GPUs can access: restores wait for it.
+pub const REGISTERED: u32 = 0;
 
 /// How long a reactor that wants to read events tries before it sleeps: another one's fill ends sooner, and to sleep
 /// and to be woken takes as long.
@@ -49,6 +53,8 @@ pub struct AddressSpace {
     is_registered: bool,
     /// Whether prefetch blocks may be left.
     first: AtomicBool,
+    /// The blocks that were accessed, if the working set is recorded.
+    accessed: Option<NotedBlocks>,
     begun: AtomicBool,
     since: Instant,
     /// Used by its home reactor only.
@@ -83,8 +89,9 @@ impl AddressSpace {
         home: usize,
     ) -> Self {
         Self {
-            is_registered: space.has_priority(),
-            first: AtomicBool::new(space.has_priority()),
+            is_registered: space.next_rank() == Some(REGISTERED),
+            first: AtomicBool::new(space.next_rank().is_some()),
+            accessed: session.log().map(|_| NotedBlocks::of(space.plan().blocks())),
             session,
             counts,
             slot,
@@ -216,18 +223,40 @@ impl AddressSpace {
         u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// Returns whether prefetch blocks may be left. It takes no lock where none are.
-    pub fn has_first(&self) -> bool {
-        let has = self.first.load(Ordering::Relaxed) && self.layout().has_priority();
-        if !has {
+    /// Returns the rank of the next prefetch blocks; none when none are left. It takes no lock then.
+    pub fn next_rank(&self) -> Option<u32> {
+        let rank = self.first.load(Ordering::Relaxed).then(|| self.layout().next_rank()).flatten();
+        if rank.is_none() {
             self.first.store(false, Ordering::Relaxed);
         }
-        has
+        rank
     }
 
-    /// Returns whether reactors may load its background blocks.
+    /// Notes that a thread accesses missing pages: where the working set is recorded, their blocks belong to it.
+    pub fn note_access(&self, layout: &ResidencyMap, page: PageIx, pages: u64) {
+        let Some((log, noted)) = self.session.log().zip(self.accessed.as_ref()) else { return };
+        if !self.session.is_on_demand() {
+            return;
+        }
+        let task = self.slot.image_pid.load(Ordering::Relaxed).unsigned_abs();
+        let mut at = page;
+        while at.0 < page.0 + pages {
+            let block = layout.plan().block_of(at);
+            log.note(noted, block.0, task, at);
+            let next = layout.plan().block(block).range().end;
+            at = PageIx(next);
+        }
+    }
+
+    /// Returns whether reactors may load blocks that no thread waits for.
     pub fn wants_background(&self) -> bool {
         self.session.is_released() && !self.is_gone() && !self.session.has_failed()
+    }
+
+    /// Returns whether a page fault has the rest of its block loaded: not while memory is loaded only when it is
+    /// accessed.
+    pub fn loads_whole_blocks(&self) -> bool {
+        self.wants_background() && !self.session.is_on_demand()
     }
 
     /// Fills the missing pages of `block` from page `from`, at most `pages`, with the block's bytes. Returns

@@ -18,7 +18,7 @@ use rewake_criu_images::{INVENTORY_NAME, ImageDir};
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::plugin_folder::image_files;
-use crate::gpu::sidecar_file;
+use crate::sidecar_file;
 
 const VERSION: u32 = 1;
 /// The most bytes of the inventory, which identifies the dump: sets of another dump would give buffers wrong bytes.

@@ -14,7 +14,7 @@ use rewake_criu_images::amdgpu::{KfdImage, kfd_name, pages_name};
 use rewake_criu_images::{ImageDir, ImageLease};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
-use rewake_manifest::{ImageChecksums, read_checksums};
+use rewake_manifest::{ImageChecksums, WORKING_SET_NAME, read_checksums};
 use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
 use rewake_plugin_protocol::{Channel, Error, Listener, VERSION};
 use tracing::{info, warn};
@@ -25,9 +25,10 @@ use super::gate::Gate;
 use super::placeholder_range::PlaceholderBuffer;
 use super::placeholders::{Placeholders, ReceivedPlaceholders};
 use super::queue_monitor::QueueMonitor;
-use super::working_set::{self, BufferId, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
+use crate::working_set::file::{self, REMEDY};
+use crate::working_set::{BufferId, WorkingSet};
 
 /// The name of the image directory in messages: it arrives as a descriptor without a path.
 const FOLDER: &str = "the image directory";
@@ -270,18 +271,25 @@ impl Handoff {
 
     /// Returns the working set that an earlier restore recorded, if any.
     pub(super) fn recorded(&self) -> Vec<(usize, usize)> {
-        let Some(images) = &self.images else { return Vec::new() };
-        let place = |of: &BufferId| self.place(of.kfd);
-        let is_there =
-            |of: BufferId| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
-        let recorded = working_set::read(images, is_there).unwrap_or_else(|error| {
-            warn!("{NAME} is not used: {error:#}: remove it, or restore with --record for a new one");
-            Vec::new()
+        let read = || -> anyhow::Result<Option<WorkingSet>> {
+            self.image_dir()?.map_or(Ok(None), |images| file::of_image(&images))
+        };
+        let recorded = read().unwrap_or_else(|error| {
+            warn!("{WORKING_SET_NAME} is not used: {error:#}: {REMEDY}");
+            None
         });
-        if !recorded.is_empty() {
-            info!("{NAME}: buffers that are loaded first: {}", recorded.len());
+        let buffers = recorded.unwrap_or_default().buffers;
+        if !buffers.is_empty() {
+            info!("{WORKING_SET_NAME}: buffers that are loaded first: {}", buffers.len());
         }
-        recorded.iter().filter_map(|of| Some((place(of)?, of.buffer))).collect()
+        // The load ignores buffers that the image does not have.
+        buffers.iter().filter_map(|of| Some((self.place(of.kfd)?, of.buffer))).collect()
+    }
+
+    /// The image directory, to read and write files of Rewake's own.
+    fn image_dir(&self) -> anyhow::Result<Option<ImageDir>> {
+        let open = |folder: &OwnedFd| Ok(ImageDir::of(folder.try_clone()?, path_of(folder))?);
+        self.images.as_ref().map(open).transpose()
     }
 
     /// Returns sets of buffers with the same bytes, if the dump recorded some.
@@ -300,10 +308,14 @@ impl Handoff {
         let touched = touched
             .iter()
             .map(|(place, buffer)| BufferId { kfd: self.processes[*place].id, buffer: *buffer });
-        let Some(images) = &self.images else { return };
-        match working_set::write(images, touched.collect()) {
-            Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs accessed"),
-            Err(error) => warn!("the working set is not recorded: {error:#}"),
+        let accessed = WorkingSet { pages: Vec::new(), buffers: touched.collect() };
+        let count = accessed.buffers.len();
+        let written = self.image_dir().and_then(|images| {
+            images.map_or(Ok(()), |images| file::add(images.as_fd(), images.dump_id()?, accessed))
+        });
+        match written {
+            Ok(()) => info!("{WORKING_SET_NAME}: recorded {count} buffers that CPUs accessed"),
+            Err(error) => warn!("the working set of GPU memory is not recorded: {error:#}"),
         }
     }
 

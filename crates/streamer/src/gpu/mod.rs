@@ -10,7 +10,7 @@
 //! of the others. A process's gate is opened when all of its memory is resident ([`gate`],
 //! [`blocked_calls`]): all its GPUs are resumed then. So no queue runs before every byte that its GPU can
 //! reach is resident (invariant I2). [`queue_monitor`] checks at the end whether the queues run. The working
-//! set can be recorded for the next restore of the image ([`working_set`]). A process whose gate can no
+//! set can be recorded for the next restore of the image ([`crate::working_set`]). A process whose gate can no
 //! longer be opened is killed, by the supervisor if the worker has died.
 
 mod bar_mappings;
@@ -28,10 +28,9 @@ mod process_state;
 #[cfg(test)]
 mod program;
 mod queue_monitor;
-mod sidecar_file;
 mod swapping;
-mod working_set;
 
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::thread;
@@ -39,7 +38,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_bo_contents::{BackgroundLoad, LoadHandle, ProcessBuffers, Report};
+use rewake_bo_contents::{BackgroundLoad, LoadEvent, LoadHandle, ProcessBuffers, Report};
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
@@ -76,8 +75,8 @@ pub struct StreamOptions {
     pub marks: Option<BlockList>,
     /// The files of GPU memory that a fetcher writes, from the moment when the session is open.
     pub fetched: SessionGpuFiles,
-    /// Records in the image directory which buffers CPUs access. An earlier record is not used then, and is
-    /// replaced: it would determine the order.
+    /// Records in the image directory which buffers CPUs access. An earlier record is not used then: it would
+    /// determine the order.
     pub record: bool,
 }
 
@@ -115,11 +114,11 @@ pub struct GpuSummary {
 }
 
 /// Loads all memory, serves page faults meanwhile, and opens the gates. No placeholder is left when it
-/// returns.
+/// returns. The buffers of the working set come with the load.
 fn load<'env>(
     gates: &'env [Gate<'env>],
     placeholders: Vec<Placeholders<'env>>,
-    loading: BackgroundLoad<'_>,
+    (loading, mut first): (BackgroundLoad<'_>, HashSet<(usize, usize)>),
     ledger: Ledger,
     timeline: &'env Timeline,
 ) -> anyhow::Result<(Option<Report>, AccessTrace, Vec<Opened>)> {
@@ -134,8 +133,18 @@ fn load<'env>(
         let coordinator = scope.spawn(move || or_give_up(ledger, &handle, || coordinator.run()));
         let loaded = loading.run(|event| {
             debug!("resident: {event:?}");
+            if let LoadEvent::Buffer { process, number } = event
+                && first.remove(&(process, number))
+                && first.is_empty()
+            {
+                timeline.first_buffers_are_resident();
+            }
             sender.send(CoordinatorEvent::Resident(event));
         });
+        if loaded.is_ok() {
+            // Some of them may have had no bytes to load.
+            timeline.first_buffers_are_resident();
+        }
         sender.send(if loaded.is_ok() { CoordinatorEvent::Loaded } else { CoordinatorEvent::LoadFailed });
         let done = coordinator.join().and_then(|done| done).unwrap_or_else(|panic| resume_unwind(panic));
         // This error first: it is the reason why the load was given up.
@@ -180,11 +189,13 @@ fn serve_handoff(
     let processes: Vec<ProcessBuffers<'_>> = handoff.processes().collect();
     let count = gates.len();
     let working_set = if record { Vec::new() } else { handoff.recorded() };
+    let first = working_set.iter().copied().collect();
     let loading = BackgroundLoad::new(&processes, Some(budget))
         .map(|loading| loading.prioritize(working_set).duplicates(handoff.duplicates()))
         .map(|loading| loading.fetched_by(fetched.get().map(FetchedGpuFiles::reader)));
-    let loaded =
-        loading.map_err(Into::into).and_then(|loading| load(&gates, placeholders, loading, ledger, timeline));
+    let loaded = loading
+        .map_err(Into::into)
+        .and_then(|loading| load(&gates, placeholders, (loading, first), ledger, timeline));
     if loaded.is_err() {
         // The processes must end before they can export missing memory.
         ledger.gates().end_all();

@@ -277,7 +277,7 @@ pub(crate) fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Re
 }
 
 /// Replaces characters that would change the look of a log or a terminal.
-fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     text.trim().chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 

@@ -9,7 +9,7 @@ use rewake_uffd::PAGE_SIZE;
 
 use super::printable;
 use crate::cpu::stats::TaskStats;
-use crate::session::Session;
+use crate::session::{Session, WorkingSetPart};
 
 /// The progress of one process's CPU memory.
 #[derive(Debug, Clone, Default)]
@@ -31,6 +31,8 @@ pub(super) struct CpuSnapshot {
     /// How long ago all processes were in place, and loading began.
     pub(super) begun: Duration,
     pub(super) processes: Vec<CpuProgress>,
+    /// How long ago the working set was resident; none: not yet, or there is none.
+    pub(super) working_set: Option<Duration>,
     /// How long ago the first and the last page fault were served.
     pub(super) first_fault: Option<Duration>,
     pub(super) last_fault: Option<Duration>,
@@ -54,6 +56,11 @@ impl Cpus {
         Self { session, tasks: OnceLock::new() }
     }
 
+    /// Notes that the buffers of the working set are resident.
+    pub(super) fn first_buffers_are_resident(&self) {
+        self.session.note_working_set(WorkingSetPart::Gpus);
+    }
+
     /// Returns `None` before all are in place: until then tasks have CRIU's name.
     pub(super) fn look(&self) -> Option<CpuSnapshot> {
         if !self.session.is_released() {
@@ -74,6 +81,7 @@ impl Cpus {
         let [p50, p99] = [0.5, 0.99].map(|share| stats.fault_quantile(share).unwrap_or_default());
         Some(CpuSnapshot {
             begun: ago(self.session.running_ns()),
+            working_set: Some(self.session.working_set_ns()).filter(|at| *at > 0).map(ago),
             processes: tasks.iter().map(|(task, name)| of(task, name.clone())).collect(),
             first_fault,
             last_fault,

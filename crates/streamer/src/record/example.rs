@@ -67,6 +67,7 @@ pub(crate) fn record() -> Record {
             memory(2, None, GIB / 4, 1_000_000, &sampled_us),
         ],
         page_fault_stats: PageFaults::default(),
+        working_set_us: Some(700_000),
         sampled_faults: (0..31).map(|tick| tick * 12 / 31).collect(),
         sampled_us,
         longest_faults: (0..12).map(fault).collect(),

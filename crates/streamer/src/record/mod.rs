@@ -104,6 +104,11 @@ impl Timeline {
         self.recorder().swapped(process, buffer, stopped);
     }
 
+    /// Notes that the buffers of the working set are resident.
+    pub fn first_buffers_are_resident(&self) {
+        self.0.cpus.get().into_iter().for_each(Cpus::first_buffers_are_resident);
+    }
+
     /// Notes that a process's gate was opened: all its GPUs are resumed.
     pub fn gate_opened(&self, process: usize) {
         self.recorder().note(process, |of, now| of.gate_open_us = Some(now));

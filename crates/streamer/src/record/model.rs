@@ -48,6 +48,9 @@ pub struct Record {
     /// The page faults on CPU memory, of all processes.
     #[serde(default)]
     pub page_fault_stats: PageFaults,
+    /// When the recorded working set was resident; none: it was not, or there is none.
+    #[serde(default)]
+    pub working_set_us: Option<u64>,
     /// When samples were taken.
     pub sampled_us: Vec<u64>,
     /// Faults served until each sample, in both kinds of memory.

@@ -25,6 +25,7 @@ pub(super) struct Recorder {
     /// The CPU memory of all processes that have some to load.
     cpus: Vec<CpuMemory>,
     page_faults: PageFaults,
+    working_set_us: Option<u64>,
     samples: Samples,
     faults: u64,
     longest_faults: Longest<Fault>,
@@ -124,6 +125,7 @@ impl Recorder {
     fn sample_cpus(&mut self, seen: CpuSnapshot, at_us: u64) {
         let at = |ago: Duration| at_us.saturating_sub(micros(ago));
         let begun_us = at(seen.begun);
+        self.working_set_us = seen.working_set.map(at);
         self.page_faults = PageFaults {
             first_us: seen.first_fault.map(at),
             last_us: seen.last_fault.map(at),
@@ -165,6 +167,7 @@ impl Recorder {
             processes,
             memory,
             page_fault_stats: self.page_faults,
+            working_set_us: self.working_set_us,
             sampled_us: self.samples.iter().map(|sample| sample.at_us).collect(),
             sampled_faults: self.samples.iter().map(|sample| sample.faults).collect(),
             longest_faults: self.longest_faults.all(),

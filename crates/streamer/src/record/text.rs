@@ -65,6 +65,9 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
     of_all("runs", &|of| of.runs_us);
     of_all("gate open, its GPUs run", &|of| of.gate_open_us);
     of_all("ended before its gate was opened", &|of| of.gone_us);
+    if let Some(at) = record.working_set_us {
+        moments.push((at, "the working set is resident".to_owned()));
+    }
     if let Some(at) = record.resident_us() {
         let of_cpus = record.memory.iter().any(|of| of.minor.is_none());
         let took = at.saturating_sub(record.began_us(of_cpus));
@@ -142,6 +145,7 @@ memory loaded while the processes run, since the restore was started:
     50.0 ms  5.2 GiB are to be loaded
     51.2 ms  4711 python3: runs, the first of 3
     53.5 ms  4713 logger: runs, the last of 3
+   750.0 ms  the working set is resident
   3000.1 ms  all memory is resident, 1.91 GB/s
   3001.0 ms  4711 python3: gate open, its GPUs run, the first of 2
   3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
@@ -167,7 +171,7 @@ process                 memory of       bytes resident after  resident
         record.memory[0] =
             ProcessMemory { bytes: (1 << 50) - 1, minor: Some(191), ..record.memory[0].clone() };
         record.memory[0].resident_us = Some(36_000_000_000);
-        let last = |text: &str| text.lines().skip(9).map(|line| line.chars().count()).max();
+        let last = |text: &str| text.lines().skip(10).map(|line| line.chars().count()).max();
         let text = text(&record, Duration::ZERO);
         assert!(last(&text) <= Some(80), "{text}");
     }

@@ -31,6 +31,7 @@ use crate::session::serve::{SessionSummary, Worker};
 use crate::supervise::supervisor::{STOPPED, Start};
 use crate::supervise::worker::{self, AskedToStop};
 use crate::sys;
+use crate::working_set::LoadingOptions;
 
 /// The image of a restore, and its options.
 #[derive(Debug)]
@@ -39,8 +40,8 @@ pub struct RestoreOptions {
     pub images: Option<PathBuf>,
     /// CRIU's work directory (`-W`): the sockets and the record are here.
     pub work: PathBuf,
-    /// Whether the GPU working set is recorded.
-    pub records_working_set: bool,
+    /// What is wanted of the load.
+    pub loading: LoadingOptions,
     /// Whether the record is left in the work directory. It always is if the image has GPU memory.
     pub keeps_record: bool,
     /// The host that has lazy pages; none: the image has them.
@@ -215,10 +216,10 @@ impl StreamedRestore {
             // The last worker died when the session had ended, and may not have kept the record.
             timeline.handed_over();
         }
-        let Some(mut session) = worker.open(images, &self.options.work, self.options.server.as_ref()).await?
-        else {
+        let RestoreOptions { work, server, loading, .. } = &self.options;
+        let Some(mut session) = worker.open(images, work, server.as_ref(), *loading).await? else {
             // A worker that died has served it.
-            if self.options.server.as_ref().is_some_and(|server| server.image.is_some()) {
+            if server.as_ref().is_some_and(|server| server.image.is_some()) {
                 complete::complete(images).await;
             }
             return Ok(());
@@ -253,7 +254,7 @@ impl StreamedRestore {
     ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
         let cpus = self.options.images.is_some().then_some(budget);
         let images = self.options.images.as_deref().map(ImageDir::open).transpose()?;
-        let record = self.options.records_working_set;
+        let record = self.options.loading.record;
         let options = StreamOptions { cpus, images, marks: blocked_calls(start), record, fetched };
         let (restore, ledger, timeline) = (Arc::clone(self), start.ledger, timeline.clone());
         let load = move || {

@@ -17,13 +17,14 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use remote_memory::RemoteMemory;
-use rewake_criu_images::Digest;
+use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_io::ImageFile;
-use rewake_pager::Plan;
+use rewake_pager::{Plan, Prefetch};
 use tokio::sync::oneshot;
 
+use crate::session::WorkingSetPart;
 use crate::{planner, sys};
 
 /// The missing pages of one task, and where their bytes are.
@@ -35,6 +36,8 @@ pub struct TaskPlan {
     pub files: Arc<Vec<Arc<ImageFile>>>,
     /// Addresses that are loaded before all others.
     pub first: Vec<Range<u64>>,
+    /// The recorded working set, which is loaded next.
+    pub working_set: Vec<Prefetch>,
 }
 
 /// Where the memory of an image is when a session begins.
@@ -62,6 +65,10 @@ pub struct Image {
     digest: Digest,
     /// See [`rewake_criu_images::ImageDir::dump_id`].
     dump: Digest,
+    /// Why the recorded working set is not used; empty: it is, or there is none.
+    working_set_note: String,
+    /// Whether buffers of GPUs belong to the recorded working set.
+    has_first_buffers: bool,
     /// The leases of the image and its parents.
     leases: Vec<OwnedFd>,
     /// The memory file that has all of this; none in tests.
@@ -107,6 +114,33 @@ impl Image {
     #[must_use]
     pub fn digest(&self) -> Digest {
         self.digest
+    }
+
+    /// Returns the id of the dump that made the image.
+    pub(crate) fn dump(&self) -> Digest {
+        self.dump
+    }
+
+    /// Returns the parts of the recorded working set.
+    pub(crate) fn working_set_parts(&self) -> Vec<WorkingSetPart> {
+        let of_cpus = self.plans.values().flatten().any(|task| !task.working_set.is_empty());
+        let parts = [(of_cpus, WorkingSetPart::Cpus), (self.has_first_buffers, WorkingSetPart::Gpus)];
+        parts.into_iter().filter_map(|(has, part)| has.then_some(part)).collect()
+    }
+
+    /// Returns why the recorded working set is not used; none if it is, or if there is none.
+    pub(crate) fn working_set_note(&self) -> Option<String> {
+        (!self.working_set_note.is_empty()).then(|| planner::printable(&self.working_set_note))
+    }
+
+    /// Opens the image directory again.
+    ///
+    /// # Errors
+    /// Another directory has its path now.
+    pub(crate) fn open_directory(&self, path: &Path) -> anyhow::Result<ImageDir> {
+        let images = ImageDir::open(path)?;
+        ensure!(images.id() == self.directory, "{}: the path has another directory now", path.display());
+        Ok(images)
     }
 
     /// Returns the number of tasks, zombies included. Each of them reports once.

@@ -12,7 +12,7 @@ pub mod socket;
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -22,6 +22,8 @@ use tracing::error;
 use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
+use crate::working_set::LoadingOptions;
+use crate::working_set::access_log::AccessLog;
 
 /// The restore that this worker serves.
 #[derive(Debug)]
@@ -36,10 +38,28 @@ pub struct Session {
     store: Option<FdStore>,
     tasks: Mutex<Vec<Arc<TaskStats>>>,
     released: AtomicBool,
+    options: LoadingOptions,
+    /// Whether memory is loaded only when it is accessed.
+    on_demand: AtomicBool,
+    /// Notes what is accessed, if the working set is recorded.
+    log: Option<AccessLog>,
     running_ns: AtomicU64,
+    /// The parts of the working set that are missing: bits of [`WorkingSetPart`].
+    working_set: AtomicU8,
+    /// When the last of them was resident, as [`Stats::elapsed`] counts. 0: not yet, or there was none.
+    working_set_ns: AtomicU64,
     failure: OnceLock<String>,
     open_spaces: AtomicUsize,
     changed: Notify,
+}
+
+/// A part of the working set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WorkingSetPart {
+    /// CPU memory.
+    Cpus = 1,
+    /// Buffers of GPUs.
+    Gpus = 2,
 }
 
 impl Session {
@@ -53,7 +73,12 @@ impl Session {
             store: None,
             tasks: Mutex::default(),
             released: AtomicBool::new(false),
+            options: LoadingOptions::default(),
+            on_demand: AtomicBool::new(false),
+            log: None,
             running_ns: AtomicU64::new(0),
+            working_set: AtomicU8::new(0),
+            working_set_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
             open_spaces: AtomicUsize::new(0),
             changed: Notify::new(),
@@ -64,6 +89,54 @@ impl Session {
     #[must_use]
     pub fn with_store(self, store: FdStore) -> Self {
         Self { store: Some(store), ..self }
+    }
+
+    /// Says what is wanted of the load.
+    #[must_use]
+    pub fn with_options(self, options: LoadingOptions) -> Self {
+        let log = options.record.then(AccessLog::new);
+        Self { options, on_demand: AtomicBool::new(options.begins_on_demand()), log, ..self }
+    }
+
+    /// Returns what is wanted of the load.
+    pub(crate) fn options(&self) -> LoadingOptions {
+        self.options
+    }
+
+    /// Returns the log of accesses, if the working set is recorded.
+    pub(crate) fn log(&self) -> Option<&AccessLog> {
+        self.log.as_ref()
+    }
+
+    /// Returns whether memory is loaded only when it is accessed.
+    #[must_use]
+    pub fn is_on_demand(&self) -> bool {
+        self.on_demand.load(Ordering::Acquire)
+    }
+
+    /// Lets reactors load in the background.
+    pub fn end_on_demand(&self) {
+        self.on_demand.store(false, Ordering::Release);
+    }
+
+    /// Says that a part of the working set is loaded before the rest.
+    pub(crate) fn expect_working_set(&self, part: WorkingSetPart) {
+        self.working_set.fetch_or(part as u8, Ordering::AcqRel);
+    }
+
+    /// Notes that a part of the working set is resident.
+    pub(crate) fn note_working_set(&self, part: WorkingSetPart) {
+        // Only the last part counts, once.
+        if self.working_set.fetch_and(!(part as u8), Ordering::AcqRel) == part as u8 {
+            self.working_set_ns.store(self.stats.elapsed(), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns when the working set was resident, in nanoseconds as [`Stats::elapsed`] counts. 0: not yet, or there
+    /// is none.
+    #[must_use]
+    pub fn working_set_ns(&self) -> u64 {
+        self.working_set_ns.load(Ordering::Relaxed)
     }
 
     /// Returns its fd store.
@@ -173,9 +246,14 @@ impl Session {
         }
     }
 
+    /// Returns the number of address spaces to serve.
+    pub(crate) fn open_spaces(&self) -> usize {
+        self.open_spaces.load(Ordering::Acquire)
+    }
+
     /// Returns whether no address space is left to serve.
     pub fn is_empty(&self) -> bool {
-        self.open_spaces.load(Ordering::Acquire) == 0
+        self.open_spaces() == 0
     }
 
     /// Waits until the session fails or its last address space is closed. Only one task may wait.
@@ -192,6 +270,21 @@ mod tests {
 
     use super::*;
     use crate::ledger::fd_store::peek_all;
+
+    #[test]
+    fn the_working_set_is_resident_with_its_last_part() {
+        let session = Session::new(PathBuf::new());
+        session.note_working_set(WorkingSetPart::Cpus);
+        assert_eq!(session.working_set_ns(), 0, "there is none");
+        session.expect_working_set(WorkingSetPart::Cpus);
+        session.expect_working_set(WorkingSetPart::Gpus);
+        session.note_working_set(WorkingSetPart::Gpus);
+        assert_eq!(session.working_set_ns(), 0);
+        session.note_working_set(WorkingSetPart::Cpus);
+        let then = session.working_set_ns();
+        session.note_working_set(WorkingSetPart::Cpus);
+        assert!(then > 0 && session.working_set_ns() == then);
+    }
 
     #[test]
     fn an_unpublished_address_space_stays_in_the_store() {

@@ -29,6 +29,7 @@ use crate::session::peer::Peer;
 use crate::session::{Session, complete, socket};
 use crate::supervise::parking;
 use crate::sys;
+use crate::working_set::{LoadingOptions, on_demand};
 
 /// "ReSTore Finished" (criu/uffd.c), which the restore sends when all tasks are restored. No pid is this
 /// large.
@@ -103,13 +104,14 @@ impl Worker {
         images: &Path,
         work: &Path,
         server: Option<&FetchPeer>,
+        options: LoadingOptions,
     ) -> anyhow::Result<Option<OpenSession>> {
         address_spaces::reap_abandoned(self.ledger);
         if let Some(inherited) = self.inherit()? {
             return Ok(Some(inherited));
         }
         match self.ledger.session().outcome() {
-            SessionOutcome::Open => self.listen(images, work, server).await.map(Some),
+            SessionOutcome::Open => self.listen(images, work, server, options).await.map(Some),
             SessionOutcome::Served => Ok(None),
             SessionOutcome::Failed => bail!("the restore had failed already: see above"),
         }
@@ -120,6 +122,7 @@ impl Worker {
         images: &Path,
         work: &Path,
         server: Option<&FetchPeer>,
+        options: LoadingOptions,
     ) -> anyhow::Result<OpenSession> {
         let memory = match server {
             None => LazyMemory::Here,
@@ -132,7 +135,7 @@ impl Worker {
         slot.set_paths(images, work)?;
         let store = session_store::of_image(slot, &image).context("making the session's fd store");
         let session = Session::new(images.to_owned()).with_store(store.inspect_err(|_| slot.free())?);
-        let session = Arc::new(session);
+        let session = Arc::new(on_demand::prepare(session, &image, options));
         let fetch = Fetch::start(&session, &image, server, self.readers()?).await;
         let fetch = fetch.inspect_err(|_| slot.free())?.map(Rc::new);
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
@@ -343,7 +346,7 @@ impl Worker {
                 session.changed().await;
             }
         };
-        tokio::join!(park, load);
+        tokio::join!(park, load, on_demand::load_first(&open.image, session, &self.pool));
         Ok(())
     }
 

@@ -16,6 +16,7 @@ use crate::fetch_peer::FetchedImage;
 use crate::gpu::plugin_folder;
 use crate::session::image::Image;
 use crate::sys;
+use crate::working_set::LoadingOptions;
 
 /// Seconds that a restore has to connect to its streamer.
 const CONNECT_TIMEOUT: u64 = 60;
@@ -96,12 +97,17 @@ fn holds_calls() -> anyhow::Result<()> {
 /// Makes the command for the streamer of one restore, with CRIU's work directory. It writes a zero byte to its standard
 /// output when it listens.
 ///
-/// With `record` it records the GPU working set. It leads a process group of its own, so a terminal's signals do not
+/// `loading` says what is wanted of the load. It leads a process group of its own, so a terminal's signals do not
 /// reach it, and ends if no restore connects within a minute.
 ///
 /// # Errors
 /// The path of this program cannot be found.
-pub fn command(images: &Path, work: &Path, plan: &LaunchPlan, record: bool) -> anyhow::Result<Command> {
+pub fn command(
+    images: &Path,
+    work: &Path,
+    plan: &LaunchPlan,
+    loading: LoadingOptions,
+) -> anyhow::Result<Command> {
     let mut command = Command::new(program()?);
     command.arg("streamer").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
     command.args(["--connect-timeout", &CONNECT_TIMEOUT.to_string()]);
@@ -111,8 +117,11 @@ pub fn command(images: &Path, work: &Path, plan: &LaunchPlan, record: bool) -> a
     if let Some(from) = &plan.from {
         add_server(&mut command, from);
     }
-    if record {
+    if loading.record {
         command.arg("--record");
+    }
+    if let Some(time) = loading.on_demand_only {
+        command.arg("--on-demand-only").arg(time.as_secs().to_string());
     }
     command.stdin(Stdio::null());
     sys::leave_descriptors(&mut command);

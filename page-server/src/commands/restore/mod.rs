@@ -15,6 +15,7 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use clap::ValueEnum as _;
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
@@ -26,7 +27,8 @@ use self::view::{View, write};
 use super::criu::{self, Criu, CriuInvocation, CriuOptions};
 use super::directory;
 use crate::cli::{RestoreArgs, WaitFor};
-use rewake_criu_images::ImageLease;
+use rewake_criu_images::{ImageDir, ImageLease};
+use rewake_manifest::WORKING_SET_NAME;
 use rewake_streamer::control::REPORT;
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{Ended, State, Streaming};
@@ -34,6 +36,8 @@ use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::record::{files, text};
 use rewake_streamer::supervise::launch::LaunchPlan;
+use rewake_streamer::units;
+use rewake_streamer::working_set::{LoadingOptions, file};
 
 /// Time limit for CRIU to notice that its streamer ended, and for a streamer to notice that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -55,6 +59,12 @@ struct RestoreRequest<'a> {
 }
 
 impl RestoreRequest<'_> {
+    /// What is wanted of the load.
+    fn loading(&self) -> LoadingOptions {
+        let RestoreArgs { record, on_demand_only, .. } = self.options;
+        LoadingOptions { record: *record, on_demand_only: on_demand_only.map(Duration::from_secs) }
+    }
+
     /// Starts CRIU, with these options beside the user's.
     fn start(&self, work: &Path, ours: &[&str], generation: &str) -> anyhow::Result<Criu> {
         generation::write(work, generation)?;
@@ -78,11 +88,7 @@ impl RestoreRequest<'_> {
 /// The image cannot be served, there is no agent or no CRIU: nothing was started. Or the restore failed.
 pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     let given = CriuOptions::read(&options.criu_options, &OURS)?;
-    ensure!(
-        given.detached || options.wait == WaitFor::Resident,
-        "--wait=alive: this command ends with the restored processes; add `-- -d` to restore them in the \
-         background"
-    );
+    check_wait(options, given.detached)?;
     let plugins = |gpus| options.programs.plugins(gpus, &given);
     let from = source::prepare(options, plugins)?;
     let images = directory(&options.images_dir, "-D")?;
@@ -97,14 +103,46 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
-        gpus || !options.record,
-        "--record: this image has no GPU state, and only the working set of GPU memory is recorded"
+        !gpus || options.on_demand_only.is_none(),
+        "--on-demand-only: this image has GPU state, and GPUs run when all memory that they reach is resident"
     );
+    if options.wait == WaitFor::WorkingSet {
+        check_working_set(&images)?;
+    }
     let plugins = plugins(gpus)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (given, images, plugins) = (&given, &*images, plugins.as_deref());
     let request = RestoreRequest { options, given, images, gpus, plugins, from: from.as_ref() };
     runtime.block_on(restore(&request))
+}
+
+/// Checks that what this command waits for happens.
+fn check_wait(options: &RestoreArgs, detached: bool) -> anyhow::Result<()> {
+    let Some(wait) = options.wait.to_possible_value().filter(|_| options.wait != WaitFor::Resident) else {
+        return Ok(());
+    };
+    ensure!(
+        detached,
+        "--wait={}: this command ends with the restored processes; add `-- -d` to restore them in the background",
+        wait.get_name()
+    );
+    ensure!(
+        options.wait != WaitFor::WorkingSet || !options.record && options.on_demand_only.is_none(),
+        "--wait=working-set: nothing is loaded first with --record or --on-demand-only"
+    );
+    Ok(())
+}
+
+/// Checks that an image has a working set to wait for.
+fn check_working_set(images: &Path) -> anyhow::Result<()> {
+    let path = images.join(WORKING_SET_NAME);
+    let found = file::of_image(&ImageDir::open(images)?).with_context(|| path.display().to_string())?;
+    ensure!(
+        found.is_some_and(|found| !found.is_empty()),
+        "--wait=working-set: {}: no working set was recorded; record one with `rewake restore --record`",
+        path.display()
+    );
+    Ok(())
 }
 
 async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
@@ -191,7 +229,12 @@ impl RestoreRun<'_> {
                     self.criu_ended(exit?).await;
                     return Ok(None);
                 }
-                _ = redraw.tick(), if self.ended.is_none() => self.view.show(&self.latest.borrow()),
+                _ = redraw.tick(), if self.ended.is_none() => {
+                    self.view.show(&self.latest.borrow());
+                    if self.waits_no_longer() {
+                        return Ok(None);
+                    }
+                }
                 Some(signal) = signals.recv() => return Ok(Some(signal)),
                 () = until(deadline) => {
                     if self.exit.is_some() {
@@ -224,7 +267,12 @@ impl RestoreRun<'_> {
 
     /// The processes run, and the user waits for nothing else.
     fn waits_no_longer(&self) -> bool {
-        self.request.options.wait == WaitFor::Alive && self.timeline.alive_ms.is_some()
+        let has_waited = match self.request.options.wait {
+            WaitFor::Alive => true,
+            WaitFor::WorkingSet => self.latest.borrow().working_set_us > 0,
+            WaitFor::Resident => false,
+        };
+        has_waited && self.timeline.alive_ms.is_some()
     }
 
     fn streamer_ended(&mut self, ended: Result<Ended, ClientError>) {
@@ -248,7 +296,19 @@ impl RestoreRun<'_> {
             Ok(None) => {}
             Err(error) => self.view.say(&format!("rewake: {error:#}\n")),
         }
+        if self.request.options.record && self.timeline.ok {
+            self.show_working_set();
+        }
         self.ended = Some(ended);
+    }
+
+    /// Shows what was recorded. The streamer logs it when it could not be written.
+    fn show_working_set(&self) {
+        let images = ImageDir::open(self.request.images).map_err(anyhow::Error::from);
+        if let Ok(Some(recorded)) = images.and_then(|images| file::of_image(&images)) {
+            let (bytes, buffers) = (units::bytes(recorded.bytes()), recorded.buffers.len());
+            self.view.say(&format!("{WORKING_SET_NAME}: {bytes} of CPU memory, {buffers} buffers of GPUs\n"));
+        }
     }
 
     async fn criu_ended(&mut self, exit: ExitStatus) {
@@ -287,6 +347,10 @@ impl RestoreRun<'_> {
         let exit = self.exit.unwrap_or_default();
         if self.ended.is_none() {
             self.waiting.keep_work();
+            let latest = self.latest.borrow();
+            let clock = Clock::new(self.started, &latest);
+            self.timeline.working_set_ms =
+                Some(latest.working_set_us).filter(|at| *at > 0).map(|at| clock.at(at));
         }
         let (detached, succeeded) = (self.request.given.detached, exit.success());
         if succeeded && !detached && matches!(self.ended, Some(Err(_))) {

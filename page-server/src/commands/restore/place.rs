@@ -79,7 +79,7 @@ impl WaitingStreamer {
     ) -> anyhow::Result<Self> {
         // Beside the agent's socket: an agent with a /tmp of its own would not find the directory there.
         let (work, own) = work(given, socket.parent().unwrap_or_else(|| Path::new("/")))?;
-        let opened = client.open(request.images, &work, request.options.record).await?;
+        let opened = client.open(request.images, &work, request.loading()).await?;
         Ok(Self { work, session: Some(opened.session), lazy_pages: opened.lazy_pages, own })
     }
 
@@ -89,7 +89,7 @@ impl WaitingStreamer {
         given: Option<PathBuf>,
     ) -> anyhow::Result<Self> {
         let (work, own) = work(given, &std::env::temp_dir())?;
-        streamer::start(request.images, &work, &plan, request.options.record, None).await?;
+        streamer::start(request.images, &work, &plan, request.loading(), None).await?;
         Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), own })
     }
 }

@@ -15,8 +15,8 @@ pub(super) struct RestoreTimeline {
     pub(super) session: Option<u64>,
     /// What differs between restores of one image.
     pub(super) generation_id: String,
-    /// All memory is resident, or the processes dropped it, and all gates are open. With `--wait=alive`: the
-    /// processes run.
+    /// All memory is resident, or the processes dropped it, and all gates are open. With `--wait=alive` or
+    /// `--wait=working-set`: the processes run.
     pub(super) ok: bool,
     /// Why not.
     pub(super) reason: Option<String>,
@@ -32,6 +32,8 @@ pub(super) struct RestoreTimeline {
     pub(super) first_fault_ms: Option<f64>,
     /// The last.
     pub(super) last_fault_ms: Option<f64>,
+    /// The recorded working set was resident.
+    pub(super) working_set_ms: Option<f64>,
     /// All memory was resident, and all gates were open.
     pub(super) all_resident_ms: Option<f64>,
     /// From `alive_ms` to `all_resident_ms`, in 10^9 bytes a second.
@@ -93,6 +95,7 @@ impl RestoreTimeline {
         let faults = record.page_fault_stats;
         self.first_fault_ms = faults.first_us.map(|at| clock.at(at));
         self.last_fault_ms = faults.last_us.map(|at| clock.at(at));
+        self.working_set_ms = record.working_set_us.map(|at| clock.at(at));
         let gates = record.processes.iter().filter_map(|of| of.gate_open_us);
         let resident = record.resident_us().into_iter().chain(gates).max();
         let complete = record.state == State::Complete;
@@ -164,10 +167,12 @@ mod tests {
         let mut record = record();
         record.page_fault_stats.first_us = Some(2000);
         record.page_fault_stats.p50_ns = 20_000;
+        record.working_set_us = Some(9000);
         record.page_fault_stats.zero_bytes = GIB / 2;
         let mut timeline = RestoreTimeline::default();
         timeline.add(&record, Clock { offset_ms: 50.0 });
         assert_eq!((timeline.alive_ms, timeline.first_fault_ms), (Some(51.2), Some(52.0)));
+        assert_eq!(timeline.working_set_ms, Some(59.0));
         assert_eq!(timeline.all_resident_ms, Some(3002.0), "the last gate opens after the last buffer");
         assert_eq!((timeline.fault_p50_us, timeline.fault_p99_us), (Some(20.0), None));
         assert_eq!((timeline.lazy_bytes, timeline.copied_bytes), (2 * GIB, 3 * GIB / 2));

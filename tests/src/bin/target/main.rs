@@ -63,6 +63,7 @@ fn main() -> ExitCode {
         "plain" => plain::sequential(stage),
         "random" => plain::random(stage),
         "rewrite" => plain::rewrite(stage),
+        "quarter" => plain::quarter(stage),
         "thp" => plain::huge(stage),
         "zeros" => plain::zeros(stage),
         "threads" => family::threads(stage),

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One process, one region.
 
+use std::fs::File;
+
+use anyhow::Context as _;
 use rewake_tests::Random;
 use rewake_tests::pattern::{BASE, Pattern};
 
 use crate::memory::{Expect, Region};
 use crate::stage::Stage;
+
+/// Adjacent pages of the quarter that [`quarter`] reads: 1 MiB.
+const RUN: usize = 256;
 
 /// Lowest page first.
 pub(crate) fn sequential(stage: &Stage) -> anyhow::Result<()> {
@@ -29,6 +35,22 @@ pub(crate) fn random(stage: &Stage) -> anyhow::Result<()> {
             return Ok(());
         }
     }
+}
+
+/// A quarter of the pages in random order, in runs of [`RUN`]; then it writes "answered", and reads all after the test
+/// says "stop".
+pub(crate) fn quarter(stage: &Stage) -> anyhow::Result<()> {
+    let region = stage.filled()?;
+    stage.ready_then_go()?;
+    let mut random = Random::new(stage.seed);
+    for page in random.shuffled(region.pages / 4) {
+        let page = page / RUN * 4 * RUN + page % RUN;
+        region.check(stage, page, Expect::Of(region.pattern, page));
+    }
+    File::create(stage.dir.join("answered")).context("create the answered file")?;
+    stage.wait_for_stop();
+    region.check_all(stage);
+    Ok(())
 }
 
 /// Random pages get read, half of them rewritten; no write may be lost to a late copy.

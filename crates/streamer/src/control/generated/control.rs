@@ -67,9 +67,12 @@ pub struct Open {
     /// Absolute path of CRIU's work directory: the streamer's sockets and files lie there.
     #[prost(bytes = "vec", tag = "2")]
     pub work_dir: ::prost::alloc::vec::Vec<u8>,
-    /// Record the GPU working set in the image directory.
+    /// Record the working set in the image directory.
     #[prost(bool, tag = "3")]
     pub record: bool,
+    /// Seconds in which CPU memory is loaded only when it is accessed; 0: it is loaded in the background at once.
+    #[prost(uint64, tag = "4")]
+    pub on_demand_only_s: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Opened {
@@ -168,6 +171,9 @@ pub struct Streaming {
     pub page_fault_p50_ns: u64,
     #[prost(uint64, tag = "6")]
     pub page_fault_p99_ns: u64,
+    /// When the recorded working set was resident; 0: not yet, or there is none.
+    #[prost(uint64, tag = "7")]
+    pub working_set_us: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StreamedProcess {

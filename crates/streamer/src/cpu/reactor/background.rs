@@ -8,10 +8,10 @@ use rewake_image_io::io_budget::PIECE;
 use rewake_image_io::{
     Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request, TransferError,
 };
-use rewake_pager::{BLOCK_PAGES, BlockIx, Finish, PageIx};
+use rewake_pager::{BLOCK_PAGES, BlockIx, Finish, PageIx, ResidencyMap};
 
 use super::Reactor;
-use crate::cpu::space::{AddressSpace, Filled};
+use crate::cpu::space::{AddressSpace, Filled, REGISTERED};
 
 /// Blocks that a reactor claims together: adjacent ones make one request to the disk.
 pub(super) const BATCH: usize = PIECE / BLOCK;
@@ -93,9 +93,28 @@ impl Pace {
     }
 }
 
-/// Returns whether the address space has blocks to claim, or, with `first_only`, prefetch blocks.
-fn has_work(space: &Arc<AddressSpace>, first_only: bool) -> bool {
-    space.wants_background() && space.layout().has_claimable() && (!first_only || space.has_first())
+/// The rank of blocks that are no prefetch blocks.
+const REST: u32 = u32::MAX;
+
+/// Returns whether only registered blocks of an address space may be claimed, which restores wait for: while background
+/// reads are `held`, and while memory is loaded only when it is accessed.
+fn only_registered(space: &AddressSpace, held: bool) -> bool {
+    held || space.session.is_on_demand()
+}
+
+/// Returns the rank of the next blocks to claim of an address space, lower ones first; none if there are none now.
+fn next_rank(space: &AddressSpace, held: bool) -> Option<u32> {
+    if !space.wants_background() || !space.layout().has_claimable() {
+        return None;
+    }
+    let rank = space.next_rank().unwrap_or(REST);
+    (rank == REGISTERED || !only_registered(space, held)).then_some(rank)
+}
+
+fn claim_of(space: &Arc<AddressSpace>, held: bool) -> Option<Claim> {
+    let claim = if only_registered(space, held) { ResidencyMap::claim_first } else { ResidencyMap::claim };
+    let block = claim(&space.layout())?;
+    Some(Claim { space: Arc::clone(space), block })
 }
 
 impl Reactor {
@@ -158,8 +177,8 @@ impl Reactor {
         }
         while (self.current.is_none() || self.is_fetched) && self.wants_more() {
             // Only reads from the disk use the budget.
-            let first_only = self.shared.budget.holds_background();
-            let needs_disk = self.cold && self.spaces.iter().any(|space| has_work(space, first_only));
+            let held = self.shared.budget.holds_background();
+            let needs_disk = self.cold && self.spaces.iter().any(|space| next_rank(space, held).is_some());
             self.held_back = needs_disk && !self.engine.allows(PIECE);
             if self.held_back || !self.claim_batch() {
                 break;
@@ -183,10 +202,14 @@ impl Reactor {
     /// Claims a block of the next address space, or a batch where the disk is read: adjacent blocks make one
     /// request to the disk. Returns false without a block to claim or a buffer for it.
     fn claim_batch(&mut self) -> bool {
-        let Some(space) = self.next_space() else { return false };
-        for n in 0..if self.cold { BATCH } else { 1 } {
-            let Some(block) = space.layout().claim() else { return n > 0 };
-            if !self.load(Claim { space: Arc::clone(&space), block }) {
+        let held = self.shared.budget.holds_background();
+        let count = if self.cold { BATCH } else { 1 };
+        let Some(first) = self.claim_next(held) else { return false };
+        let space = Arc::clone(&first.space);
+        let mut first = Some(first);
+        for _ in 0..count {
+            let Some(claim) = first.take().or_else(|| claim_of(&space, held)) else { break };
+            if !self.load(claim) {
                 return false;
             }
             if self.current.is_some() {
@@ -196,19 +219,28 @@ impl Reactor {
         true
     }
 
-    fn next_space(&mut self) -> Option<Arc<AddressSpace>> {
+    fn claim_next(&mut self, held: bool) -> Option<Claim> {
+        loop {
+            let space = self.next_space(held)?;
+            let claim = claim_of(&space, held);
+            // Where others have just claimed the last registered blocks, another address space may have some: this one
+            // is not chosen again.
+            if claim.is_some() || !only_registered(&space, held) {
+                return claim;
+            }
+        }
+    }
+
+    /// Returns the address space whose next blocks have the lowest rank, in turn.
+    fn next_space(&mut self, held: bool) -> Option<Arc<AddressSpace>> {
         let count = self.spaces.len();
-        let at = |step: usize| &self.spaces[(self.turn + step) % count];
-        // Prefetch blocks have priority: restores wait for them.
-        let first_only = self.shared.budget.holds_background();
-        let mine = |step: usize, first_only: bool| {
-            let space = at(step);
+        let rank = |step: usize| {
+            let space = &self.spaces[(self.turn + step) % count];
             // A peer is slower than one reactor. Others would only delay it, as they use the same processors.
-            (!space.is_fetched() || space.home == self.index) && has_work(space, first_only)
+            let is_mine = !space.is_fetched() || space.home == self.index;
+            is_mine.then(|| next_rank(space, held)).flatten()
         };
-        let first = (0..count).find(|step| mine(*step, true));
-        let rest = |step: &usize| !first_only && mine(*step, false);
-        let step = first.or_else(|| (0..count).find(rest))?;
+        let (_, step) = (0..count).filter_map(|step| Some((rank(step)?, step))).min()?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;
         if space.begins() {
@@ -221,10 +253,7 @@ impl Reactor {
     /// Loads the block that a page fault waits for, before all others. Returns false when it cannot be loaded
     /// now: another reactor has claimed it, no buffer is free, or the budget has no room for this class.
     pub(super) fn demand_load(&mut self, space: &Arc<AddressSpace>, block: BlockIx, class: Class) -> bool {
-        if !space.wants_background() {
-            return false;
-        }
-        if !space.layout().claim_block(block) {
+        if !space.loads_whole_blocks() || !space.layout().claim_block(block) {
             return false;
         }
         let claim = Claim { space: Arc::clone(space), block };
@@ -284,7 +313,7 @@ impl Reactor {
     /// Has the background load continue with the block of a page fault, which was read and checked for its page:
     /// its bytes are at the start of `self.window`.
     pub(super) fn continue_with(&mut self, space: &Arc<AddressSpace>, block: BlockIx) {
-        if self.current.is_some() || !space.wants_background() || !space.layout().claim_block(block) {
+        if self.current.is_some() || !space.loads_whole_blocks() || !space.layout().claim_block(block) {
             return;
         }
         let claim = Claim { space: Arc::clone(space), block };

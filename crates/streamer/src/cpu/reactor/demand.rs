@@ -76,6 +76,7 @@ impl Reactor {
             unreachable!("the plan was made with these files")
         };
         layout.promote(place.block);
+        space.note_access(&layout, place.page, 1);
         if !file.has(place.file_offset, PAGE) {
             drop(layout);
             return self.await_page(demand, file, place.file_offset);
@@ -137,6 +138,7 @@ impl Reactor {
             return None;
         }
         layout.follow(run.page, true);
+        space.note_access(layout, run.page, run.pages);
         Some(space.fill_window(layout, &run, address, &self.window[read]))
     }
 

@@ -12,11 +12,16 @@ use rewake_criu_images::{
     Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan, is_gpu_pages_file,
 };
 use rewake_image_io::{BLOCK, FileState};
-use rewake_manifest::{ImageChecksums, read_chain, read_partial_checksums, refuse_partial};
+use rewake_manifest::{ImageChecksums, WORKING_SET_NAME, read_chain, read_partial_checksums, refuse_partial};
 use rewake_page_protocol::HeaderLayout;
-use rewake_pager::{Extent, PAGE_SIZE, Plan};
+use rewake_pager::{Extent, PAGE_SIZE, Plan, Prefetch};
 
+use crate::cpu::space::REGISTERED;
 use crate::session::gpu_pinned::gpu_registered_ranges;
+use crate::working_set::file::{self, REMEDY};
+
+/// Bytes of the reason why a working set is not used.
+const MAX_NOTE: usize = 1 << 10;
 
 /// What a session needs of an image, as its planner found it.
 #[derive(Debug, Default)]
@@ -26,6 +31,10 @@ pub(crate) struct Draft {
     /// See [`ImageDir::dump_id`].
     pub(crate) dump: Digest,
     pub(crate) digest: Digest,
+    /// Why the recorded working set is not used; empty: it is, or there is none.
+    pub(crate) working_set_note: String,
+    /// Whether buffers of GPUs belong to the recorded working set.
+    pub(crate) has_first_buffers: bool,
     /// The pages files of all tasks, each once. Of a partial image also those with GPU memory.
     pub(crate) files: Vec<DraftFile>,
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
@@ -78,6 +87,8 @@ pub(crate) struct DraftTask {
     pub(crate) files: Vec<usize>,
     /// Addresses that are loaded before all others.
     pub(crate) first: Vec<Range<u64>>,
+    /// The recorded working set.
+    pub(crate) working_set: Vec<Prefetch>,
 }
 
 impl Draft {
@@ -138,14 +149,32 @@ impl Draft {
     fn tasks(self, images: &ImageDir) -> anyhow::Result<Self> {
         let mut draft = self;
         let mut first = gpu_registered_ranges(images);
+        let mut accessed = draft.working_set(images);
         for task in images.tasks()? {
             let first = first.remove(&task.pid).unwrap_or_default();
-            let plan =
-                if task.state.has_memory() { Some(draft.task(images, task.pid, first)?) } else { None };
+            let working_set = accessed.remove(&task.pid).unwrap_or_default();
+            let plan = if task.state.has_memory() {
+                Some(DraftTask { working_set, ..draft.task(images, task.pid, first)? })
+            } else {
+                None
+            };
             draft.tasks.insert(task.pid, plan);
         }
         draft.digest = images.digest();
         Ok(draft)
+    }
+
+    /// Reads the working set by task. Without one the restore is right, too.
+    fn working_set(&mut self, images: &ImageDir) -> BTreeMap<u32, Vec<Prefetch>> {
+        let read = file::read(images.as_fd(), self.dump).unwrap_or_else(|error| {
+            self.working_set_note =
+                format!("{}/{WORKING_SET_NAME} is not used: {error:#}: {REMEDY}", images.path().display());
+            self.working_set_note.truncate(self.working_set_note.floor_char_boundary(MAX_NOTE));
+            None
+        });
+        let working_set = read.unwrap_or_default();
+        self.has_first_buffers = !working_set.buffers.is_empty();
+        working_set.by_task(REGISTERED + 1)
     }
 
     fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<DraftTask> {
@@ -164,7 +193,7 @@ impl Draft {
         let plan = Plan::new(extents.into_iter().map(|of| extent(of, 0)).collect()).with_context(pagemap)?;
         let files = files.into_iter().map(|file| self.file(file.file, file.path));
         let files = files.collect::<anyhow::Result<_>>()?;
-        Ok(DraftTask { extents: plan.into_extents(), files, first })
+        Ok(DraftTask { extents: plan.into_extents(), files, first, working_set: Vec::new() })
     }
 
     /// Adds the checksums of the files, from the manifest of the directory that each is in.
@@ -207,7 +236,7 @@ impl DraftRemote {
         self.len = (base + pages * PAGE_SIZE).next_multiple_of(BLOCK as u64);
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         let plan = Plan::new(extents).with_context(pagemap)?;
-        Ok(DraftTask { extents: plan.into_extents(), files: vec![0], first })
+        Ok(DraftTask { extents: plan.into_extents(), files: vec![0], first, working_set: Vec::new() })
     }
 }
 

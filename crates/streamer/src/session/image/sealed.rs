@@ -8,6 +8,7 @@
 //!
 //! ```text
 //! MAGIC [8], VERSION u32, digest of the image [32], id of the dump [32]
+//! why the working set is not used: as a name; whether buffers belong to it u32
 //! directory: dev ino u64
 //! leases u32, checksums u64: their numbers
 //! memory of another host: length of a header u32 (0: there is none; 1: it goes into the files), bytes u64;
@@ -16,6 +17,7 @@
 //!     is sealed u32, first checksum u64, number in the manifest u32
 //! tasks u32, each: pid u32, has memory u32, and if it has:
 //!     files u32, each: index u32      first u32, each: start end u64
+//!     working set u32, each: start end u64, rank u32
 //!     extents u64, each: target offset pages u64, file u32
 //! checksums, each: u64
 //! name, path: length u32, bytes
@@ -27,6 +29,7 @@ use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::FileExt as _;
@@ -40,7 +43,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
 use rewake_image_io::{BlockChecksums, ChecksumTable, FileKey, FileState, ImageFile, keep_in_page_cache};
 use rewake_page_protocol::HeaderLayout;
-use rewake_pager::{Extent, PAGE_SIZE, Plan};
+use rewake_pager::{Extent, PAGE_SIZE, Plan, Prefetch};
 
 use super::draft::{Draft, DraftRemote, DraftTask, RemotePlace};
 use super::file_place::FilePlace;
@@ -48,7 +51,7 @@ use super::remote_memory::RemoteMemory;
 use super::{Image, TaskPlan};
 
 const MAGIC: [u8; 8] = *b"rewakepl";
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 /// In the place of a header's length: memory goes into the files of the image.
 const FILES: usize = 1;
 /// The longest name or path, in bytes.
@@ -56,6 +59,7 @@ const MAX_NAME: u32 = 4096;
 /// The bytes of a record of each kind.
 const INDEX: u64 = 4;
 const RANGE: u64 = 16;
+const RANKED: u64 = 20;
 const EXTENT: u64 = 28;
 const CHECKSUM: u64 = 8;
 
@@ -160,6 +164,8 @@ impl<W: Write> Output<W> {
         self.u32(VERSION)?;
         self.0.write_all(&draft.digest.0)?;
         self.0.write_all(&draft.dump.0)?;
+        self.text(draft.working_set_note.as_bytes())?;
+        self.u32(u32::from(draft.has_first_buffers))?;
         self.u64(draft.directory.0)?;
         self.u64(draft.directory.1)?;
         self.count(draft.leases.len())?;
@@ -218,6 +224,12 @@ impl<W: Write> Output<W> {
         for range in &task.first {
             self.u64(range.start)?;
             self.u64(range.end)?;
+        }
+        self.count(task.working_set.len())?;
+        for Prefetch { addresses, rank } in &task.working_set {
+            self.u64(addresses.start)?;
+            self.u64(addresses.end)?;
+            self.u32(*rank)?;
         }
         self.u64(task.extents.len() as u64)?;
         for extent in &task.extents {
@@ -280,6 +292,8 @@ impl Input<'_> {
         let version = self.u32()?;
         ensure!(version == VERSION, "expected version {VERSION}, found {version}: another `rewake` made it");
         let (digest, dump) = (Digest(self.array()?), Digest(self.array()?));
+        let working_set_note = self.text()?.to_string_lossy().into_owned();
+        let has_first_buffers = self.u32()? != 0;
         let directory = (self.u64()?, self.u64()?);
         let (leases, checksums) = (self.u32()?, self.u64()?);
         let first = checksums.checked_mul(CHECKSUM).and_then(|bytes| self.len.checked_sub(bytes));
@@ -292,7 +306,8 @@ impl Input<'_> {
             descriptors.len()
         );
         let leases = descriptors.split_off(count as usize);
-        let mut image = Image { digest, dump, directory, leases, ..Image::default() };
+        let working_set = Image { working_set_note, has_first_buffers, ..Image::default() };
+        let mut image = Image { digest, dump, directory, leases, ..working_set };
         let mut inodes = HashSet::new();
         let mut place = FilePlace::new(remote.as_mut());
         for descriptor in descriptors {
@@ -390,9 +405,19 @@ impl Input<'_> {
         self.has_room(count, RANGE)?;
         let mut first = Vec::new();
         for _ in 0..count {
-            let range = self.u64()?..self.u64()?;
-            ensure!(range.start < range.end, "expected a range of addresses, found {range:#x?}");
-            first.push(range);
+            first.push(self.range()?);
+        }
+        let count = u64::from(self.u32()?);
+        self.has_room(count, RANKED)?;
+        let mut working_set = Vec::new();
+        for _ in 0..count {
+            let prefetch = Prefetch { addresses: self.range()?, rank: self.u32()? };
+            let Range { start, end } = prefetch.addresses;
+            ensure!(
+                start % PAGE_SIZE == 0 && end % PAGE_SIZE == 0,
+                "expected pages, found {start:#x}..{end:#x}"
+            );
+            working_set.push(prefetch);
         }
         let count = self.u64()?;
         self.has_room(count, EXTENT)?;
@@ -401,7 +426,13 @@ impl Input<'_> {
             extents.push(self.extent(&files)?);
         }
         let plan = Arc::new(Plan::new(extents)?);
-        Ok(TaskPlan { plan, files: Arc::new(files), first })
+        Ok(TaskPlan { plan, files: Arc::new(files), first, working_set })
+    }
+
+    fn range(&mut self) -> anyhow::Result<Range<u64>> {
+        let range = self.u64()?..self.u64()?;
+        ensure!(range.start < range.end, "expected a range of addresses, found {range:#x?}");
+        Ok(range)
     }
 
     fn extent(&mut self, files: &[Arc<ImageFile>]) -> anyhow::Result<Extent> {

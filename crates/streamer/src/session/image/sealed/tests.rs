@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use crate::fetch_peer::{FetchPeer, FetchedImage};
 use crate::gpu::fetched_files::FetchedGpuFiles;
+use crate::session::WorkingSetPart;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
 };
@@ -64,6 +65,7 @@ fn opened() -> (tempfile::TempDir, Image) {
     // These ranges normally come from GPU images, which this image lacks.
     if let Some(Some(task)) = draft.tasks.get_mut(&8) {
         task.first = vec![0x80_0000..0x80_1000, 0x80_2000..0x80_3000];
+        task.working_set = vec![Prefetch { addresses: 0x80_4000..0x80_5000, rank: 9 }];
     }
     (root, planned(draft))
 }
@@ -107,14 +109,14 @@ fn bytes_of(plan: &OwnedFd) -> Vec<u8> {
     bytes
 }
 
-/// Everything of a task that a session uses: pid, extents, prefetch ranges and file names.
-type Content = (u32, Vec<Extent>, Vec<std::ops::Range<u64>>, Vec<PathBuf>);
+/// Everything of a task that a session uses: pid, extents, ranges that are loaded first, the working set and file names.
+type Content = (u32, Vec<Extent>, Vec<std::ops::Range<u64>>, Vec<Prefetch>, Vec<PathBuf>);
 
 fn content(image: &Image) -> Vec<Content> {
     let of = |(pid, plan): (&u32, &Option<TaskPlan>)| {
         let plan = plan.as_ref()?;
         let names = plan.files.iter().map(|file| file.name().to_owned()).collect();
-        Some((*pid, plan.plan.extents().to_vec(), plan.first.clone(), names))
+        Some((*pid, plan.plan.extents().to_vec(), plan.first.clone(), plan.working_set.clone(), names))
     };
     image.plans.iter().filter_map(of).collect()
 }
@@ -132,6 +134,8 @@ fn a_successor_serves_the_same_plans_from_the_same_files() {
     );
     assert!(successor.has_task(9) && successor.plan(9).is_none(), "a zombie has no memory");
     assert_eq!(successor.plan(8).unwrap().first.len(), 2);
+    assert_eq!(successor.working_set_parts(), [WorkingSetPart::Cpus]);
+    assert!(successor.plan(7).unwrap().working_set.is_empty());
     let again = bytes_of(&successor.seal().unwrap().0);
     assert_eq!(again, bytes_of(&plan), "a third process gets the same");
 }
@@ -254,7 +258,7 @@ fn a_plan_of_another_version_says_so() {
     let mut bytes = bytes_of(&plan);
     bytes[8] = 1;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
-    assert!(error.contains("expected version 5, found 1: another `rewake` made it"), "{error}");
+    assert!(error.contains("expected version 6, found 1: another `rewake` made it"), "{error}");
 }
 
 #[test]
@@ -328,8 +332,9 @@ fn counts_beyond_the_end_are_refused_before_allocation() {
     // The last task's counts of ranges and extents, at offsets from the end: the zombie has 8 bytes, and two blocks
     // have checksums.
     let extents = bytes.len() - 2 * 8 - 8 - usize::try_from(EXTENT).unwrap() - 8;
-    let ranges = extents - 2 * usize::try_from(RANGE).unwrap() - 4;
-    for (at, len) in [(extents, 8), (ranges, 4)] {
+    let working_set = extents - usize::try_from(RANKED).unwrap() - 4;
+    let ranges = working_set - 2 * usize::try_from(RANGE).unwrap() - 4;
+    for (at, len) in [(extents, 8), (working_set, 4), (ranges, 4)] {
         let mut bytes = bytes.clone();
         bytes[at..at + len].fill(0xff);
         let (_, files) = plan_and_files(&image);

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The time at the start of a restore in which nothing is loaded that no thread waits for.
+
+use std::os::fd::AsFd as _;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rewake_manifest::WORKING_SET_NAME;
+use tracing::{info, warn};
+
+use super::file;
+use crate::cpu::ReactorPool;
+use crate::session::image::Image;
+use crate::session::{Session, WorkingSetPart};
+use crate::units;
+
+/// Without a page fault for this long, the program has accessed what it needs first: the recording ends.
+const QUIET: Duration = Duration::from_secs(3);
+/// The longest recording of a restore that has no other limit.
+const RECORDING: Duration = Duration::from_secs(30);
+/// Time between two looks whether the working set is resident.
+const FIRST_LOOK: Duration = Duration::from_millis(5);
+/// Time between two looks at the number of page faults.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What a user wants of the load beside the memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LoadingOptions {
+    /// Record the working set. An earlier one is not loaded first then: its order would be recorded again.
+    pub record: bool,
+    /// For this long, CPU memory is loaded only when it is accessed.
+    pub on_demand_only: Option<Duration>,
+}
+
+impl LoadingOptions {
+    /// Whether a restore begins with such a time.
+    pub(crate) fn begins_on_demand(self) -> bool {
+        self.record || self.on_demand_only.is_some()
+    }
+}
+
+/// Prepares a session of an image: what is loaded first, and whether that is all at first.
+pub(crate) fn prepare(session: Session, image: &Image, options: LoadingOptions) -> Session {
+    let session = session.with_options(options);
+    if !session.is_on_demand() {
+        image.working_set_parts().into_iter().for_each(|part| session.expect_working_set(part));
+    }
+    if let Some(note) = image.working_set_note() {
+        warn!("{note}");
+    }
+    session
+}
+
+/// Waits for what comes before the rest of the memory, of a session whose processes run: the time in which it is loaded
+/// only when it is accessed, or the working set.
+pub(crate) async fn load_first(image: &Image, session: &Session, pool: &ReactorPool) {
+    if session.is_on_demand() {
+        wait(session).await;
+        session.end_on_demand();
+        pool.look_again();
+        record(image, session);
+    } else if image.working_set_parts().contains(&WorkingSetPart::Cpus) {
+        while !is_over(session) && !pool.is_first_resident(session) {
+            tokio::time::sleep(FIRST_LOOK).await;
+        }
+        session.note_working_set(WorkingSetPart::Cpus);
+    }
+}
+
+/// Waits for the end of the time in which memory is loaded only when it is accessed.
+async fn wait(session: &Session) {
+    let only_for = session.options().on_demand_only;
+    let limit = only_for.unwrap_or(RECORDING);
+    let began = Instant::now();
+    let (mut faults, mut latest) = (0, began);
+    while began.elapsed() < limit && !is_over(session) {
+        let now = session.stats.faults.load(Ordering::Relaxed);
+        if now != faults {
+            (faults, latest) = (now, Instant::now());
+        }
+        if only_for.is_none() && latest.elapsed() >= QUIET {
+            return;
+        }
+        tokio::time::sleep(LOOK.min(limit.saturating_sub(began.elapsed()))).await;
+    }
+}
+
+fn is_over(session: &Session) -> bool {
+    session.is_empty() || session.has_failed()
+}
+
+/// Adds what was accessed to the working set of the image. A failure is logged only: the restore is right without.
+fn record(image: &Image, session: &Session) {
+    // A restore that fails says little about others.
+    let Some(log) = session.log().filter(|_| !session.has_failed()) else { return };
+    let accessed = log.working_set(|pid| image.plan(pid).map(|task| &task.plan));
+    let bytes = units::bytes(accessed.bytes());
+    let add = || -> anyhow::Result<()> {
+        let images = image.open_directory(&session.images)?;
+        file::add(images.as_fd(), image.dump(), accessed)
+    };
+    match add() {
+        Ok(()) => info!("{WORKING_SET_NAME}: recorded {bytes} of CPU memory that was accessed"),
+        Err(error) => warn!("the working set of CPU memory is not recorded: {error:#}"),
+    }
+}
