@@ -151,9 +151,14 @@ impl GpuPagesFile {
         let unsealed = || FileError::of("verify", &self.name)(io::Error::other(Unsealed));
         self.file.verify_with(checksums.ok_or_else(unsealed)?);
         if sealed.is_partial {
-            self.file.allow_arrival();
+            self.allow_arrival();
         }
         Ok(())
+    }
+
+    /// Accepts that a fetcher writes the file meanwhile. What is loaded must have arrived, if the image is not sealed.
+    pub fn allow_arrival(&self) {
+        self.file.allow_arrival();
     }
 
     /// Returns the name of the file.

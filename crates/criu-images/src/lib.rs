@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod amdgpu;
+mod arriving;
 mod digest;
 mod dir;
 mod eager;
@@ -28,6 +29,7 @@ mod stats;
 mod tasks;
 pub mod write;
 
+pub use arriving::{ARRIVING_NAME, add_arriving_file};
 pub use digest::Digest;
 pub use dir::{INVENTORY_NAME, ImageDir, MAX_PARENTS};
 pub use error::{ImageError, Result};

@@ -145,7 +145,7 @@ mod tests {
         match unsafe { fork() }.unwrap() {
             ForkResult::Child => {
                 let layout = rewake_page_protocol::HeaderLayout::Wide;
-                let memory = FetchedMemory::Pages { layout, extents: Vec::new() };
+                let memory = FetchedMemory::Pages { layout, extents: Vec::new(), files: Vec::new() };
                 let plan = FetchPlan { peer: PagePeer::Connected, tls: None, len: 0, memory };
                 let code = if confine(&plan).is_ok() { 0 } else { 1 };
                 call();

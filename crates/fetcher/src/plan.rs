@@ -7,8 +7,9 @@
 //! ```text
 //! MAGIC [8], bytes of the presence map's files u64, peer: length u32, text, TLS: length u32, text
 //! length of a header u32 (0: an image server)
-//! page server: extents u64, each: first page of the map u64, address u64, pages u64, pid u32
-//! image server: image: length u32, text, id [32], files u64, each: first page of the map u64, length u64, number u32
+//! page server: extents u64, each: first page of the map u64, address u64, pages u64, pid u32; then files
+//! image server: image: length u32, text, id [32]; then files
+//! files u64, each: first page of the map u64, length u64, number u32
 //! ```
 
 use std::fs::File;
@@ -21,7 +22,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, PAGE};
 use rewake_criu_tls::{TlsClient, TlsOptions};
-use rewake_page_protocol::HeaderLayout;
+use rewake_page_protocol::{HeaderLayout, file_task};
 
 use crate::queue::BLOCK_PAGES;
 
@@ -71,14 +72,14 @@ pub struct FetchExtent {
     pub pid: u32,
 }
 
-/// A file of an image whose missing blocks an image server has.
+/// A file of an image whose missing bytes the peer has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SparseFile {
     /// Its first page in the presence map: the first of a block.
     pub first: u64,
     /// Its length in bytes.
     pub len: u64,
-    /// Its number in the manifest, from 1.
+    /// Its number at the peer: in the manifest, from 1; or among the files that a source of a migration has.
     pub number: u32,
 }
 
@@ -91,6 +92,9 @@ pub enum FetchedMemory {
         layout: HeaderLayout,
         /// The pages, in the order of the cache file.
         extents: Vec<FetchExtent>,
+        /// Files that it has too, and that are written into the same files of this host. They are after the cache file in
+        /// the presence map. Only a source of a migration has some: each is requested as a [task](file_task).
+        files: Vec<SparseFile>,
     },
     /// Blocks of files, of an image server. They are written into the same files of this host.
     Files {
@@ -114,6 +118,17 @@ pub struct FetchPlan {
     pub len: u64,
     /// What is fetched.
     pub memory: FetchedMemory,
+}
+
+/// Where a page is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PagePlace {
+    /// The index of the file.
+    pub(crate) file: usize,
+    /// The offset in the file.
+    pub(crate) offset: u64,
+    /// Bytes from there to the end of the file: a page server sends zeros after it.
+    pub(crate) room: u64,
 }
 
 impl SparseFile {
@@ -212,16 +227,26 @@ impl FetchPlan {
     #[must_use]
     pub fn files(&self) -> usize {
         match &self.memory {
-            FetchedMemory::Pages { .. } => 1,
+            FetchedMemory::Pages { files, .. } => 1 + files.len(),
             FetchedMemory::Files { files, .. } => files.len(),
         }
+    }
+
+    /// Returns what a page server is asked for: pages of tasks, and files in the place of tasks. None of an image server.
+    pub(crate) fn page_extents(&self) -> Vec<FetchExtent> {
+        let FetchedMemory::Pages { extents, files, .. } = &self.memory else { return Vec::new() };
+        let of_file = |file: &SparseFile| {
+            let pid = file_task(file.number)?;
+            Some(FetchExtent { first: file.first, vaddr: 0, pages: file.pages(), pid })
+        };
+        extents.iter().copied().chain(files.iter().filter_map(of_file)).collect()
     }
 
     /// Returns the runs of pages of the presence map that can be requested.
     pub(crate) fn runs(&self) -> Vec<Range<u64>> {
         match &self.memory {
-            FetchedMemory::Pages { extents, .. } => {
-                extents.iter().map(|extent| extent.first..extent.first + extent.pages).collect()
+            FetchedMemory::Pages { .. } => {
+                self.page_extents().iter().map(|extent| extent.first..extent.first + extent.pages).collect()
             }
             FetchedMemory::Files { files, .. } => {
                 files.iter().map(|file| file.first..file.first + file.pages()).collect()
@@ -229,14 +254,16 @@ impl FetchPlan {
         }
     }
 
-    /// Returns the index of the file that a page of the presence map is in, and its offset there.
-    pub(crate) fn place(&self, page: u64) -> (usize, u64) {
-        match &self.memory {
-            FetchedMemory::Pages { .. } => (0, page * PAGE),
-            FetchedMemory::Files { files, .. } => {
-                let at = files.partition_point(|file| file.first <= page).saturating_sub(1);
-                (at, files.get(at).map_or(0, |file| (page - file.first) * PAGE))
+    /// Returns where a page of the presence map is written.
+    pub(crate) fn place(&self, page: u64) -> PagePlace {
+        let (FetchedMemory::Pages { files, .. } | FetchedMemory::Files { files, .. }) = &self.memory;
+        let (after, cache) = (files.partition_point(|file| file.first <= page), self.files() - files.len());
+        match after.checked_sub(1).and_then(|at| Some((at, files.get(at)?))) {
+            Some((at, file)) => {
+                let offset = (page - file.first) * PAGE;
+                PagePlace { file: cache + at, offset, room: file.len.saturating_sub(offset) }
             }
+            None => PagePlace { file: 0, offset: page * PAGE, room: u64::MAX },
         }
     }
 
@@ -253,7 +280,7 @@ impl FetchPlan {
             write_text(&mut out, &of)?;
         }
         match &self.memory {
-            FetchedMemory::Pages { layout, extents } => {
+            FetchedMemory::Pages { layout, extents, files } => {
                 out.write_all(&u32::try_from(layout.len())?.to_ne_bytes())?;
                 out.write_all(&(extents.len() as u64).to_ne_bytes())?;
                 for extent in extents {
@@ -262,6 +289,7 @@ impl FetchPlan {
                     }
                     out.write_all(&extent.pid.to_ne_bytes())?;
                 }
+                write_files(&mut out, files)?;
             }
             FetchedMemory::Files { image, id, files } => {
                 out.write_all(&0u32.to_ne_bytes())?;
@@ -272,13 +300,7 @@ impl FetchPlan {
                 );
                 write_text(&mut out, image)?;
                 out.write_all(&id.0)?;
-                out.write_all(&(files.len() as u64).to_ne_bytes())?;
-                for file in files {
-                    for value in [file.first, file.len] {
-                        out.write_all(&value.to_ne_bytes())?;
-                    }
-                    out.write_all(&file.number.to_ne_bytes())?;
-                }
+                write_files(&mut out, files)?;
             }
         }
         Ok(out.flush()?)
@@ -301,30 +323,34 @@ impl FetchPlan {
         let layouts = [HeaderLayout::Narrow, HeaderLayout::Wide];
         let header = u32::from_ne_bytes(array(&mut input)?) as usize;
         let memory = match layouts.into_iter().find(|layout| layout.len() == header) {
-            Some(layout) => FetchedMemory::Pages { layout, extents: extents(&mut input)? },
+            Some(layout) => {
+                FetchedMemory::Pages { layout, extents: extents(&mut input)?, files: files(&mut input)? }
+            }
             None if header == 0 => {
                 let image = text(&mut input).context("the image's name")?.to_owned();
                 FetchedMemory::Files { image, id: Digest(array(&mut input)?), files: files(&mut input)? }
             }
             None => bail!("headers of {header} bytes"),
         };
+        ensure!(input.is_empty(), "{} bytes after a fetch plan", input.len());
         let plan = Self { peer, tls, len, memory };
         plan.check()?;
         Ok(plan)
     }
 
     fn check(&self) -> anyhow::Result<()> {
-        let (pages, unit) = match &self.memory {
-            FetchedMemory::Pages { .. } => (self.len / PAGE, 1),
-            FetchedMemory::Files { .. } => (self.len / PAGE, BLOCK_PAGES),
-        };
+        let (FetchedMemory::Pages { files, .. } | FetchedMemory::Files { files, .. }) = &self.memory;
+        let pages = self.len / PAGE;
+        for SparseFile { first, number, .. } in files {
+            ensure!(
+                first.is_multiple_of(BLOCK_PAGES) && file_task(*number).is_some(),
+                "file {number} at page {first:#x} of a presence map: expected the border of a block"
+            );
+        }
         let mut end = 0;
         for run in self.runs() {
             let inside = !run.is_empty() && run.start >= end && run.end <= pages;
-            ensure!(
-                inside && run.start.is_multiple_of(unit),
-                "pages {run:x?} after page {end:#x} of a presence map of {pages} pages"
-            );
+            ensure!(inside, "pages {run:x?} after page {end:#x} of a presence map of {pages} pages");
             end = run.end;
         }
         Ok(())
@@ -355,11 +381,22 @@ fn files(input: &mut &[u8]) -> anyhow::Result<Vec<SparseFile>> {
     Ok(files)
 }
 
-/// Reads a number of records of this length, which must be the rest of the plan.
+/// Reads a number of records of this length, which must be in the plan.
 fn count(input: &mut &[u8], record: usize) -> anyhow::Result<usize> {
     let count = usize::try_from(u64::from_ne_bytes(array(input)?))?;
-    ensure!(count.checked_mul(record) == Some(input.len()), "{count} records in {} bytes", input.len());
+    ensure!(count <= input.len() / record, "{count} records in {} bytes", input.len());
     Ok(count)
+}
+
+fn write_files(out: &mut impl Write, files: &[SparseFile]) -> io::Result<()> {
+    out.write_all(&(files.len() as u64).to_ne_bytes())?;
+    for file in files {
+        for value in [file.first, file.len] {
+            out.write_all(&value.to_ne_bytes())?;
+        }
+        out.write_all(&file.number.to_ne_bytes())?;
+    }
+    Ok(())
 }
 
 fn write_text(out: &mut impl Write, text: &str) -> anyhow::Result<()> {
@@ -387,8 +424,15 @@ mod tests {
     fn plan(peer: PagePeer) -> FetchPlan {
         let extent = |first, vaddr, pages| FetchExtent { first, vaddr, pages, pid: 7 };
         let extents = vec![extent(0, 0x1000, 3), extent(16, 0x9000_0000, 1)];
-        let memory = FetchedMemory::Pages { layout: HeaderLayout::Narrow, extents };
+        let memory = FetchedMemory::Pages { layout: HeaderLayout::Narrow, extents, files: Vec::new() };
         FetchPlan { peer, tls: None, len: 17 * PAGE, memory }
+    }
+
+    /// Pages of a task, and two files after the border of blocks.
+    fn with_files(files: Vec<SparseFile>) -> FetchPlan {
+        let extents = vec![FetchExtent { first: 0, vaddr: 0x1000, pages: 3, pid: 7 }];
+        let memory = FetchedMemory::Pages { layout: HeaderLayout::Wide, extents, files };
+        FetchPlan { peer: PagePeer::Unix("/a".into()), tls: None, len: 48 * PAGE, memory }
     }
 
     fn of_files(files: Vec<SparseFile>) -> FetchPlan {
@@ -438,7 +482,27 @@ mod tests {
         let plan = of_files(two_files());
         assert_eq!(reread(&plan).unwrap(), plan);
         assert_eq!(plan.runs(), [0..3, 16..32]);
-        assert_eq!([plan.place(2), plan.place(16), plan.place(31)], [(0, 2 * PAGE), (1, 0), (1, 15 * PAGE)]);
+        let place = |file, offset, room| PagePlace { file, offset, room };
+        let places = [plan.place(2), plan.place(16), plan.place(31)];
+        let whole = 15 * PAGE + 1;
+        assert_eq!(places, [place(0, 2 * PAGE, PAGE), place(1, 0, whole), place(1, 15 * PAGE, 1)]);
+    }
+
+    #[test]
+    fn files_beside_the_cache_file_are_requested_as_tasks() {
+        let file = |first, len, number| SparseFile { first, len, number };
+        let plan = with_files(vec![file(16, 2 * PAGE + 8, 0), file(32, PAGE, 1)]);
+        assert_eq!(reread(&plan).unwrap(), plan);
+        assert_eq!((plan.files(), plan.runs()), (3, vec![0..3, 16..19, 32..33]));
+        let of = plan.page_extents();
+        let tasks = [1, 2].map(|at: usize| (of[at].pid, of[at].vaddr, of[at].pages));
+        assert_eq!(tasks, [(file_task(0).unwrap(), 0, 3), (file_task(1).unwrap(), 0, 1)]);
+        let place = |file, offset, room| PagePlace { file, offset, room };
+        assert_eq!(plan.place(2), place(0, 2 * PAGE, u64::MAX));
+        assert_eq!([plan.place(18), plan.place(32)], [place(1, 2 * PAGE, 8), place(2, 0, PAGE)]);
+        for bad in [file(17, PAGE, 0), file(0, PAGE, 0), file(48, PAGE, 0), file(16, PAGE, u32::MAX)] {
+            assert!(reread(&with_files(vec![bad])).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::confine::confine;
 use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
 use crate::peer_wire::PeerWire;
-use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
+use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PagePlace, PeerTls, SparseFile};
 use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
 use crate::stream::PageStream;
 use crate::waiting::wait;
@@ -126,9 +126,7 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
         let plan = FetchPlan::read(&File::from(plan)).context("the fetch plan")?;
         let presence = PresenceWriter::open(presence.as_fd(), plan.len).context("the presence map")?;
         let (memory, limits) = match &plan.memory {
-            FetchedMemory::Pages { extents, .. } => {
-                (PeerMemory::Pages(extents.as_slice().into()), OF_PAGE_SERVER)
-            }
+            FetchedMemory::Pages { .. } => (PeerMemory::Pages(plan.page_extents().into()), OF_PAGE_SERVER),
             FetchedMemory::Files { files, .. } => {
                 (PeerMemory::Files(files.as_slice().into()), OF_IMAGE_SERVER)
             }
@@ -327,7 +325,8 @@ impl Fetcher {
         while let Some(expected) = self.queue.expected(lane).copied() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
-            let (file, offset) = self.plan.place(expected.first);
+            let PagePlace { file, offset, room } = self.plan.place(expected.first);
+            let bytes = &bytes[..bytes.len().min(usize::try_from(room).unwrap_or(usize::MAX))];
             let file = self.files.get(file).context("pages of no file").context(LocalFailure)?;
             // The other connection may have brought them.
             if !(expected.first..expected.first + pages).all(|page| self.presence.map().has_page(page)) {

@@ -23,10 +23,11 @@ const ANSWER_TIME: u16 = 1000;
 pub fn leave_unread(connection: BorrowedFd<'_>, plan: &File) -> anyhow::Result<()> {
     let name: SockaddrStorage = getsockname(connection.as_raw_fd())?;
     let plan = FetchPlan::read(plan).context("the fetch plan")?;
-    let FetchedMemory::Pages { layout, extents } = plan.memory else { return Ok(()) };
+    let FetchedMemory::Pages { layout, .. } = plan.memory else { return Ok(()) };
     if name.family() != Some(AddressFamily::Unix) || plan.tls.is_some() {
         return Ok(());
     }
+    let extents = plan.page_extents();
     let first = extents.first().context("no page to request")?;
     let request = PageMessage::Get { pid: first.pid, run: PageRun::new(first.vaddr, 1)? };
     let bytes = layout.encode(&request.header())?;
@@ -51,7 +52,7 @@ mod tests {
     fn plan(layout: HeaderLayout) -> File {
         let file = tempfile::tempfile().unwrap();
         let extents = vec![FetchExtent { first: 0, vaddr: 0x7000, pages: 1, pid: 9 }];
-        let memory = FetchedMemory::Pages { layout, extents };
+        let memory = FetchedMemory::Pages { layout, extents, files: Vec::new() };
         let plan = FetchPlan { peer: PagePeer::Connected, tls: None, len: 1 << 16, memory };
         plan.write(&file).unwrap();
         file

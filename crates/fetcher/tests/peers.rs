@@ -15,10 +15,12 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
 use rewake_criu_tls::{TlsOptions, TlsServer};
 use rewake_fetcher::channel::{self, FetchReport};
-use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls};
+use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
 use rewake_fetcher::process;
 use rewake_image_io::{Class, FetchRequest, PresenceMap, presence_file};
-use rewake_page_protocol::{HeaderLayout, MessageHeader, PageMessage, PageRun, WIDE_LEN, answer_header};
+use rewake_page_protocol::{
+    HeaderLayout, MessageHeader, PageMessage, PageRun, WIDE_LEN, answer_header, file_task,
+};
 use rewake_testkit::authority::Authority;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_rustls::server::TlsStream;
@@ -27,6 +29,9 @@ const PAGE: usize = 4096;
 const PAGES: u64 = 256;
 const PID: u32 = 77;
 const BASE: u64 = 0x7000_0000;
+/// The file beside the cache file: two pages and some bytes.
+const FILE_BYTES: u64 = 2 * PAGE as u64 + 8;
+const FILE_NUMBER: u32 = 3;
 /// Time that a fetcher or a peer has for a step.
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -36,6 +41,8 @@ struct Scene {
     socket: OwnedFd,
     presence: PresenceMap,
     cache: File,
+    /// The file beside it.
+    file: File,
     reader: OwnedFd,
     listener: TcpListener,
     layout: HeaderLayout,
@@ -48,11 +55,14 @@ fn scene(layout: HeaderLayout) -> Scene {
 fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let (cache, plan) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let len = PAGES * PAGE as u64;
-    cache.set_len(len).unwrap();
+    let len = (PAGES + 16) * PAGE as u64;
+    cache.set_len(PAGES * PAGE as u64).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(FILE_BYTES).unwrap();
+    let files = vec![SparseFile { first: PAGES, len: FILE_BYTES, number: FILE_NUMBER }];
     let extents = vec![FetchExtent { first: 0, vaddr: BASE, pages: PAGES, pid: PID }];
     let peer = PagePeer::Tcp(vec![listener.local_addr().unwrap()]);
-    let memory = FetchedMemory::Pages { layout, extents };
+    let memory = FetchedMemory::Pages { layout, extents, files };
     FetchPlan { peer, tls, len, memory }.write(&plan).unwrap();
     let presence = presence_file(len).unwrap();
     let (socket, its) =
@@ -68,11 +78,11 @@ fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
         ForkResult::Parent { child } => child,
     };
     channel::send_start(socket.as_fd(), false, [plan.as_fd(), presence.as_fd()], None).unwrap();
-    channel::send_files(socket.as_fd(), &[cache.as_fd()]).unwrap();
+    channel::send_files(socket.as_fd(), &[cache.as_fd(), file.as_fd()]).unwrap();
     let (reader, writer) = nix::unistd::pipe().unwrap();
     channel::send_readers(socket.as_fd(), &[writer.as_fd()]).unwrap();
     let presence = PresenceMap::open(presence.as_fd(), len).unwrap();
-    Scene { fetcher, socket, presence, cache, reader, listener, layout }
+    Scene { fetcher, socket, presence, cache, file, reader, listener, layout }
 }
 
 impl Scene {
@@ -209,6 +219,23 @@ fn pages_arrive_and_the_last_message_ends_the_session() {
 }
 
 #[test]
+fn a_file_of_a_migration_arrives_up_to_its_end() {
+    let scene = scene(HeaderLayout::Wide);
+    scene.request(Class::Demand, PAGES, 3);
+    let mut peer = scene.peer();
+    let (pid, run) = (file_task(FILE_NUMBER).unwrap(), PageRun::new(0, 3).unwrap());
+    assert_eq!(peer.next(), PageMessage::Get { pid, run });
+    peer.send(answer_header(pid, run), &[7; 3 * PAGE]);
+    while !scene.presence.has_page(PAGES + 2) {
+        scene.woken();
+    }
+    let mut bytes = Vec::new();
+    (&scene.file).read_to_end(&mut bytes).unwrap();
+    assert_eq!(bytes, [7; 2 * PAGE + 8]);
+    assert_eq!(scene.arrived(), [0u64; 0]);
+}
+
+#[test]
 fn without_a_request_the_peer_still_gets_the_last_message() {
     let scene = scene(HeaderLayout::Wide);
     channel::send_finish(scene.socket.as_fd()).unwrap();
@@ -341,10 +368,10 @@ fn without_the_last_message_the_connection_is_reset() {
 fn a_peer_that_does_not_listen_is_named() {
     let scene = scene(HeaderLayout::Wide);
     let address = scene.listener.local_addr().unwrap();
-    let Scene { listener, socket, presence, cache, reader, fetcher, layout } = scene;
+    let Scene { listener, socket, presence, cache, file, reader, fetcher, layout } = scene;
     drop(listener);
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let scene = Scene { fetcher, socket, presence, cache, reader, listener, layout };
+    let scene = Scene { fetcher, socket, presence, cache, file, reader, listener, layout };
     scene.request(Class::Demand, 0, 1);
     let (again, reason) = scene.failure();
     assert!(!again && reason.contains(&format!("page server {address}: connecting")), "{reason}");

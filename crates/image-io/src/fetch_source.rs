@@ -104,7 +104,7 @@ impl FetchedFile {
         self.place(offset) / PAGE as u64
     }
 
-    /// Requests whole pages from `offset` on, unless this fetcher has the request. Returns false if it must be called
+    /// Requests the pages of these bytes, unless this fetcher has the request. Returns false if it must be called
     /// again, as [`FetchSource::request`].
     pub fn request(
         &self,
@@ -113,8 +113,9 @@ impl FetchedFile {
         (offset, len): (u64, usize),
         sent: &mut SentRequest,
     ) -> bool {
-        let pages = u32::try_from(len.div_ceil(PAGE)).unwrap_or(u32::MAX);
-        self.source.request(&FetchRequest { class, reader, pages, first: self.page(offset) }, sent)
+        let (first, end) = (self.page(offset), self.place(offset).saturating_add(len as u64));
+        let pages = u32::try_from(end.div_ceil(PAGE as u64).saturating_sub(first)).unwrap_or(u32::MAX);
+        self.source.request(&FetchRequest { class, reader, pages, first }, sent)
     }
 }
 
@@ -249,6 +250,11 @@ mod tests {
             (2 * PAGE, 2 * PAGE - 7)
         });
         assert_eq!((one.page(PAGE as u64), two.page(PAGE as u64)), (1, 17));
+        let (ours, its) = pair();
+        source.use_fetcher(ours);
+        assert!(two.request(0, Class::Demand, (PAGE as u64 + 8, PAGE), &mut SentRequest::default()));
+        let of = received(&its).map(|request| (request.first, request.pages));
+        assert_eq!(of, Some((17, 2)), "a page at each end");
     }
 
     #[test]

@@ -199,7 +199,7 @@ impl ImageFile {
     pub fn check_unchanged(&self) -> Result<(), TransferError> {
         if self.is_written() {
             // The presence map says what of it may be used. A cache file has no name by which other programs could
-            // open it, and the blocks of an image's file are checked.
+            // open it, and the blocks of a sealed image's file are checked.
             return Ok(());
         }
         // The lock is not held over the system call, except after a change.
@@ -217,8 +217,9 @@ impl ImageFile {
         }
     }
 
-    /// Accepts that a fetcher of another process writes what the file lacks. Each block that is read is checked, so it
-    /// must be a sealed file. It is read through the page cache, which has what was written last.
+    /// Accepts that a fetcher of another process writes what the file lacks. Blocks of a sealed file are checked when they
+    /// are read. Of others the caller reads only what has arrived. It is read through the page cache, which has what was
+    /// written last.
     pub fn allow_arrival(&self) {
         self.arrives.store(true, Ordering::Relaxed);
         self.kept.store(true, Ordering::Relaxed);
@@ -226,7 +227,7 @@ impl ImageFile {
 
     /// Whether a fetcher writes it.
     fn is_written(&self) -> bool {
-        self.source.is_some() || self.arrives.load(Ordering::Relaxed) && self.is_sealed()
+        self.source.is_some() || self.arrives.load(Ordering::Relaxed)
     }
 
     /// Has every block that is read from now on checked. Only the first call has an effect.

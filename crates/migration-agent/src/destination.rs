@@ -60,7 +60,7 @@ pub struct DestinationReport {
     pub outcome: DestinationOutcome,
 }
 
-/// Takes one program, of a source that is admitted.
+/// Takes one program, of a source that is admitted. With `gpu_on_demand` its GPU memory arrives while it runs.
 ///
 /// `aborts` receives the user's wish to end the migration.
 ///
@@ -70,6 +70,7 @@ pub fn receive(
     listener: TcpListener,
     admission: Admission,
     criu: &CriuChoice,
+    gpu_on_demand: bool,
     aborts: Receiver<()>,
 ) -> anyhow::Result<DestinationReport> {
     folder::remove_leftovers();
@@ -102,7 +103,7 @@ pub fn receive(
     thread::spawn(move || while aborts.recv().is_ok() && to_aborts.send(DestinationEvent::Abort).is_ok() {});
     let machine = match is_left {
         true => MigrationDestination::restarted(place.entry.record, true).0,
-        false => MigrationDestination::new(),
+        false => MigrationDestination::new().with_gpu_on_demand(gpu_on_demand),
     };
     let client = place.entry.client.clone().map(PageClient::Left);
     let agent = DestinationAgent {

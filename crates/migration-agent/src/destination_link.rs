@@ -12,6 +12,7 @@ use anyhow::{Context as _, bail, ensure};
 use rewake_migration::message::FromSource;
 use rewake_peer_stream::{Admission, PeerStream};
 
+use crate::arriving_files;
 use crate::candidates::CandidateStore;
 use crate::criu::CriuChoice;
 use crate::dry_run::{self, DRY_RUN};
@@ -185,6 +186,10 @@ fn read_frames(
             Frame::File { name, offset, bytes } => {
                 let taken = state.intake().file(bytes.len() as u64);
                 taken.and_then(|()| image_files::store(&state.images, &name, offset, &bytes))
+            }
+            Frame::ArrivingFile { number, len, name, head } => {
+                let taken = state.intake().file(len);
+                taken.and_then(|()| arriving_files::reserve(&state.images, number, len, &name, &head))
             }
             Frame::Pages { pid, vaddr, parts } => {
                 state.relay().context("the source sent pages without a request")?.answer(pid, vaddr, parts)

@@ -72,6 +72,14 @@ pub(crate) enum Frame {
         offset: u64,
         bytes: Vec<u8>,
     },
+    /// A file with GPU memory that the destination requests while the program runs there, as pages of a
+    /// [task](rewake_page_protocol::file_task). Its first bytes are needed at once.
+    ArrivingFile {
+        number: u32,
+        len: u64,
+        name: String,
+        head: Vec<u8>,
+    },
     /// The destination needs pages of a task.
     PageRequest {
         pid: u32,
@@ -184,6 +192,7 @@ mod kind {
     pub(super) const ROUND_END: u8 = 8;
     pub(super) const ROUND_STORED: u8 = 9;
     pub(super) const PROBE: u8 = 10;
+    pub(super) const ARRIVING_FILE: u8 = 11;
 }
 
 mod part {
@@ -198,9 +207,12 @@ impl Frame {
             Self::Source(message) => (kind::SOURCE, serde_json::to_vec(message)?),
             Self::Destination(message) => (kind::DESTINATION, serde_json::to_vec(message)?),
             Self::File { name, offset, bytes } => {
-                let len = u16::try_from(name.len()).context("the name of a file")?;
-                let head = [&len.to_le_bytes()[..], name.as_bytes(), &offset.to_le_bytes()].concat();
+                let head = [&encoded_name(name)?[..], &offset.to_le_bytes()].concat();
                 (kind::FILE, [&head, &bytes[..]].concat())
+            }
+            Self::ArrivingFile { number, len, name, head } => {
+                let numbers = [&number.to_le_bytes()[..], &len.to_le_bytes()].concat();
+                (kind::ARRIVING_FILE, [&numbers[..], &encoded_name(name)?, head].concat())
             }
             Self::PageRequest { pid, run, wants_bytes } => {
                 let numbers = [run.vaddr().to_le_bytes(), run.pages().to_le_bytes()].concat();
@@ -256,12 +268,14 @@ impl Frame {
                 Self::Destination(serde_json::from_slice(body).context("a message of the destination")?)
             }
             kind::FILE => {
-                let len = u16::from_le_bytes(take(&mut rest)?) as usize;
-                ensure!(rest.len() >= len, "a frame with a file: its name is cut off");
-                let (name, mut rest) = rest.split_at(len);
-                let name = String::from_utf8(name.to_vec()).context("the name of a file")?;
+                let name = decoded_name(&mut rest)?;
                 let offset = u64::from_le_bytes(take(&mut rest)?);
                 Self::File { name, offset, bytes: rest.to_vec() }
+            }
+            kind::ARRIVING_FILE => {
+                let number = u32::from_le_bytes(take(&mut rest)?);
+                let len = u64::from_le_bytes(take(&mut rest)?);
+                Self::ArrivingFile { number, len, name: decoded_name(&mut rest)?, head: rest.to_vec() }
             }
             kind::PAGE_REQUEST => {
                 let pid = u32::from_le_bytes(take(&mut rest)?);
@@ -288,7 +302,7 @@ impl Frame {
             kind::ROUND_END => Self::RoundEnd(u32::from_le_bytes(take(&mut rest)?)),
             kind::ROUND_STORED => Self::RoundStored(u32::from_le_bytes(take(&mut rest)?)),
             kind::PROBE => Self::Probe(body.to_vec()),
-            _ => bail!("a frame of kind {kind}: expected 1 to 10; is the peer a Rewake of another version?"),
+            _ => bail!("a frame of kind {kind}: expected 1 to 11; is the peer a Rewake of another version?"),
         })
     }
 }
@@ -297,6 +311,18 @@ fn take<const N: usize>(bytes: &mut &[u8]) -> anyhow::Result<[u8; N]> {
     let (first, rest) = bytes.split_first_chunk().context("a frame is cut off")?;
     *bytes = rest;
     Ok(*first)
+}
+
+fn encoded_name(name: &str) -> anyhow::Result<Vec<u8>> {
+    let len = u16::try_from(name.len()).context("the name of a file")?;
+    Ok([&len.to_le_bytes()[..], name.as_bytes()].concat())
+}
+
+fn decoded_name(bytes: &mut &[u8]) -> anyhow::Result<String> {
+    let len = u16::from_le_bytes(take(bytes)?) as usize;
+    let (name, rest) = bytes.split_at_checked(len).context("a frame with a file: its name is cut off")?;
+    *bytes = rest;
+    String::from_utf8(name.to_vec()).context("the name of a file")
 }
 
 /// A task and an address.
@@ -373,8 +399,10 @@ mod tests {
             Frame::Destination(FromDestination::Hello {
                 version: 1,
                 progress: DestinationProgress::Gone("x".into()),
+                gpu_on_demand: true,
             }),
             Frame::File { name: "core-1.img".into(), offset: 7, bytes: vec![1, 2, 3] },
+            Frame::ArrivingFile { number: 2, len: 1 << 40, name: "amdgpu".into(), head: vec![4; 8] },
             Frame::PageRequest { pid: 9, run: PageRun::new(0x7000, 3).unwrap(), wants_bytes: true },
             Frame::Pages {
                 pid: 9,
@@ -409,6 +437,7 @@ mod tests {
         refused(&[0xff, 0xff, 0xff, 0xff, 1], "expected at most");
         refused(&[1, 0, 0, 0, 99, 0], "of kind 99");
         refused(&[3, 0, 0, 0, 3, 9, 0, b'x'], "its name is cut off");
+        refused(&[&[15, 0, 0, 0, 11][..], &[0; 12], &[9, 0, b'x']].concat(), "its name is cut off");
         refused(&[&[12, 0, 0, 0, 5][..], &[0; 12]].concat(), "an answer without pages");
         refused(&[&[22, 0, 0, 0, 5][..], &[0; 12], &[1], &[0; 9]].concat(), "1 pages in 1 bytes");
         refused(&[&[21, 0, 0, 0, 5][..], &[0; 12], &[17, 0, 0, 0, 0, 0, 0, 0, 1]].concat(), "of one block");

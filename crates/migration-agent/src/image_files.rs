@@ -6,9 +6,10 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
-use rewake_criu_images::ImageDir;
+use rewake_criu_images::{ImageDir, is_gpu_pages_file};
 use rewake_page_protocol::PageRun;
 
+use crate::arriving_files::ArrivingFiles;
 use crate::frame::{FILE_PIECE, Frame, FrameWriter};
 
 /// Why files were not sent.
@@ -26,8 +27,15 @@ impl From<anyhow::Error> for SendFailure {
     }
 }
 
-/// Sends all files of a folder.
-pub(crate) fn send(images: &Path, link: &FrameWriter) -> Result<(), SendFailure> {
+/// Sends all files of a folder. Those that arrive later are named only.
+pub(crate) fn send(
+    images: &Path,
+    link: &FrameWriter,
+    arriving: Option<&ArrivingFiles>,
+) -> Result<(), SendFailure> {
+    for frame in arriving.map_or(Ok(Vec::new()), ArrivingFiles::frames)? {
+        link.send(&frame).map_err(SendFailure::Disconnected)?;
+    }
     let listing = || format!("listing {}", images.display());
     for entry in fs::read_dir(images).with_context(listing)? {
         let path = entry.with_context(listing)?.path();
@@ -35,6 +43,9 @@ pub(crate) fn send(images: &Path, link: &FrameWriter) -> Result<(), SendFailure>
             continue;
         }
         let name = path.file_name().and_then(|name| name.to_str()).context("the name of a file")?;
+        if arriving.is_some() && is_gpu_pages_file(name) {
+            continue;
+        }
         let reading = || format!("reading {}", path.display());
         let file = File::open(&path).with_context(reading)?;
         let mut offset = 0;
@@ -83,7 +94,7 @@ pub(crate) fn lazy_runs(images: &Path) -> anyhow::Result<Vec<(u32, PageRun)>> {
 }
 
 /// Where a file belongs: the name is the peer's.
-fn place(images: &Path, name: &str) -> anyhow::Result<PathBuf> {
+pub(crate) fn place(images: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let is_plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
     ensure!(
         is_plain && !name.is_empty() && !name.starts_with('.'),
@@ -102,15 +113,36 @@ mod tests {
     fn files_that_cannot_be_read_are_no_lost_connection() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let link = FrameWriter::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap().into());
-        let unreadable = send(Path::new("/no/such/folder"), &link).unwrap_err();
+        let unreadable = send(Path::new("/no/such/folder"), &link, None).unwrap_err();
         assert!(matches!(unreadable, SendFailure::Unreadable(_)), "{unreadable:?}");
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("core-1.img"), "x").unwrap();
         assert_eq!(size(folder.path()).unwrap(), 1);
-        send(folder.path(), &link).unwrap();
+        send(folder.path(), &link, None).unwrap();
         link.close();
-        let lost = send(folder.path(), &link).unwrap_err();
+        let lost = send(folder.path(), &link, None).unwrap_err();
         assert!(matches!(lost, SendFailure::Disconnected(_)), "{lost:?}");
+    }
+
+    #[test]
+    fn gpu_memory_that_arrives_later_is_named_and_not_sent() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let name = "amdgpu-pages-1-00ab.img";
+        fs::write(folder.path().join("core-1.img"), "x").unwrap();
+        fs::write(folder.path().join(name), [3; 8200]).unwrap();
+        let files = ArrivingFiles::open(folder.path()).unwrap();
+        for arriving in [None, Some(&files)] {
+            let link = FrameWriter::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap().into());
+            send(folder.path(), &link, arriving).unwrap();
+            drop(link);
+            let (mut stream, _) = listener.accept().unwrap();
+            let frames: Vec<Frame> = std::iter::from_fn(|| Frame::read(&mut stream).unwrap()).collect();
+            let sent = |frame: &Frame| matches!(frame, Frame::File { name: sent, .. } if sent == name);
+            let named = |frame: &Frame| matches!(frame, Frame::ArrivingFile { number: 0, len: 8200, .. });
+            let found = (frames.iter().any(sent), frames.iter().any(named));
+            assert_eq!(found, (arriving.is_none(), arriving.is_some()), "{frames:?}");
+        }
     }
 
     #[test]

@@ -15,10 +15,12 @@
 //!   `candidates`: where they wait for a comparison.
 //! * `strangers`: connections that have sent no greeting.
 //! * `intake`: how much a source may send before the restore begins.
-//! * [`abort`](mod@abort), `held_dump`, `image_files`, [`criu`]: what their names say.
+//! * `image_files`: the image. `arriving_files`: its GPU memory, which arrives while the program runs.
+//! * [`abort`](mod@abort), `held_dump`, [`criu`]: what their names say.
 #![forbid(unsafe_code)]
 
 pub mod abort;
+mod arriving_files;
 mod candidates;
 mod cgroup;
 pub mod criu;

@@ -12,6 +12,7 @@ use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 
+use crate::arriving_files::ArrivingFiles;
 use crate::criu::CriuChoice;
 use crate::file_look::FILES_LIMIT;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
@@ -134,6 +135,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         frozen_wait: None,
         lost_since: Some(Instant::now()),
         was_connected: false,
+        gpu_on_demand: false,
         downtime: None,
         sent: 0,
         outcome: None,
@@ -176,6 +178,8 @@ struct SourceAgent<'a> {
     frozen_wait: Option<FrozenWait>,
     lost_since: Option<Instant>,
     was_connected: bool,
+    /// The destination's GPU memory may arrive while the program runs there.
+    gpu_on_demand: bool,
     downtime: Option<Duration>,
     /// Bytes of earlier connections.
     sent: u64,
@@ -231,9 +235,10 @@ impl SourceAgent<'_> {
             }
             SourceEvent::Unreachable(_) => {}
             SourceEvent::Received(message) => {
-                if let FromDestination::Hello { .. } = message {
+                if let FromDestination::Hello { gpu_on_demand, .. } = message {
                     // A connection alone may be that of a tunnel, whose other end reaches no destination.
                     (self.lost_since, self.was_connected) = (None, true);
+                    self.gpu_on_demand = gpu_on_demand;
                 }
                 if message == FromDestination::Running {
                     let started = self.dump.as_ref().map(|dump| dump.started);
@@ -401,7 +406,7 @@ impl SourceAgent<'_> {
         let mut processes = self.entry.cgroup.processes()?;
         // 0 stands for a process of another pid namespace, which has joined since the freeze.
         processes.retain(|pid| *pid > 0);
-        let opened = TreeMemory::open(&processes)?;
+        let opened = TreeMemory::open(&processes, &self.folder.images())?;
         *self.shared.frozen() = Some(opened);
         Ok(())
     }
@@ -410,9 +415,14 @@ impl SourceAgent<'_> {
     fn send_metadata(&mut self) {
         let Some(link) = self.link.clone() else { return };
         let (images, sender) = (self.folder.images(), self.sender.clone());
-        let metadata = Frame::Source(FromSource::Metadata { all_first: self.options.goal.all_first });
+        let all_first = self.options.goal.all_first;
+        let metadata = Frame::Source(FromSource::Metadata { all_first });
+        let on_demand = self.gpu_on_demand && !all_first;
         thread::spawn(move || {
-            let sent = image_files::send(&images, &link)
+            let arriving = on_demand.then(|| ArrivingFiles::open(&images)).transpose();
+            let sent = arriving
+                .map_err(SendFailure::Unreadable)
+                .and_then(|arriving| image_files::send(&images, &link, arriving.as_ref()))
                 .and_then(|()| link.send(&metadata).map_err(SendFailure::Disconnected));
             match sent {
                 Ok(()) => {}

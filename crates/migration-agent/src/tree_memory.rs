@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory of a tree: blocks while it runs, and pages while it is frozen.
+//! The memory of a tree: blocks while it runs, and pages while it is frozen. Its GPU memory is then in files.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 use rewake_migration::blocks::{
     BLOCK, BLOCK_LEN, BlockAnswer, BlockDigest, BlockPlace, PageMask, SourceBlocks,
 };
-use rewake_page_protocol::PageRun;
+use rewake_page_protocol::{PageRun, file_of_task};
 use rewake_process::proc;
 
+use crate::arriving_files::ArrivingFiles;
 use crate::frame::{Frame, PagePart};
 
 const PAGE: usize = 4096;
@@ -33,6 +35,7 @@ pub(crate) type BlockBytes = Box<[u8; BLOCK_LEN]>;
 #[derive(Debug)]
 pub(crate) struct TreeMemory {
     tasks: BTreeMap<u32, TaskMemory>,
+    files: ArrivingFiles,
 }
 
 /// Open files of the memory of one task.
@@ -45,25 +48,31 @@ pub(crate) struct TaskMemory {
 }
 
 impl TreeMemory {
-    /// Opens the memory of these processes, which are frozen.
-    pub(crate) fn open(processes: &[i32]) -> anyhow::Result<Self> {
+    /// Opens the memory of these processes, which are frozen, and of their image.
+    pub(crate) fn open(processes: &[i32], images: &Path) -> anyhow::Result<Self> {
         let open = |pid: &i32| {
             let task = TaskMemory::open(*pid).context("it was frozen")?;
             Ok((task.number, task))
         };
-        Ok(Self { tasks: processes.iter().map(open).collect::<anyhow::Result<_>>()? })
+        let tasks = processes.iter().map(open).collect::<anyhow::Result<_>>()?;
+        Ok(Self { tasks, files: ArrivingFiles::open(images)? })
     }
 
     /// Answers the first pages of a request. The tasks must be frozen.
     pub(crate) fn answer(&self, pid: u32, run: PageRun, wants_bytes: bool, blocks: &SourceBlocks) -> Frame {
-        let task = self.tasks.get(&pid).with_context(|| format!("the frozen tree has no task {pid}"));
-        match task.and_then(|task| Ok((task, task.read(run)?))) {
-            Ok((task, bytes)) => {
-                let candidates = (!wants_bytes).then_some(blocks);
-                Frame::Pages { pid, vaddr: run.vaddr(), parts: task.parts(run.vaddr(), &bytes, candidates) }
-            }
+        let candidates = (!wants_bytes).then_some(blocks);
+        let parts = match file_of_task(pid) {
+            Some(number) => self.files.read(number, run).map(|bytes| parts_of(&bytes)),
+            None => self.task(pid).and_then(|task| task.answer(run, candidates)),
+        };
+        match parts {
+            Ok(parts) => Frame::Pages { pid, vaddr: run.vaddr(), parts },
             Err(error) => Frame::PagesLost(format!("{error:#}")),
         }
+    }
+
+    fn task(&self, pid: u32) -> anyhow::Result<&TaskMemory> {
+        self.tasks.get(&pid).with_context(|| format!("the frozen tree has no task {pid}"))
     }
 }
 
@@ -76,6 +85,10 @@ impl TaskMemory {
             File::open(&path).with_context(|| format!("opening {path}"))
         };
         Ok(Self { number: number.cast_unsigned(), memory: open("mem")?, pagemap: open("pagemap")? })
+    }
+
+    fn answer(&self, run: PageRun, candidates: Option<&SourceBlocks>) -> anyhow::Result<Vec<PagePart>> {
+        Ok(self.parts(run.vaddr(), &self.read(run)?, candidates))
     }
 
     /// Reads the first pages of a run, which are lazy: they exist.
@@ -179,6 +192,13 @@ fn is_private(entry: &[u8; ENTRY]) -> bool {
     entry & (PRESENT | SWAPPED) != 0 && entry & FILE_OR_SHARED == 0
 }
 
+/// The parts of an answer without digests.
+fn parts_of(pages: &[u8]) -> Vec<PagePart> {
+    let mut parts = Vec::new();
+    pages.chunks_exact(PAGE).for_each(|page| add_page(&mut parts, page));
+    parts
+}
+
 /// Adds a page to an answer. Zeros do not travel.
 fn add_page(parts: &mut Vec<PagePart>, page: &[u8]) {
     match (parts.last_mut(), is_zero(page)) {
@@ -270,7 +290,8 @@ mod tests {
         }
         let changed = usize::try_from(first - address).unwrap() + BLOCK_LEN;
         memory[changed..changed + 2].fill(8);
-        let tree = TreeMemory { tasks: BTreeMap::from([(task.number, task)]) };
+        let tree =
+            TreeMemory { tasks: BTreeMap::from([(task.number, task)]), files: ArrivingFiles::default() };
         let number = *tree.tasks.keys().next().unwrap();
         // The last page of the first block, and the second block.
         let run = PageRun::new(first + BLOCK - PAGE as u64, 17).unwrap();

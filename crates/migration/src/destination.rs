@@ -132,6 +132,8 @@ pub struct MigrationDestination {
     is_resident: bool,
     /// The user ended the migration when GRANT was asked for.
     withdraws: bool,
+    /// GPU memory may arrive here while the program runs.
+    gpu_on_demand: bool,
 }
 
 impl Default for MigrationDestination {
@@ -151,7 +153,14 @@ impl MigrationDestination {
             is_running: false,
             is_resident: false,
             withdraws: false,
+            gpu_on_demand: false,
         }
+    }
+
+    /// Reports whether GPU memory may arrive here while the program runs.
+    #[must_use]
+    pub fn with_gpu_on_demand(self, gpu_on_demand: bool) -> Self {
+        Self { gpu_on_demand, ..self }
     }
 
     /// Continues a migration whose agent ended. `has_tree` says whether the released tree still exists. The outputs
@@ -275,7 +284,8 @@ impl MigrationDestination {
         if self.withdraws && self.state == DestinationPhase::Ready {
             outputs.push(DestinationOutput::Send(FromDestination::Withdraw));
         }
-        let hello = FromDestination::Hello { version: VERSION, progress: self.progress() };
+        let (progress, gpu_on_demand) = (self.progress(), self.gpu_on_demand);
+        let hello = FromDestination::Hello { version: VERSION, progress, gpu_on_demand };
         outputs.push(DestinationOutput::Send(hello));
         outputs
     }
@@ -418,10 +428,22 @@ mod tests {
     }
 
     #[test]
+    fn each_greeting_says_whether_gpu_memory_may_arrive_later() {
+        for on_demand in [false, true] {
+            let mut destination = MigrationDestination::new().with_gpu_on_demand(on_demand);
+            let outputs = received(&mut destination, FromSource::Hello { version: VERSION });
+            let [DestinationOutput::Send(FromDestination::Hello { gpu_on_demand, .. })] = outputs[..] else {
+                panic!("{outputs:?}")
+            };
+            assert_eq!(gpu_on_demand, on_demand);
+        }
+    }
+
+    #[test]
     fn another_version_is_refused_by_name() {
         let mut destination = MigrationDestination::new();
         let outputs = received(&mut destination, FromSource::Hello { version: VERSION + 1 });
-        let reason = "the source speaks version 6 of the protocol, expected 5".to_owned();
+        let reason = "the source speaks version 7 of the protocol, expected 6".to_owned();
         assert!(
             outputs.contains(&DestinationOutput::End(DestinationOutcome::Aborted(reason))),
             "{outputs:?}"

@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol. A side that gets another one ends the migration.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// A message of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,6 +46,9 @@ pub enum FromDestination {
         version: u32,
         /// How far it is.
         progress: DestinationProgress,
+        /// GPU memory may arrive there while the program runs.
+        #[serde(default)]
+        gpu_on_demand: bool,
     },
     /// The destination takes the program.
     Accept,

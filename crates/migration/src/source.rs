@@ -367,7 +367,7 @@ mod tests {
             let (mut source, outputs) = MigrationSource::restarted(SourceRecord::Granted);
             assert_eq!(outputs, []);
             let _ = source.step(SourceInput::Connected);
-            let hello = FromDestination::Hello { version, progress: progress.clone() };
+            let hello = FromDestination::Hello { version, progress: progress.clone(), gpu_on_demand: false };
             let outputs = source.step(SourceInput::Received(hello));
             let [SourceOutput::End(SourceOutcome::Frozen(_))] = &outputs[..] else {
                 panic!("{progress:?}: {outputs:?}");

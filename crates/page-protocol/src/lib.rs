@@ -11,16 +11,20 @@
 //! - `criu lazy-pages --page-server` requests pages ([`PageMessage::Get`]). Each answer is [`answer_header`], then
 //!   the pages. Answers have the order of the requests.
 //!
+//! Rewake also requests files of an image by it, from its own peer of a migration: [`file_task`].
+//!
 //! All numbers have the byte order of the machine: CRIU does not convert them, and both peers have the same kind of
 //! processor. Sources: CRIU 4.1.1 and 4.2.1, and the compressed pages of 4.3 ([`PagesEncoding::Lz4`]).
 #![forbid(unsafe_code)]
 
 mod error;
+mod file_task;
 mod header;
 mod message;
 mod payload;
 
 pub use error::BadMessage;
+pub use file_task::{file_of_task, file_task};
 pub use header::{HeaderLayout, MessageHeader, NARROW_LEN, WIDE_LEN};
 pub use message::{PageMessage, PageRun, PagesEncoding, answer_header};
 pub use payload::CompressedPage;

@@ -77,6 +77,8 @@ pub(crate) struct Fetch {
     name: String,
     /// Whether it is an image server.
     is_image: bool,
+    /// Whether it has bytes of files of the image.
+    brings_files: bool,
     socket: RefCell<Arc<AsyncFd<OwnedFd>>>,
     /// This worker's child, if it started the fetcher.
     child: RefCell<Option<Child>>,
@@ -186,6 +188,9 @@ impl Fetch {
     ) -> anyhow::Result<Self> {
         let socket = Arc::new(sys::watch(socket).context("watching the fetcher")?);
         let is_image = matches!(plan.memory, FetchedMemory::Files { .. });
+        let (FetchedMemory::Pages { files: sparse, .. } | FetchedMemory::Files { files: sparse, .. }) =
+            &plan.memory;
+        let brings_files = !sparse.is_empty();
         Ok(Self {
             session: Arc::clone(session),
             files,
@@ -194,6 +199,7 @@ impl Fetch {
             name: plan.peer_name(),
             // The fetcher needs its extents, and this process does not.
             is_image,
+            brings_files,
             peer: plan.peer,
             socket: RefCell::new(socket),
             child: RefCell::default(),
@@ -236,6 +242,11 @@ impl Fetch {
     pub(crate) fn give_up(&self) {
         self.source.end();
         self.readers.iter().for_each(sys::write_eventfd);
+    }
+
+    /// Whether GPU memory may come from the peer.
+    pub(crate) fn brings_files(&self) -> bool {
+        self.brings_files
     }
 
     /// Whether the peer is an image server.

@@ -2,6 +2,7 @@
 //! `rewake receive`: the destination of a live migration, in the foreground, for one program.
 
 use std::io::Write as _;
+use std::path::Path;
 
 use anyhow::{bail, ensure};
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
@@ -9,6 +10,7 @@ use rewake_migration::destination::DestinationOutcome;
 use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::destination;
 use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::supervise::launch::LaunchPlan;
 
 use super::aborts;
 use super::criu::CriuOptions;
@@ -37,6 +39,15 @@ const OURS: [&str; 18] = [
     "-s",
 ];
 
+/// Whether GPU memory may arrive while the program runs. If not, one line says why.
+fn gpu_memory_may_arrive(plugins: Option<&Path>) -> anyhow::Result<bool> {
+    let reason = LaunchPlan::eager_reason(plugins)?;
+    if let Some(reason) = &reason {
+        tracing::warn!("GPU memory of a program is copied before it runs here: {reason}");
+    }
+    Ok(reason.is_none())
+}
+
 /// Runs the command; gives the exit code: 0 when the program runs here with all its memory.
 ///
 /// # Errors
@@ -46,7 +57,9 @@ pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
     CriuOptions::refuse(&options.criu_options, &OURS)?;
     let programs = Programs { criu: options.criu.clone(), plugin_dir: None };
     let given = CriuOptions::read(&options.criu_options, &[])?;
-    let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
+    let has_gpu = plugin_folder::machine_has_gpu();
+    let plugins = programs.plugins(has_gpu, &given)?;
+    let gpu_on_demand = has_gpu && gpu_memory_may_arrive(plugins.as_deref())?;
     let criu = CriuChoice { program: programs.criu(), options: options.criu_options.clone(), plugins };
     let aborts = aborts::watch()?;
     ensure!(
@@ -61,7 +74,7 @@ pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
     };
     // The source needs the port, whatever the log level.
     let _ = writeln!(std::io::stderr(), "rewake: listening on {}", listener.local_addr()?);
-    let report = destination::receive(listener, admission, &criu, aborts)?;
+    let report = destination::receive(listener, admission, &criu, gpu_on_demand, aborts)?;
     let line = match &report.outcome {
         DestinationOutcome::Restored { is_discarded: true } => {
             println!("the program runs here, with all its memory");

@@ -12,7 +12,7 @@ use nix::sys::socket::{
     setsockopt, socketpair, sockopt,
 };
 use rewake_bo_contents::{GpuPagesFile, ProcessBuffers};
-use rewake_criu_images::ImageDir;
+use rewake_criu_images::{ARRIVING_NAME, ImageDir};
 use rewake_criu_plugin::{Answer, Host};
 use rewake_manifest::read_checksums;
 use rewake_plugin_protocol::MAX_DESCRIPTORS;
@@ -30,6 +30,11 @@ const SOCKET_BYTES: usize = 16 << 20;
 enum HandoverError {
     #[error("pass {0} buffers to CRIU's main process: the socket's buffer is full")]
     Full(usize),
+    #[error(
+        "{0}: the image's GPU memory has not arrived from another host, and no streamer listens that brings it: only \
+         the migration can restore this image"
+    )]
+    NotArrived(&'static str),
     #[error("the message with the buffers of process {0} is malformed: report this fault of the plugin")]
     Garbled(u32),
     #[error(
@@ -71,6 +76,11 @@ impl Restore {
     /// In the main process: loads the memory of all buffers, except those that the streamer loads.
     pub(super) fn load(&self, host: &Host) -> Answer {
         let mut memory = self.receive_all(host)?;
+        // Without checksums nothing else would find zeros in the place of memory.
+        let arrives = memory.iter().any(|of| of.may_be_missing && !of.is_sealed);
+        if arrives && self.streamer.is_none() {
+            return Err(HandoverError::NotArrived(ARRIVING_NAME).into());
+        }
         if let Some(streamer) = &self.streamer {
             streamer.hand_over(host, self, &mut memory)?;
         }
@@ -82,8 +92,15 @@ impl Restore {
         let folder = host.image_dir()?;
         let images = ImageDir::of(folder.try_clone_to_owned()?, "the image directory")?;
         let sealed = read_checksums(&images)?;
-        let may_be_missing = sealed.as_ref().is_some_and(|sealed| sealed.is_partial);
-        let verify = |file: &GpuPagesFile| sealed.as_ref().map_or(Ok(()), |sealed| file.verify_with(sealed));
+        let arriving = images.arriving_files()?;
+        let is_sealed = sealed.is_some();
+        let may_be_missing = !arriving.is_empty() || sealed.as_ref().is_some_and(|sealed| sealed.is_partial);
+        let verify = |file: &GpuPagesFile| {
+            if arriving.iter().any(|name| name == file.name()) {
+                file.allow_arrival();
+            }
+            sealed.as_ref().map_or(Ok(()), |sealed| file.verify_with(sealed))
+        };
         let mut memory = Vec::new();
         for (index, (id, image)) in self.images.kfd.iter().enumerate() {
             let Some(stored) = self.shared_state.contents(index) else { continue };
@@ -94,14 +111,14 @@ impl Restore {
             }
             let dmabufs = receive(&host.stored_fd(stored)?, image.buffers.len())?;
             let dmabufs = dmabufs.ok_or(HandoverError::Garbled(image.pid))?;
-            memory.push(UnloadedBuffers { process: Some(index), files, dmabufs, may_be_missing });
+            memory.push(UnloadedBuffers { process: Some(index), files, dmabufs, may_be_missing, is_sealed });
         }
         for (index, node) in self.nodes.iter().enumerate() {
             let Some(stored) = self.shared_state.node_contents(index) else { continue };
             let dmabufs = receive(&host.stored_fd(stored)?, node.contents.buffers.len())?;
             let dmabufs = dmabufs.ok_or(HandoverError::NodeGarbled(node.id))?;
             let files = node.files(folder, &dmabufs)?;
-            memory.push(UnloadedBuffers { process: None, files, dmabufs, may_be_missing });
+            memory.push(UnloadedBuffers { process: None, files, dmabufs, may_be_missing, is_sealed });
         }
         memory.iter().flat_map(|of| &of.files).try_for_each(verify)?;
         Ok(memory)
@@ -117,6 +134,8 @@ pub(super) struct UnloadedBuffers {
     pub(super) dmabufs: Vec<Option<OwnedFd>>,
     /// Whether some of their bytes may be on another host.
     pub(super) may_be_missing: bool,
+    /// Whether their bytes are checked.
+    is_sealed: bool,
 }
 
 impl UnloadedBuffers {

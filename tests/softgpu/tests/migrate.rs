@@ -3,13 +3,17 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;
-use std::process::{Child, Output};
+use std::path::PathBuf;
+use std::process::{Child, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use gpu_app::shape::{Mode, Shape};
 use rewake_skip::need;
 use rewake_testkit::hosts::{DESTINATION, HostPair};
 use rewake_testkit::process::tail;
 use rewake_testkit::programs::rewake;
+use rewake_testkit::relay::SlowLink;
 use rewake_testkit::{MINUTE, soon, until};
 use softgpu_tests::app::{App, program_for, serve};
 use softgpu_tests::criu::{Version, queues};
@@ -18,6 +22,11 @@ use softgpu_tests::server::{answers, begin, small};
 
 const PORT: &str = "7700";
 const SERVER: &str = "gpu-app";
+/// Bytes a second of a slow link.
+const RATE: u64 = 4 << 20;
+const CUT: Duration = Duration::from_secs(2);
+/// Time that a message has on a slow link.
+const PASSING_TIME: Duration = Duration::from_millis(500);
 
 /// A server on the source, and `rewake receive` on the destination.
 struct GpuMigration {
@@ -48,12 +57,48 @@ impl GpuMigration {
     }
 
     fn migrate(&self) -> Output {
+        self.begin_migration(&format!("{DESTINATION}:{PORT}"), &[]).wait_with_output().unwrap()
+    }
+
+    fn begin_migration(&self, to: &str, options: &[&str]) -> Child {
         let source = &self.hosts.source;
         let pid = source.named(SERVER).into_iter().min().expect("it runs");
         let pid = source.own_number(pid).unwrap().to_string();
         let mut migrate = source.command(rewake().unwrap());
-        migrate.args(["migrate", "-t", &pid, "--to", &format!("{DESTINATION}:{PORT}")]);
-        migrate.args(["--insecure", "--criu", "criu"]).output().unwrap()
+        migrate.args(["migrate", "-t", &pid, "--to", to]).args(options);
+        migrate.args(["--insecure", "--criu", "criu"]);
+        migrate.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// The destination's folder of the migration.
+    fn destination_folder(&self) -> Option<PathBuf> {
+        let folders = fs::read_dir(self.hosts.destination.path("/run/rewake/migrations")).ok()?;
+        folders.flatten().next().map(|folder| folder.path())
+    }
+
+    /// Whether files of the image have arrived.
+    fn has_files(&self) -> bool {
+        let images = self.destination_folder().and_then(|folder| fs::read_dir(folder.join("images")).ok());
+        images.is_some_and(|mut files| files.next().is_some())
+    }
+
+    /// Whether the destination has written RELEASE.
+    fn is_released(&self) -> bool {
+        let record = self.destination_folder().and_then(|at| fs::read_to_string(at.join("record")).ok());
+        record.is_some_and(|text| text.contains("released"))
+    }
+
+    /// Ends well: the server has all its memory at the destination, and answers right.
+    fn expect_moved(mut self, migrate: Child) -> Duration {
+        let migrated = migrate.wait_with_output().unwrap();
+        assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), self.received());
+        let received = until(MINUTE, || self.receive.try_wait().unwrap()).expect("it ends");
+        assert_eq!(received.code(), Some(0), "{}", self.received());
+        self.server.wait().unwrap();
+        assert_eq!(self.processes(), (0, 1));
+        answers(&self.app).unwrap();
+        self.app.quit().unwrap();
+        downtime(&migrated)
     }
 
     fn received(&self) -> String {
@@ -71,24 +116,73 @@ fn movable() -> Shape {
     Shape { mode: Mode::MidDispatch, no_copiers: true, ..small() }
 }
 
+/// A server with so many bytes of weights, none of which are zeros. It has no other work, so the registered memory of one
+/// queue alone must arrive before it runs.
+fn movable_with_weights() -> (Shape, u64) {
+    let shape = Shape { layers: 4, layer_kib: 4096, mode: Mode::Idle, ..movable() };
+    let weights = shape.layers * shape.layer_bytes();
+    (shape, weights)
+}
+
 fn said(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned()
+}
+
+/// What `rewake migrate` says about it.
+fn downtime(migrated: &Output) -> Duration {
+    let said = said(migrated);
+    let millis = said.split_once("downtime ").and_then(|(_, rest)| rest.split_once(" ms"));
+    let millis: f64 = millis.unwrap_or_else(|| panic!("{said}")).0.parse().unwrap();
+    Duration::from_secs_f64(millis / 1e3)
 }
 
 #[test]
 fn a_server_moves_with_its_gpu_memory() {
     isolated(1, |_| {
         need!(queues());
-        let mut migration = GpuMigration::started(&movable(), "criu");
-        let migrated = migration.migrate();
-        assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
-        assert!(said(&migrated).contains("downtime "), "{}", said(&migrated));
-        let received = until(MINUTE, || migration.receive.try_wait().unwrap()).expect("it ends");
-        assert_eq!(received.code(), Some(0), "{}", migration.received());
-        migration.server.wait().unwrap();
-        assert_eq!(migration.processes(), (0, 1));
-        answers(&migration.app).unwrap();
-        migration.app.quit().unwrap();
+        let migration = GpuMigration::started(&movable(), "criu");
+        let migrate = migration.begin_migration(&format!("{DESTINATION}:{PORT}"), &["--pre-copy-only"]);
+        migration.expect_moved(migrate);
+    });
+}
+
+#[test]
+fn gpu_memory_arrives_while_its_server_runs() {
+    isolated(1, |_| {
+        need!(queues());
+        let begin = Instant::now();
+        let (shape, weights) = movable_with_weights();
+        let migration = GpuMigration::started(&shape, "criu");
+        let address = format!("{DESTINATION}:{PORT}").parse().unwrap();
+        let link = SlowLink::on(&migration.hosts.source, address, u64::MAX).unwrap();
+        let mut migrate = migration.begin_migration(&format!("127.0.0.1:{}", link.port()), &[]);
+        // Its CPU memory was sent before.
+        until(MINUTE, || migration.has_files().then_some(())).expect("the freeze");
+        link.slow_to(RATE);
+        let (frozen, sent) = (begin.elapsed(), link.sent());
+        let released = || migration.is_released().then_some(Ok(()));
+        let ended = |child: &mut Child| child.try_wait().unwrap().map(Err);
+        let begun = until(MINUTE, || released().or_else(|| ended(&mut migrate))).expect("RELEASE");
+        assert_eq!(begun, Ok(()), "{}", migration.received());
+        // Its CPU answers, and its weights are on the other host. With `--pre-copy-only` they were sent by now.
+        migration.app.rounds().unwrap();
+        let (runs, sent) = (begin.elapsed(), link.sent() - sent);
+        assert!(sent < weights / 2, "{sent} of {weights} bytes");
+        until(MINUTE, || migration.hosts.destination.named("criu").is_empty().then_some(()))
+            .expect("criu ends");
+        // Of the message that it runs.
+        sleep(PASSING_TIME);
+        assert_eq!(migrate.try_wait().unwrap(), None);
+        link.part();
+        sleep(CUT);
+        assert_eq!(migrate.try_wait().unwrap(), None);
+        migration.app.rounds().unwrap();
+        link.join();
+        let downtime = migration.expect_moved(migrate);
+        println!(
+            "frozen after {frozen:?}, {sent} bytes sent until it ran after {runs:?}, downtime {downtime:?}, all after {:?}",
+            begin.elapsed()
+        );
     });
 }
 

@@ -22,8 +22,11 @@ const PIECE: usize = 16 << 10;
 #[derive(Debug)]
 pub struct SlowLink {
     port: u16,
+    /// Bytes a second: to the server, and from it.
+    rates: [Arc<AtomicU64>; 2],
     streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     passed: Arc<AtomicU64>,
+    sent: Arc<AtomicU64>,
     lies: Arc<AtomicBool>,
     is_cut: Arc<AtomicBool>,
 }
@@ -69,6 +72,10 @@ impl SlowLink {
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
         let lies = Arc::new(AtomicBool::new(false));
         let is_cut = Arc::new(AtomicBool::new(false));
+        let rates = [up, down].map(|rate| Arc::new(AtomicU64::new(rate)));
+        let carried = rates.clone();
+        let sent = Arc::new(AtomicU64::new(0));
+        let count_sent = Arc::clone(&sent);
         let (kept, count, lie) = (Arc::clone(&streams), Arc::clone(&passed), Arc::clone(&lies));
         let refuses = Arc::clone(&is_cut);
         let (tell, listens) = channel();
@@ -91,13 +98,14 @@ impl SlowLink {
                 let both = [&client, &server].map(Arc::downgrade);
                 kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
                 let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
-                let lie = Arc::clone(&lie);
-                spawn(move || carry(&answers, &back, down, &count, &lie));
-                spawn(move || carry(&client, &server, up, &AtomicU64::new(0), &AtomicBool::new(false)));
+                let (lie, [up, down]) = (Arc::clone(&lie), carried.clone());
+                spawn(move || carry(&answers, &back, &down, &count, &lie));
+                let sent = Arc::clone(&count_sent);
+                spawn(move || carry(&client, &server, &up, &sent, &AtomicBool::new(false)));
             }
         });
         let port = listens.recv().context("a link")?.context("a port for a link")?;
-        Ok(Self { port, streams, passed, lies, is_cut })
+        Ok(Self { port, rates, streams, passed, sent, lies, is_cut })
     }
 
     /// Its port.
@@ -106,10 +114,21 @@ impl SlowLink {
         self.port
     }
 
+    /// Has both directions carry so many bytes a second from now on.
+    pub fn slow_to(&self, rate: u64) {
+        self.rates.iter().for_each(|of| of.store(rate, Ordering::Relaxed));
+    }
+
     /// The bytes that its clients have received.
     #[must_use]
     pub fn passed(&self) -> u64 {
         self.passed.load(Ordering::Relaxed)
+    }
+
+    /// The bytes that its server has received.
+    #[must_use]
+    pub fn sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
     }
 
     /// Has the link change one byte of what passes next to a client.
@@ -137,7 +156,7 @@ impl SlowLink {
     }
 }
 
-fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64, lies: &AtomicBool) {
+fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: &AtomicU64, passed: &AtomicU64, lies: &AtomicBool) {
     let mut buffer = vec![0; PIECE];
     loop {
         match from.read(&mut buffer) {
@@ -153,6 +172,7 @@ fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: u64, passed: &AtomicU64
                 }
                 let len = len as u64;
                 passed.fetch_add(len, Ordering::Relaxed);
+                let rate = rate.load(Ordering::Relaxed);
                 sleep(Duration::from_nanos(len.saturating_mul(1_000_000_000) / rate));
             }
         }

@@ -24,10 +24,13 @@ const LOOK_MS: u16 = 1000;
 /// The same, when the fetcher's queue was full.
 const FULL_MS: u16 = 1;
 
-/// What must arrive in each [`PROGRESS_TIME`] while the plugin waits: a link of 100 kbit/s brings more.
+/// What must arrive in each progress time while the plugin waits: a link of 100 kbit/s brings more.
 const MIN_PROGRESS: u64 = 1 << 20;
 /// Longer than a fetcher needs that waits for an answer, ends, and is started again.
 const PROGRESS_TIME: Duration = Duration::from_secs(120);
+/// The same for a migration, whose program is lost when the wait ends: longer than its agents wait for a lost connection,
+/// 330 s.
+const MIGRATION_PROGRESS_TIME: Duration = Duration::from_secs(600);
 
 /// The session's [`FetchedGpuFiles`], when it is open.
 pub(crate) type SessionGpuFiles = Arc<OnceLock<FetchedGpuFiles>>;
@@ -69,9 +72,15 @@ impl FetchedGpuFiles {
     /// Waits until bytes have arrived. Files that are whole have all of theirs.
     ///
     /// # Errors
-    /// They are beyond the end of a file. Or no more bytes arrive, or less than [`MIN_PROGRESS`] in [`PROGRESS_TIME`].
+    /// They are beyond the end of a file. Or no more bytes arrive, or less than [`MIN_PROGRESS`] in a progress time.
     pub(super) fn wait_for(&self, needed: &[proto::Needed]) -> anyhow::Result<()> {
-        self.wait_with_limit(needed, PROGRESS_TIME)
+        self.wait_with_limit(needed, self.progress_time())
+    }
+
+    fn progress_time(&self) -> Duration {
+        // Only the files of a migration have no checksums.
+        let is_image = self.files.values().all(|file| file.is_sealed());
+        if is_image { PROGRESS_TIME } else { MIGRATION_PROGRESS_TIME }
     }
 
     fn wait_with_limit(&self, needed: &[proto::Needed], limit: Duration) -> anyhow::Result<()> {
@@ -140,7 +149,7 @@ impl<'a> ArrivalRate<'a> {
         ensure!(
             bytes >= MIN_PROGRESS,
             "GPU memory that must arrive before the program runs: {} KiB of it arrived in {} s, and {} KiB are the \
-             least: check the link and the other host, and start the restore again, which continues the copy",
+             least: check the link and the other host; another `rewake restore --from` continues the copy",
             bytes >> 10,
             self.limit.as_secs(),
             MIN_PROGRESS >> 10
@@ -324,6 +333,14 @@ mod tests {
             }
             wait.join().unwrap().unwrap();
         });
+    }
+
+    #[test]
+    fn the_wait_of_a_migration_is_longer_than_its_agents_wait() {
+        assert_eq!(scene().files.progress_time(), MIGRATION_PROGRESS_TIME);
+        assert!(MIGRATION_PROGRESS_TIME > Duration::from_secs(330));
+        let none = FetchedGpuFiles { files: BTreeMap::new(), ..scene().files };
+        assert_eq!(none.progress_time(), PROGRESS_TIME);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use rewake_criu_images::ARRIVING_NAME;
 use rewake_criu_images::amdgpu::GpuFile;
 use rewake_plugin_protocol::SOCKET;
 
@@ -62,14 +63,15 @@ fn holds_plugin(folder: &Path) -> bool {
     folder.join(FILE).is_file()
 }
 
-/// Returns whether the plugin in a folder is this project's: it has the name of the streamer's socket. CRIU's own one
-/// checks no byte of an image.
+/// Returns whether the plugin in a folder is this project's, and waits for memory that arrives: it has the names of the
+/// streamer's socket, and of the list of files that arrive. CRIU's own one checks no byte of an image.
 ///
 /// # Errors
 /// The plugin cannot be read.
 pub fn is_own(folder: &Path) -> io::Result<bool> {
     let plugin = std::fs::read(folder.join(FILE))?;
-    Ok(plugin.windows(SOCKET.len()).any(|bytes| bytes == SOCKET.as_bytes()))
+    let has = |name: &str| plugin.windows(name.len()).any(|bytes| bytes == name.as_bytes());
+    Ok(has(SOCKET) && has(ARRIVING_NAME))
 }
 
 /// Returns whether this machine has AMD's compute driver.
@@ -130,11 +132,12 @@ mod tests {
     }
 
     #[test]
-    fn the_own_plugin_names_the_socket_of_the_streamer() {
-        let root = with_plugins(&["own", "stock"]);
-        fs::write(root.path().join("own").join(FILE), format!("\x7fELF{SOCKET}\0")).unwrap();
-        let [own, stock] = ["own", "stock"].map(|name| is_own(&root.path().join(name)).unwrap());
-        assert!(own && !stock);
+    fn the_own_plugin_names_the_streamer_s_socket_and_the_list() {
+        let root = with_plugins(&["own", "old", "stock"]);
+        fs::write(root.path().join("own").join(FILE), format!("\x7fELF{SOCKET}\0{ARRIVING_NAME}")).unwrap();
+        fs::write(root.path().join("old").join(FILE), format!("\x7fELF{SOCKET}\0")).unwrap();
+        let own = ["own", "old", "stock"].map(|name| is_own(&root.path().join(name)).unwrap());
+        assert_eq!(own, [true, false, false]);
     }
 
     #[test]

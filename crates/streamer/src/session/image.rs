@@ -45,7 +45,7 @@ pub struct TaskPlan {
 pub enum LazyMemory {
     /// In the image.
     Here,
-    /// On a page server. A cache file in this directory gets it.
+    /// On a page server. A cache file in this directory gets memory of tasks. Files of the image that arrive get theirs.
     OnPageServer(PathBuf),
     /// On an image server. The files of the image, whose manifest is partial, get what they lack.
     OnImageServer,
@@ -56,7 +56,7 @@ pub enum LazyMemory {
 pub struct Image {
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,
-    /// The pages files of all tasks, each once. Of a partial image also those with GPU memory.
+    /// The pages files of all tasks, each once. Also those with GPU memory of which another host has some bytes.
     files: Vec<Arc<ImageFile>>,
     /// Has the memory that another host has.
     remote: Option<RemoteMemory>,
@@ -104,7 +104,7 @@ impl Image {
         self.directory
     }
 
-    /// Returns the pages files of all tasks, and of a partial image those with GPU memory.
+    /// Returns the pages files of all tasks, and those with GPU memory of which another host has some bytes.
     pub(crate) fn files(&self) -> &[Arc<ImageFile>] {
         &self.files
     }

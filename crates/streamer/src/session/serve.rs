@@ -231,7 +231,7 @@ impl Worker {
     }
 
     /// Serves the session until its memory is resident, and notes the outcome. It stays in the ledger until
-    /// [`Worker::close`]. If memory comes from an image server, the load of GPU memory must have ended too, as `gpus` says.
+    /// [`Worker::close`]. If GPU memory comes from another host, its load must have ended too, as `gpus` says.
     ///
     /// # Errors
     /// Fails when the restore or the image fails. The restored processes are then killed, or can never read a
@@ -257,7 +257,7 @@ impl Worker {
             outcome = async {
                 self.follow(open).await?;
                 // A local load needs no fetcher.
-                if let Some(over) = gpus.filter(|_| fetch.as_deref().is_some_and(Fetch::is_image)) {
+                if let Some(over) = gpus.filter(|_| fetch.as_deref().is_some_and(Fetch::brings_files)) {
                     wait_for_gpus(&session, over).await;
                 }
                 Ok(())

@@ -69,11 +69,24 @@ impl LaunchPlan {
         }
     }
 
-    /// Returns why CRIU must load all CPU memory of an image with GPU state; none if this kernel can hold calls that
-    /// register missing memory.
-    #[must_use]
-    pub fn eager_reason() -> Option<String> {
-        holds_calls().err().map(|error| format!("{error:#}"))
+    /// Returns why all GPU memory of another host must be copied before the processes run; none if it may arrive later:
+    /// CRIU's plugin waits for it, and this kernel can hold calls that register missing memory. `plugins` is the folder of
+    /// CRIU's plugins; none: CRIU's own.
+    ///
+    /// # Errors
+    /// The plugin cannot be read.
+    pub fn eager_reason(plugins: Option<&Path>) -> anyhow::Result<Option<String>> {
+        let is_own = plugins.map_or(Ok(false), |folder| {
+            plugin_folder::is_own(folder).with_context(|| format!("reading {}", folder.display()))
+        });
+        if !is_own? {
+            let file = plugin_folder::FILE;
+            return Ok(Some(format!(
+                "CRIU's {file} is not known to be Rewake's of this release (put it beside `rewake`, or name its \
+                 folder in CRIU_LIBS_DIR)"
+            )));
+        }
+        Ok(holds_calls().err().map(|error| format!("{error:#}")))
     }
 
     /// The plan for an image of which an image server has memory. The streamer checks the image.

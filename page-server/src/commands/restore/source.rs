@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 use std::net::{SocketAddr, ToSocketAddrs as _};
-use std::path::{Path, PathBuf, absolute};
+use std::path::{PathBuf, absolute};
 use std::rc::Rc;
 
 use anyhow::{Context as _, ensure};
@@ -64,7 +64,7 @@ pub(super) fn prepare(
     view.say(&format!("{sent} were sent; the program runs while {left} arrive\n"));
     let gpus = plugin_folder::image_has_gpu(directory)
         .with_context(|| format!("reading {}", directory.display()))?;
-    if gpus && let Some(reason) = eager_reason(plugins(true)?.as_deref())? {
+    if gpus && let Some(reason) = LaunchPlan::eager_reason(plugins(true)?.as_deref())? {
         view.say(&format!("all of the image is copied before the processes run: {reason}\n"));
         pull(&mut source, directory, id).with_context(|| what.clone())?;
         return Ok(None);
@@ -73,19 +73,6 @@ pub(super) fn prepare(
     addresses.sort_by_key(|address| Some(*address) != reached.get());
     let image = FetchedImage { name: image, id: report.id.to_string() };
     Ok(Some(LaunchPlan::from_server(gpus, ImageServerAddress { addresses, image, tls })))
-}
-
-/// Returns why all of an image with GPU state must be copied first; none if its memory may arrive later. `plugins` is the
-/// folder of CRIU's plugins; none: CRIU's own.
-fn eager_reason(plugins: Option<&Path>) -> anyhow::Result<Option<String>> {
-    let is_own = plugins.map_or(Ok(false), |folder| {
-        plugin_folder::is_own(folder).with_context(|| format!("reading {}", folder.display()))
-    });
-    if !is_own? {
-        let file = plugin_folder::FILE;
-        return Ok(Some(format!("CRIU's {file} is not known to be Rewake's (name ours with --plugin-dir)")));
-    }
-    Ok(LaunchPlan::eager_reason())
 }
 
 /// What the options of TLS say, with absolute paths: the streamer and its fetcher run in another directory.

@@ -35,7 +35,7 @@ pub(crate) struct Draft {
     pub(crate) working_set_note: String,
     /// Whether buffers of GPUs belong to the recorded working set.
     pub(crate) has_first_buffers: bool,
-    /// The pages files of all tasks, each once. Of a partial image also those with GPU memory.
+    /// The pages files of all tasks, each once. Also those with GPU memory of which another host has some bytes.
     pub(crate) files: Vec<DraftFile>,
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     pub(crate) tasks: BTreeMap<u32, Option<DraftTask>>,
@@ -57,15 +57,18 @@ pub(crate) struct DraftFile {
     pub(crate) state: FileState,
     /// The place in [`Draft::checksums`] of its first block; none if its image is not sealed.
     pub(crate) checksums: Option<usize>,
-    /// Its number in the manifest, if another host has some of its blocks; else 0.
+    /// Its number at the other host, if that has some of its bytes: in the manifest, or in the list of files that arrive.
+    /// Else 0.
     pub(crate) number: u32,
 }
 
 /// Memory that another host has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DraftRemote {
-    /// Bytes that the presence map is for: of the cache file, or of all pages files, each up to the border of a block.
+    /// Bytes that the presence map is for: of the cache file, and of all pages files, each up to the border of a block.
     pub(crate) len: u64,
+    /// Bytes of the cache file.
+    pub(crate) cache: u64,
     /// Where it is written.
     pub(crate) place: RemotePlace,
 }
@@ -73,9 +76,10 @@ pub(crate) struct DraftRemote {
 /// Where the memory of another host is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RemotePlace {
-    /// Into a cache file that is to be made. The headers are those of the CRIU that made the image.
+    /// Memory of tasks into a cache file that is to be made; the headers are those of the CRIU that made the image. The
+    /// pages files have GPU memory.
     Cache(HeaderLayout),
-    /// Into the pages files. The image has this id.
+    /// All into the pages files. The image has this id.
     Files(Digest),
 }
 
@@ -100,20 +104,37 @@ impl Draft {
         let parents = images.ancestors();
         let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
         chain.iter().try_for_each(|images| refuse_partial(images))?;
+        ensure!(
+            images.arriving_files()?.is_empty(),
+            "{}: the image of a migration, whose GPU memory was not copied: only the migration can restore it",
+            images.path().display()
+        );
         let mut draft = Self { leases: leases(&chain)?, ..Self::of(images)? }.tasks(images)?;
         draft.add_checksums(read_chain(&chain)?)?;
         Ok(draft)
     }
 
-    /// [`Draft::read`], for a session that gets all lazy pages from a page server. What the server sends has no
-    /// checksums.
+    /// [`Draft::read`], for a session that gets all lazy pages from a page server, and the files that
+    /// [arrive](ImageDir::arriving_files). What the server sends has no checksums.
     ///
     /// # Errors
     /// Fails when a file is missing or damaged.
     pub(crate) fn read_remote(images: &ImageDir) -> anyhow::Result<Self> {
         // CRIU 4.2 and later, where no pagemap says another age.
-        let remote = Some(DraftRemote { len: 0, place: RemotePlace::Cache(HeaderLayout::Wide) });
-        Self { remote, leases: leases(&[images])?, ..Self::of(images)? }.tasks(images)
+        let place = RemotePlace::Cache(HeaderLayout::Wide);
+        let remote = Some(DraftRemote { len: 0, cache: 0, place });
+        let mut draft = Self { leases: leases(&[images])?, ..Self::of(images)? };
+        for (number, name) in images.arriving_files()?.into_iter().enumerate() {
+            let (path, file, _) = images.file(&name)?.with_context(|| format!("{name}: it is missing"))?;
+            let at = draft.file(file, path)?;
+            draft.files[at].number = u32::try_from(number)?;
+        }
+        let mut draft = Self { remote, ..draft }.tasks(images)?;
+        let files = draft.file_blocks()?;
+        if let Some(remote) = &mut draft.remote {
+            remote.len = remote.cache.checked_add(files).context("the lengths of the files")?;
+        }
+        Ok(draft)
     }
 
     /// [`Draft::read`], for a session that gets missing blocks from an image server. No other program may write into the
@@ -131,15 +152,21 @@ impl Draft {
             let (path, file, _) = images.file(name)?.with_context(|| format!("{name}: it is missing"))?;
             draft.file(file, path)?;
         }
-        let (id, mut len) = (checksums.id, 0u64);
+        let id = checksums.id;
         draft.add_checksums(vec![Some(checksums)])?;
         for file in &draft.files {
             ensure!(file.number > 0, "{}: it is in no manifest", file.path.display());
-            let blocks = file.state.key.len.checked_next_multiple_of(BLOCK as u64);
-            len = blocks.and_then(|blocks| len.checked_add(blocks)).context("the lengths of the files")?;
         }
-        draft.remote = Some(DraftRemote { len, place: RemotePlace::Files(id) });
+        let place = RemotePlace::Files(id);
+        draft.remote = Some(DraftRemote { len: draft.file_blocks()?, cache: 0, place });
         Ok(draft)
+    }
+
+    /// Returns the length of all files, each up to the border of a block.
+    fn file_blocks(&self) -> anyhow::Result<u64> {
+        let blocks = self.files.iter().map(|file| file.state.key.len.checked_next_multiple_of(BLOCK as u64));
+        let sum = |all: u64, blocks: Option<u64>| all.checked_add(blocks?);
+        blocks.into_iter().try_fold(0, sum).context("the lengths of the files")
     }
 
     fn of(images: &ImageDir) -> anyhow::Result<Self> {
@@ -179,7 +206,7 @@ impl Draft {
 
     fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<DraftTask> {
         if let Some(remote) = &mut self.remote {
-            return remote.task(images, pid, first);
+            return remote.task(images, pid, first, self.files.len());
         }
         let LazyPlan { files, extents, remote_pages } = images.lazy_plan(pid)?;
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
@@ -224,19 +251,26 @@ impl Draft {
 
 impl DraftRemote {
     /// Gives a task's lazy pages a place at the end of the cache file, from a border of blocks on: no block has pages of
-    /// two tasks.
-    fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<DraftTask> {
+    /// two tasks. `index` is that of the cache file.
+    fn task(
+        &mut self,
+        images: &ImageDir,
+        pid: u32,
+        first: Vec<Range<u64>>,
+        index: usize,
+    ) -> anyhow::Result<DraftTask> {
         let RemotePlan { extents, generation } = images.remote_plan(pid)?;
         if generation == Some(Generation::Narrow) {
             self.place = RemotePlace::Cache(HeaderLayout::Narrow);
         }
-        let base = self.len;
+        let base = self.cache;
         let extents: Vec<Extent> = extents.into_iter().map(|of| extent(of, base)).collect();
         let pages: u64 = extents.iter().map(|extent| extent.pages).sum();
-        self.len = (base + pages * PAGE_SIZE).next_multiple_of(BLOCK as u64);
+        self.cache = (base + pages * PAGE_SIZE).next_multiple_of(BLOCK as u64);
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         let plan = Plan::new(extents).with_context(pagemap)?;
-        Ok(DraftTask { extents: plan.into_extents(), files: vec![0], first, working_set: Vec::new() })
+        let extents = plan.into_extents();
+        Ok(DraftTask { extents, files: vec![index], first, working_set: Vec::new() })
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Gives each pages file of a partial image its place in the session's presence map.
+//! Gives each pages file of which another host has some bytes its place in the session's presence map.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use rewake_pager::PAGE_SIZE;
 
 use super::remote_memory::{LocalCopy, RemoteMemory};
 
-/// Where the pages files are in the presence map, if another host has some of their blocks.
+/// Where the pages files are in the presence map, if another host has some of their bytes: after the cache file.
 #[derive(Debug)]
 pub(super) struct FilePlace<'a> {
     remote: Option<&'a mut RemoteMemory>,
@@ -19,16 +19,13 @@ pub(super) struct FilePlace<'a> {
 
 impl<'a> FilePlace<'a> {
     pub(super) fn new(remote: Option<&'a mut RemoteMemory>) -> Self {
-        Self { remote, next: 0 }
+        let cache = remote.as_ref().and_then(|remote| remote.cache()).map_or(0, |cache| cache.len());
+        Self { remote, next: cache / PAGE_SIZE }
     }
 
-    /// Returns the place of the next file, of so many bytes; none if all of its blocks are here.
+    /// Returns the place of the next file, of so many bytes; none if all of its bytes are here.
     pub(super) fn fetched(&mut self, len: u64) -> anyhow::Result<Option<FetchedFile>> {
-        let Some(RemoteMemory { source, copy: LocalCopy::Files { .. }, len: all, .. }) =
-            self.remote.as_deref()
-        else {
-            return Ok(None);
-        };
+        let Some(RemoteMemory { source, len: all, .. }) = self.remote.as_deref() else { return Ok(None) };
         let first = self.next;
         let blocks = len.checked_next_multiple_of(BLOCK as u64).context("the length of a file")?;
         self.next = first.saturating_add(blocks / PAGE_SIZE);
@@ -36,12 +33,15 @@ impl<'a> FilePlace<'a> {
         Ok(Some(FetchedFile { source: Arc::clone(source), first }))
     }
 
-    /// Takes the number that a file has in the manifest.
+    /// Takes the number that a file has at the other host.
     pub(super) fn numbered(&mut self, number: u32, file: &ImageFile) -> anyhow::Result<()> {
-        if let Some(RemoteMemory { copy: LocalCopy::Files { numbers, .. }, .. }) = self.remote.as_deref_mut()
-        {
+        if let Some(RemoteMemory { copy, numbers, .. }) = self.remote.as_deref_mut() {
+            let is_checked = number > 0 && file.is_sealed();
             let name = file.name().display();
-            ensure!(number > 0 && file.is_sealed(), "{name}: its blocks cannot be fetched and checked");
+            ensure!(
+                is_checked || matches!(copy, LocalCopy::Cache { .. }),
+                "{name}: its blocks cannot be fetched and checked"
+            );
             numbers.push(number);
         }
         Ok(())
@@ -49,12 +49,8 @@ impl<'a> FilePlace<'a> {
 
     /// Checks that the files have all places.
     pub(super) fn end(&self) -> anyhow::Result<()> {
-        match self.remote.as_deref() {
-            Some(RemoteMemory { copy: LocalCopy::Files { .. }, len, .. }) => {
-                ensure!(self.next == len / PAGE_SIZE, "files of other lengths than {len} bytes together");
-                Ok(())
-            }
-            _ => Ok(()),
-        }
+        let Some(RemoteMemory { len, .. }) = self.remote.as_deref() else { return Ok(()) };
+        ensure!(self.next == len / PAGE_SIZE, "files of other lengths than {len} bytes together");
+        Ok(())
     }
 }

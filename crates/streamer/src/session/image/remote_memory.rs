@@ -2,7 +2,9 @@
 //! Memory of an image that another host has: a local copy of it, which a fetcher fills, and the presence map of the copy.
 //!
 //! What a page server sends goes into a cache file. It has no name, so no other program writes it, and it takes no space
-//! when the session has ended. What an image server sends goes into the image's own files, whose blocks are checked.
+//! when the session has ended. What an image server sends goes into the image's own files, whose blocks are checked. The
+//! source of a migration is a page server that has files with GPU memory, too: they are written where CRIU's plugin reads
+//! them.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -38,12 +40,14 @@ pub(crate) struct RemoteMemory {
     pub(super) len: u64,
     /// Where they are written.
     pub(crate) copy: LocalCopy,
+    /// The number at the other host of each pages file, all of which get what they lack.
+    pub(super) numbers: Vec<u32>,
 }
 
 /// Where memory is written when it arrives.
 #[derive(Debug)]
 pub(crate) enum LocalCopy {
-    /// A cache file, of a page server's memory.
+    /// A cache file, of a page server's memory of tasks.
     Cache {
         /// The file.
         file: Arc<ImageFile>,
@@ -54,8 +58,6 @@ pub(crate) enum LocalCopy {
     Files {
         /// The id of the image.
         id: Digest,
-        /// The number of each file in the manifest.
-        numbers: Vec<u32>,
     },
 }
 
@@ -67,7 +69,7 @@ impl RemoteMemory {
     pub(crate) fn create(work: &Path, draft: DraftRemote) -> anyhow::Result<Self> {
         let presence = presence_file(draft.len).context("making the presence map")?;
         let cache = match draft.place {
-            RemotePlace::Cache(_) => Some(cache_file(work, draft.len)?),
+            RemotePlace::Cache(_) => Some(cache_file(work, draft.cache)?),
             RemotePlace::Files(_) => None,
         };
         Self::of(presence, cache, draft)
@@ -82,10 +84,10 @@ impl RemoteMemory {
         let cache = cache.map(File::from);
         if let Some(cache) = &cache {
             let found = cache.metadata().context("the cache file")?.len();
-            if found != draft.len {
+            if found != draft.cache {
                 bail!(
                     "the cache file has {found} bytes, and {} were reserved: did another program write to it?",
-                    draft.len
+                    draft.cache
                 );
             }
         }
@@ -96,7 +98,7 @@ impl RemoteMemory {
         let map = PresenceMap::open(presence.as_fd(), draft.len).context("the presence map")?;
         let source = Arc::new(FetchSource::new(map));
         let copy = match draft.place {
-            RemotePlace::Files(id) => LocalCopy::Files { id, numbers: Vec::new() },
+            RemotePlace::Files(id) => LocalCopy::Files { id },
             RemotePlace::Cache(layout) => {
                 let file = cache.context("a page server's memory without a cache file")?;
                 let fetched = FetchedFile { source: Arc::clone(&source), first: 0 };
@@ -106,7 +108,7 @@ impl RemoteMemory {
                 }
             }
         };
-        Ok(Self { presence, source, len: draft.len, copy })
+        Ok(Self { presence, source, len: draft.len, copy, numbers: Vec::new() })
     }
 
     /// Returns the cache file; none if memory goes into files of the image.
@@ -151,11 +153,12 @@ impl Image {
     /// # Errors
     /// The presence map cannot be mapped. Or the image has another id than the peer's.
     pub(crate) fn fetch_plan(&self, remote: &RemoteMemory, peer: &FetchPeer) -> anyhow::Result<FetchPlan> {
+        let files = self.sparse_files(&remote.numbers);
         let memory = match &remote.copy {
             LocalCopy::Cache { layout, .. } => {
-                FetchedMemory::Pages { layout: *layout, extents: self.cache_extents() }
+                FetchedMemory::Pages { layout: *layout, extents: self.cache_extents(), files }
             }
-            LocalCopy::Files { id, numbers } => {
+            LocalCopy::Files { id } => {
                 let image = peer.image.clone().context("an image server without the name of an image")?;
                 // The directory was not locked for a moment, and this is what the user has asked for.
                 ensure!(
@@ -163,16 +166,18 @@ impl Image {
                     "a copy of image {id:.16}, not of {:.16}: did another program write into the directory?",
                     image.id
                 );
-                FetchedMemory::Files { image: image.name, id: *id, files: self.sparse_files(numbers) }
+                FetchedMemory::Files { image: image.name, id: *id, files }
             }
         };
-        let runs: Vec<(u64, u64)> = match &memory {
-            FetchedMemory::Pages { extents, .. } => extents.iter().map(|of| (of.first, of.pages)).collect(),
-            FetchedMemory::Files { files, .. } => files.iter().map(|of| (of.first, of.pages())).collect(),
+        let (extents, files) = match &memory {
+            FetchedMemory::Pages { extents, files, .. } => (extents.as_slice(), files),
+            FetchedMemory::Files { files, .. } => (&[][..], files),
         };
+        let extents = extents.iter().map(|of| (of.first, of.pages));
+        let runs = extents.chain(files.iter().map(|of| (of.first, of.pages())));
         let presence = PresenceWriter::open(remote.presence.as_fd(), remote.len)?;
         let mut end = 0;
-        for (first, pages) in runs.into_iter().chain([(remote.len.div_ceil(PAGE_SIZE), 0)]) {
+        for (first, pages) in runs.chain([(remote.len.div_ceil(PAGE_SIZE), 0)]) {
             presence.set(end, first - end);
             end = first + pages;
         }
@@ -211,14 +216,12 @@ impl Image {
     /// This user may not write to a file.
     pub(crate) fn files_to_write(&self) -> io::Result<Vec<OwnedFd>> {
         let cache = self.remote.as_ref().and_then(RemoteMemory::cache);
-        if let Some(cache) = cache {
-            return Ok(vec![cache.as_fd().try_clone_to_owned()?]);
-        }
+        let cache = cache.into_iter().map(|cache| cache.as_fd().try_clone_to_owned());
         let open = |file: &Arc<ImageFile>| {
             let path = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
             OpenOptions::new().read(true).write(true).open(path).map(OwnedFd::from)
         };
-        self.files.iter().filter(|file| !file.is_empty()).map(open).collect()
+        cache.chain(self.files.iter().filter(|file| !file.is_empty()).map(open)).collect()
     }
 
     /// Notes which blocks of the image's files are here: those that were sealed as zeros, and those whose bytes are

@@ -11,10 +11,10 @@
 //! why the working set is not used: as a name; whether buffers belong to it u32
 //! directory: dev ino u64
 //! leases u32, checksums u64: their numbers
-//! memory of another host: length of a header u32 (0: there is none; 1: it goes into the files), bytes u64;
-//!     for 1: id of the image [32]
+//! memory of another host: length of a header u32 (0: there is none; 1: it goes into the files), bytes u64,
+//!     bytes of the cache file u64; for 1: id of the image [32]
 //! files u32, each: dev ino len u64, mtime ctime (i64 s, i64 ns), links u64, mode uid gid u32, name, path,
-//!     is sealed u32, first checksum u64, number in the manifest u32
+//!     is sealed u32, first checksum u64, number at the other host u32
 //! tasks u32, each: pid u32, has memory u32, and if it has:
 //!     files u32, each: index u32      first u32, each: start end u64
 //!     working set u32, each: start end u64, rank u32
@@ -197,6 +197,7 @@ impl<W: Write> Output<W> {
         });
         self.count(header)?;
         self.u64(remote.map_or(0, |remote| remote.len))?;
+        self.u64(remote.map_or(0, |remote| remote.cache))?;
         match remote {
             Some(DraftRemote { place: RemotePlace::Files(id), .. }) => self.0.write_all(&id.0),
             _ => Ok(()),
@@ -357,12 +358,13 @@ impl Input<'_> {
     }
 
     fn remote(&mut self) -> anyhow::Result<Option<DraftRemote>> {
-        let (header, len) = (self.u32()? as usize, self.u64()?);
+        let (header, len, cache) = (self.u32()? as usize, self.u64()?, self.u64()?);
+        ensure!(cache <= len, "a cache file of {cache} bytes, of {len} bytes of another host");
         let layouts = [HeaderLayout::Narrow, HeaderLayout::Wide];
         match layouts.into_iter().find(|layout| layout.len() == header) {
-            Some(layout) => Ok(Some(DraftRemote { len, place: RemotePlace::Cache(layout) })),
+            Some(layout) => Ok(Some(DraftRemote { len, cache, place: RemotePlace::Cache(layout) })),
             None if header == FILES => {
-                Ok(Some(DraftRemote { len, place: RemotePlace::Files(Digest(self.array()?)) }))
+                Ok(Some(DraftRemote { len, cache, place: RemotePlace::Files(Digest(self.array()?)) }))
             }
             None if (header, len) == (0, 0) => Ok(None),
             None => bail!("headers of {header} bytes, and {len} bytes of another host"),

@@ -10,9 +10,9 @@ use crate::fetch_peer::{FetchPeer, FetchedImage};
 use crate::gpu::fetched_files::FetchedGpuFiles;
 use crate::session::WorkingSetPart;
 use rewake_criu_images::{
-    Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
+    Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, add_arriving_file, write,
 };
-use rewake_fetcher::plan::{FetchedMemory, PagePeer};
+use rewake_fetcher::plan::{FetchedMemory, PagePeer, SparseFile};
 use rewake_image_io::{BLOCK, FetchReader, PresenceWriter, read_now};
 use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME, read_partial_checksums};
 use rewake_process::Notifier;
@@ -285,6 +285,44 @@ fn in_a_cache_file_each_task_has_blocks_of_its_own() {
     // Pages that are no task's are never requested.
     let absent = (0..32).filter(|page| !remote.source.presence().has_page(*page));
     assert_eq!(absent.collect::<Vec<_>>(), [0, 1, 2, 16, 17, 18]);
+}
+
+#[test]
+fn files_that_arrive_are_after_the_cache_file() {
+    let root = tempfile::tempdir().unwrap();
+    let images = root.path().join("image");
+    write_image(&images, 1);
+    let (name, len) = ("amdgpu-pages-9-00ab.img", 16 * PAGE_SIZE + 8);
+    File::create(images.join(name)).unwrap().set_len(len).unwrap();
+    add_arriving_file(&images, name).unwrap();
+    let error = Draft::read(&ImageDir::open(&images).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("only the migration can restore it"), "{error}");
+    let memory = memory_file().unwrap();
+    let draft = Draft::read_remote(&ImageDir::open(&images).unwrap()).unwrap();
+    draft.write(&memory).unwrap();
+    seal(&memory).unwrap();
+    let leases = draft.leases.into_iter().map(OwnedFd::from);
+    let files: Vec<OwnedFd> = draft.files.into_iter().map(|file| file.file.into()).chain(leases).collect();
+    let create = |of: DraftRemote| RemoteMemory::create(root.path(), of);
+    let image = Image::unseal_with(memory.as_fd(), files, create).unwrap();
+    let remote = image.remote().unwrap();
+    let server = FetchPeer { peer: PagePeer::Connected, tls: None, connected: None, image: None };
+    let plan = image.fetch_plan(remote, &server).unwrap();
+    let FetchedMemory::Pages { extents, files, .. } = &plan.memory else { panic!("{plan:?}") };
+    assert_eq!(extents.iter().map(|of| of.first).collect::<Vec<_>>(), [0, 16]);
+    assert_eq!(files.as_slice(), [SparseFile { first: 32, len, number: 0 }]);
+    let lens = (plan.len, remote.cache().unwrap().len(), image.files_to_write().unwrap().len());
+    assert_eq!(lens, (64 * PAGE_SIZE, 32 * PAGE_SIZE, 2));
+    let absent = (0..64).filter(|page| !remote.source.presence().has_page(*page));
+    assert_eq!(
+        absent.collect::<Vec<_>>(),
+        [0, 1, 2, 16, 17, 18].into_iter().chain(32..49).collect::<Vec<_>>()
+    );
+    // Tasks have the cache file, not the first file.
+    let task = image.plan(7).unwrap();
+    assert_eq!(task.files[0].len(), 32 * PAGE_SIZE);
+    let arrives = &image.files()[0];
+    assert!(!arrives.has(0, PAGE) && arrives.source().is_some());
 }
 
 #[test]
