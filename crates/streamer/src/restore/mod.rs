@@ -218,7 +218,7 @@ impl StreamedRestore {
         let Some(mut session) = worker.open(images, &self.options.work, self.options.server.as_ref()).await?
         else {
             // A worker that died has served it.
-            if self.options.server.as_ref().is_some_and(|server| server.image.is_some()) {
+            if self.options.server.as_ref().is_some_and(FetchPeer::has_own_copy) {
                 complete::complete(images).await;
             }
             return Ok(());

@@ -16,7 +16,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};
 use rewake_criu_images::Digest;
-use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, SparseFile};
+use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, SparseFile};
 use rewake_image_io::{
     BLOCK, FetchSource, FetchedFile, ImageFile, PresenceMap, PresenceWriter, presence_file,
 };
@@ -109,6 +109,17 @@ impl RemoteMemory {
         Ok(Self { presence, source, len: draft.len, copy })
     }
 
+    /// Notes pages that are in none of these runs as arrived.
+    fn note_gaps(&self, runs: Vec<(u64, u64)>) -> io::Result<()> {
+        let presence = PresenceWriter::open(self.presence.as_fd(), self.len)?;
+        let mut end = 0;
+        for (first, pages) in runs.into_iter().chain([(self.len.div_ceil(PAGE_SIZE), 0)]) {
+            presence.set(end, first - end);
+            end = first + pages;
+        }
+        Ok(())
+    }
+
     /// Returns the cache file; none if memory goes into files of the image.
     pub(crate) fn cache(&self) -> Option<&Arc<ImageFile>> {
         match &self.copy {
@@ -146,7 +157,7 @@ impl Image {
     }
 
     /// Makes the plan of the fetcher. Pages of the presence map that the peer does not have count as arrived from here
-    /// on.
+    /// on; the agent has noted them in its own map.
     ///
     /// # Errors
     /// The presence map cannot be mapped. Or the image has another id than the peer's.
@@ -170,13 +181,10 @@ impl Image {
             FetchedMemory::Pages { extents, .. } => extents.iter().map(|of| (of.first, of.pages)).collect(),
             FetchedMemory::Files { files, .. } => files.iter().map(|of| (of.first, of.pages())).collect(),
         };
-        let presence = PresenceWriter::open(remote.presence.as_fd(), remote.len)?;
-        let mut end = 0;
-        for (first, pages) in runs.into_iter().chain([(remote.len.div_ceil(PAGE_SIZE), 0)]) {
-            presence.set(end, first - end);
-            end = first + pages;
-        }
         let (peer, tls) = (peer.peer.clone(), peer.tls.clone());
+        if !matches!(peer, PagePeer::Agent(_)) {
+            remote.note_gaps(runs)?;
+        }
         Ok(FetchPlan { peer, tls, len: remote.len, memory })
     }
 
