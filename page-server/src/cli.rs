@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The command line.
 
+mod cache;
 mod remote;
 mod store;
 mod tls;
@@ -10,7 +11,10 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use rewake_image_store::ImageUrl;
 
+use cache::bytes;
+pub use cache::{CacheAct, CacheArgs};
 pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage, SourceArgs};
 pub use store::{ExportedPlace, GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
 pub use tls::{PeerTlsArgs, TlsArgs};
@@ -61,6 +65,8 @@ pub enum Command {
     Rm(RmArgs),
     /// Frees the space of what no image of a store uses
     Gc(GcArgs),
+    /// Shows and changes the node agent's cache of images
+    Cache(CacheArgs),
     /// For `rewake restore` and `rewake serve`: serves one restore
     #[command(hide = true)]
     Streamer(StreamerArgs),
@@ -213,8 +219,11 @@ pub struct StreamerArgs {
     /// The name of the image there
     #[arg(long, value_name = "IMAGE", requires_all = ["from_address", "from_id"])]
     pub from_image: Option<String>,
+    /// Control socket of the node agent whose cache has the image, and brings what it lacks
+    #[arg(long, value_name = "PATH", requires_all = ["from_id", "images_dir"], conflicts_with = "from_address")]
+    pub from_agent: Option<PathBuf>,
     /// The id of that image
-    #[arg(long, value_name = "ID", requires = "from_image")]
+    #[arg(long, value_name = "ID")]
     pub from_id: Option<String>,
     /// The host that the server's certificate must be for
     #[arg(long, value_name = "HOST", requires = "tls")]
@@ -247,6 +256,9 @@ pub struct PlannerArgs {
     /// An image server has some blocks of the image
     #[arg(long, conflicts_with = "remote")]
     pub partial: bool,
+    /// The image is in the node's cache, and may lack some of its blocks
+    #[arg(long, conflicts_with_all = ["remote", "partial"])]
+    pub in_cache: bool,
 }
 
 /// Options of `rewake park`. The fd store is standard input.
@@ -333,6 +345,13 @@ pub struct ServeArgs {
     /// Write one zero byte to this descriptor once clients are answered, and close it
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
+    /// Keep images of stores in this directory, and share them between restores. Only this user may access it
+    #[arg(long, value_name = "DIR")]
+    pub cache: Option<PathBuf>,
+    /// Bytes that these images may have together; K, M, G and T multiply by powers of 1024 [default: half of what is free,
+    /// and of what they have]
+    #[arg(long, value_name = "BYTES", requires = "cache", value_parser = bytes)]
+    pub cache_size: Option<u64>,
 }
 
 /// Which programs `rewake dump` and `rewake restore` run.
@@ -381,9 +400,13 @@ pub enum WaitFor {
 /// Options of `rewake restore`.
 #[derive(Debug, Args)]
 pub struct RestoreArgs {
+    /// An image of a store, s3://BUCKET/FOLDER/NAME or file:///DIRECTORY/NAME: it is restored from the cache of the node
+    /// agent, while its memory arrives there
+    #[arg(value_name = "URL", conflicts_with_all = ["images_dir", "from", "record"])]
+    pub image: Option<ImageUrl>,
     /// Directory of the images
-    #[arg(short = 'D', long, value_name = "DIR")]
-    pub images_dir: PathBuf,
+    #[arg(short = 'D', long, value_name = "DIR", required_unless_present = "image")]
+    pub images_dir: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
     /// Directory for the restore's socket, log and other files, kept afterwards [default: one for this restore

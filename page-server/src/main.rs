@@ -31,6 +31,7 @@ fn main() -> ExitCode {
         Command::Ls(options) => commands::ls::run(options),
         Command::Rm(options) => commands::rm::run(options),
         Command::Gc(options) => commands::gc::run(options),
+        Command::Cache(options) => commands::cache::run(options),
         Command::Streamer(options) => commands::streamer::run(options),
         Command::Status(options) => commands::status::run(options),
         Command::Planner(options) => commands::planner::run(options),

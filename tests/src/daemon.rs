@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-pub use rewake_testkit::daemon::{Daemon, restore, timeline};
+pub use rewake_testkit::daemon::{Daemon, DaemonOptions, restore, timeline};
 pub use rewake_testkit::process::processes_naming;
 use rewake_testkit::process::{MINUTE, run};
 

@@ -5,6 +5,7 @@
 //! * [`Scene`]: one dumped target with its directories; starts servers, restores, collects the verdict.
 //! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it fails).
 //! * [`daemon`]: restores by `rewake serve`.
+//! * [`node_cache`]: restores of an image of a store, from the node's cache.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
 //! * [`export`]: `rewake export`, and its clients.
@@ -34,6 +35,7 @@ pub mod images;
 pub mod lazy_source;
 pub mod limit;
 pub mod migration;
+pub mod node_cache;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;

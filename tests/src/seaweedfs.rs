@@ -93,13 +93,22 @@ impl SeaweedServer {
     /// No program to start.
     pub fn rewake(&self, arguments: &[&str]) -> anyhow::Result<Command> {
         let mut command = Command::new(rewake()?);
-        command.args(arguments).stdin(Stdio::null());
-        let endpoint = format!("http://127.0.0.1:{}", self.port);
-        command
-            .env("AWS_ACCESS_KEY_ID", KEY[0])
-            .env("AWS_SECRET_ACCESS_KEY", KEY[1])
-            .env("AWS_ENDPOINT_URL", endpoint);
+        command.args(arguments).stdin(Stdio::null()).envs(Self::environment(self.port));
         Ok(command)
+    }
+
+    /// Returns the port that it listens on.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Returns the variables for a client of this port.
+    #[must_use]
+    pub fn environment(port: u16) -> [(String, String); 3] {
+        let endpoint = format!("http://127.0.0.1:{port}");
+        [("AWS_ACCESS_KEY_ID", KEY[0]), ("AWS_SECRET_ACCESS_KEY", KEY[1]), ("AWS_ENDPOINT_URL", &*endpoint)]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
     }
 
     /// Ends the server.

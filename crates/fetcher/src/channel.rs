@@ -2,7 +2,8 @@
 //! The socket between a streamer and its fetcher: SOCK_SEQPACKET, a message each time.
 //!
 //! The streamer sends orders ([`FetchOrder`]); its reactors send [`FetchRequest`]s on the same socket. The fetcher sends
-//! reports ([`FetchReport`]).
+//! reports ([`FetchReport`]). The fetcher of an image that several restores share belongs to the node agent, which sends
+//! it a socket to each streamer.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
@@ -41,7 +42,10 @@ pub enum FetchOrder {
     Files(Vec<OwnedFd>),
     /// Wake these readers from now on: eventfds.
     Readers(Vec<OwnedFd>),
-    /// All memory is resident: send the last message to a page server, or fetch the rest of an image. Then end.
+    /// Serve another streamer, too: at the other end of this socket. It may send requests and readers.
+    Client(OwnedFd),
+    /// All memory is resident: send the last message to a page server, or fetch the rest of an image. Then end. While
+    /// other streamers share the fetcher, the rest waits for their requests.
     Finish,
 }
 
@@ -59,6 +63,8 @@ pub enum FetchReport {
     },
     /// The peer has received the last message, or all has arrived.
     Closed,
+    /// It does not serve a streamer any more that shares it: this is what that has sent.
+    Refused(String),
 }
 
 const START: u8 = 2;
@@ -68,6 +74,8 @@ const CONNECTED: u8 = 5;
 const FAILED: u8 = 6;
 const CLOSED: u8 = 7;
 const FILES: u8 = 8;
+const CLIENT: u8 = 9;
+const REFUSED: u8 = 10;
 
 /// Sends [`FetchOrder::Start`].
 ///
@@ -99,6 +107,14 @@ pub fn send_readers(socket: BorrowedFd<'_>, readers: &[BorrowedFd<'_>]) -> io::R
     send(socket, &[READERS], readers)
 }
 
+/// Sends [`FetchOrder::Client`].
+///
+/// # Errors
+/// The fetcher has ended.
+pub fn send_client(socket: BorrowedFd<'_>, client: BorrowedFd<'_>) -> io::Result<()> {
+    send(socket, &[CLIENT], &[client])
+}
+
 /// Sends [`FetchOrder::Finish`].
 ///
 /// # Errors
@@ -123,6 +139,12 @@ pub(crate) fn report_closed(socket: BorrowedFd<'_>) -> io::Result<()> {
     send(socket, &[CLOSED], &[])
 }
 
+/// Sends [`FetchReport::Refused`].
+pub(crate) fn report_refused(socket: BorrowedFd<'_>, reason: &str) -> io::Result<()> {
+    let reason = &reason[..reason.floor_char_boundary(MAX_MESSAGE - 1)];
+    send(socket, &[&[REFUSED], reason.as_bytes()].concat(), &[])
+}
+
 /// Receives an order, without waiting. None: none has arrived.
 ///
 /// # Errors
@@ -141,6 +163,7 @@ pub(crate) fn receive_order(socket: BorrowedFd<'_>) -> io::Result<Option<FetchOr
         },
         [FILES] => FetchOrder::Files(descriptors.collect()),
         [READERS] => FetchOrder::Readers(descriptors.collect()),
+        [CLIENT] => FetchOrder::Client(next()?),
         [FINISH] => FetchOrder::Finish,
         _ => return Err(foreign()),
     }))
@@ -154,14 +177,16 @@ pub fn receive_report(socket: BorrowedFd<'_>) -> io::Result<Option<FetchReport>>
     let Some((bytes, descriptors)) = receive(socket)? else { return Ok(None) };
     Ok(Some(match bytes.as_slice() {
         [CONNECTED] => FetchReport::Connected(descriptors.into_iter().next().ok_or_else(foreign)?),
-        [FAILED, again, reason @ ..] => {
-            let text = String::from_utf8_lossy(reason);
-            let reason = text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
-            FetchReport::Failed { again: *again != 0, reason }
-        }
+        [FAILED, again, reason @ ..] => FetchReport::Failed { again: *again != 0, reason: printable(reason) },
+        [REFUSED, reason @ ..] => FetchReport::Refused(printable(reason)),
         [CLOSED] => FetchReport::Closed,
         _ => return Err(foreign()),
     }))
+}
+
+fn printable(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 
 fn foreign() -> io::Error {

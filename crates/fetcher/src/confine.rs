@@ -4,7 +4,8 @@
 //! * It has no capabilities, and gets no new privileges.
 //! * Landlock, where the kernel has it: it may access no path, and connect to the peer's ports only.
 //! * seccomp: it may use sockets, memory, and the files that the streamer sent.
-//! * Limits: the length of the files; no core file.
+//! * Limits: the length of the files; no core file. Descriptors are not limited further: a streamer that shares a fetcher
+//!   sends an eventfd for each of its readers.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,7 +14,7 @@ use landlock::{
     ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, NetPort, Ruleset, RulesetAttr as _,
     RulesetCreatedAttr as _, RulesetError,
 };
-use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     TargetArch,
@@ -74,6 +75,8 @@ const ALLOWED: &[libc::c_long] = &[
 pub(crate) fn confine(plan: &FetchPlan) -> io::Result<()> {
     setrlimit(Resource::RLIMIT_FSIZE, plan.len, plan.len)?;
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
+    let (_, descriptors) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, descriptors, descriptors)?;
     drop_capabilities()?;
     restrict(&plan.peer).map_err(|error| io::Error::other(format!("Landlock: {error}")))?;
     let failed = |error: &dyn std::fmt::Display| io::Error::other(format!("seccomp: {error}"));

@@ -262,6 +262,7 @@ mod tests {
     use rewake_image_protocol::reply_of;
 
     use super::*;
+    use crate::client::ReaderSet;
     use crate::peer::PeerSocket;
     use crate::wire::PeerEnded;
 
@@ -273,7 +274,8 @@ mod tests {
     ];
 
     fn flight(first: u64, pages: u64) -> FlightPages {
-        FlightPages { first, pages, class: Class::Demand, large: false, readers: 0, sent: Instant::now() }
+        let (class, readers) = (Class::Demand, ReaderSet::default());
+        FlightPages { first, pages, class, large: false, readers, sent: Instant::now() }
     }
 
     fn wire() -> (ImageWire, UnixStream) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The fetcher: the process that brings missing pages of an image from a page server, or from an image server.
 //!
-//! A streamer starts it (`rewake fetcher`), so that no network code runs in a process that holds userfaultfds. It
-//! writes pages into a cache file, or into the files of the image, and sets their bits in a [presence
+//! A streamer starts it (`rewake fetcher`), so that no network code runs in a process that holds userfaultfds. Or the
+//! node agent does, for all streamers that restore one image. It writes pages into a cache file, or into the files of the image, and sets their bits in a [presence
 //! map](rewake_image_io::PresenceMap).
 //!
 //! * [`plan`]: what each page of the presence map is at the peer, and where the peer is.
-//! * [`channel`]: the messages between streamer and fetcher.
+//! * [`channel`]: the messages between streamer and fetcher. `client`: the streamers that share one.
 //! * `peer`: the socket to the peer. `stream`: the connection, with TLS or without. `wire` and `image_wire`: the
 //!   protocols on it; `peer_wire`: one of them. `received`: what has arrived on it.
 //!   `queue`: which pages are requested next. `window`: how many at once.
@@ -17,6 +17,7 @@
 //! export`. Its answers are hostile input: their lengths and addresses must be those of a request.
 
 pub mod channel;
+mod client;
 mod confine;
 mod image_wire;
 mod peer;
@@ -30,3 +31,5 @@ pub mod unread;
 mod waiting;
 mod window;
 mod wire;
+
+pub use client::MAX_FETCH_CLIENTS;

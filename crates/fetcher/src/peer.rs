@@ -42,7 +42,7 @@ impl PeerSocket {
         let connect = || match peer {
             PagePeer::Tcp(addresses) => connect_tcp(addresses).map(Self::Tcp),
             PagePeer::Unix(path) => UnixStream::connect(path).map(Self::Unix),
-            PagePeer::Connected => Err(io::ErrorKind::NotConnected.into()),
+            PagePeer::Connected | PagePeer::Agent(_) => Err(io::ErrorKind::NotConnected.into()),
         };
         if let Some(socket) = connected {
             return Self::given(socket);

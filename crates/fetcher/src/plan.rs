@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, PAGE};
 use rewake_criu_tls::{TlsClient, TlsOptions};
+use rewake_image_io::block_checksum;
 use rewake_page_protocol::{HeaderLayout, file_task};
 
 use crate::queue::BLOCK_PAGES;
@@ -45,6 +46,8 @@ pub enum PagePeer {
     Unix(PathBuf),
     /// A connection that the caller has made (`--ps-socket`): there is no second one.
     Connected,
+    /// The node agent with this control socket has the fetcher, which other streamers share.
+    Agent(PathBuf),
 }
 
 /// How the connection is encrypted.
@@ -148,6 +151,7 @@ impl std::fmt::Display for PagePeer {
             },
             Self::Unix(path) => write!(f, "{}", path.display()),
             Self::Connected => write!(f, "--ps-socket"),
+            Self::Agent(path) => write!(f, "the node agent {}", path.display()),
         }
     }
 }
@@ -161,6 +165,7 @@ impl PagePeer {
             }
             Self::Unix(path) => format!("unix {}", path.to_str().context("a path that is no text")?),
             Self::Connected => "connected ".to_owned(),
+            Self::Agent(path) => format!("agent {}", path.to_str().context("a path that is no text")?),
         };
         ensure!(text.len() <= MAX_PEER, "a peer's address of {} bytes, more than {MAX_PEER}", text.len());
         Ok(text)
@@ -172,6 +177,7 @@ impl PagePeer {
             "tcp" => Self::Tcp(rest.split(' ').map(str::parse).collect::<Result<_, _>>()?),
             "unix" => Self::Unix(rest.into()),
             "connected" => Self::Connected,
+            "agent" => Self::Agent(rest.into()),
             _ => bail!("a peer of the unknown kind {kind}"),
         })
     }
@@ -218,6 +224,9 @@ impl FetchPlan {
     #[must_use]
     pub fn peer_name(&self) -> String {
         match &self.memory {
+            FetchedMemory::Files { id, .. } if matches!(self.peer, PagePeer::Agent(_)) => {
+                format!("{}, image {id:.16}", self.peer)
+            }
             FetchedMemory::Pages { .. } => format!("page server {}", self.peer),
             FetchedMemory::Files { image, .. } => format!("image server {}, image {image}", self.peer),
         }
@@ -240,6 +249,15 @@ impl FetchPlan {
             Some(FetchExtent { first: file.first, vaddr: 0, pages: file.pages(), pid })
         };
         extents.iter().copied().chain(files.iter().filter_map(of_file)).collect()
+    }
+
+    /// Returns a checksum of where each file is in the presence map: streamers that share a map must agree on it.
+    #[must_use]
+    pub fn layout(&self) -> u64 {
+        let FetchedMemory::Files { files, .. } = &self.memory else { return 0 };
+        let numbers = files.iter().flat_map(|file| [file.first, file.len, file.number.into()]);
+        let bytes: Vec<u8> = [self.len].into_iter().chain(numbers).flat_map(u64::to_ne_bytes).collect();
+        block_checksum(&bytes)
     }
 
     /// Returns the runs of pages of the presence map that can be requested.

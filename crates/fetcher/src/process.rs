@@ -5,6 +5,8 @@
 //! dumped its program serves one connection, and takes its end for success. To an image server it has a connection for
 //! page faults, and one for the background, from its start on. It ends when the streamer has closed the socket, or after
 //! the last message.
+//!
+//! A fetcher of the node agent serves many streamers. The rest of the image is fetched while none of them is connected.
 
 use std::fs::File;
 use std::io;
@@ -19,7 +21,8 @@ use rewake_criu_tls::{HandshakeError, TlsClient};
 use rewake_image_io::PresenceWriter;
 use rewake_process::descriptors;
 
-use crate::channel::{self, FetchOrder, MAX_READERS};
+use crate::channel::{self, FetchOrder};
+use crate::client::{ClientNumber, FetchClients, OWNER, reader_files};
 use crate::confine::confine;
 use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
@@ -98,6 +101,12 @@ struct Connection {
     alive: Instant,
 }
 
+/// The sockets of streamers that have orders.
+struct ReadySockets {
+    owner: bool,
+    clients: Vec<ClientNumber>,
+}
+
 /// A fetcher that has its first order.
 struct Fetcher {
     plan: FetchPlan,
@@ -111,6 +120,8 @@ struct Fetcher {
     connected: Option<OwnedFd>,
     queue: FetchQueue,
     readers: Vec<File>,
+    /// Streamers that share this fetcher with its owner.
+    clients: FetchClients,
     connections: [Option<Connection>; LANES],
     finishing: bool,
     fetched: u64,
@@ -135,7 +146,8 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
         let files = files(socket, plan.files()).context("the files to write")?;
         let tls = plan.tls.as_ref().map(PeerTls::client).transpose()?;
         confine(&plan).context("confining the fetcher")?;
-        let (readers, connections, finishing, fetched) = (Vec::new(), [None, None], false, 0);
+        let (readers, clients) = (Vec::new(), FetchClients::default());
+        let (connections, finishing, fetched) = ([None, None], false, 0);
         Ok(Fetcher {
             plan,
             memory,
@@ -146,6 +158,7 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
             connected,
             queue,
             readers,
+            clients,
             connections,
             finishing,
             fetched,
@@ -178,24 +191,25 @@ impl Fetcher {
                 self.connect(socket, lane)?;
             }
         }
-        let mut has_orders = true;
+        let mut ready = ReadySockets { owner: true, clients: Vec::new() };
         loop {
-            if has_orders {
+            if ready.owner {
                 self.take_orders(socket)?;
             }
+            self.clients.take_orders(socket, &ready.clients, &mut self.queue);
             let mut requests: [Vec<FlightPages>; LANES] = Default::default();
-            let now = Instant::now();
-            while let Some(flight) = self.queue.next(self.presence.map(), now)? {
+            let (now, with_rest) = (Instant::now(), self.clients.is_empty());
+            while let Some(flight) = self.queue.next(self.presence.map(), now, with_rest)? {
                 requests[self.queue.lane(flight.class)].push(flight);
             }
             self.wake();
             for (lane, requests) in requests.iter().enumerate().filter(|(_, of)| !of.is_empty()) {
                 self.request(socket, lane, requests)?;
             }
-            if self.finishing && self.queue.is_idle() {
+            if self.finishing && with_rest && self.queue.is_idle() {
                 return self.close(socket);
             }
-            has_orders = self.wait(socket)?;
+            ready = self.wait(socket)?;
         }
     }
 
@@ -214,10 +228,9 @@ impl Fetcher {
         for _ in 0..ORDERS {
             match channel::receive_order(socket) {
                 Ok(None) => return Ok(()),
-                Ok(Some(FetchOrder::Request(request))) => self.queue.add(&request, Instant::now())?,
-                Ok(Some(FetchOrder::Readers(readers))) => {
-                    self.readers = readers.into_iter().take(MAX_READERS).map(File::from).collect();
-                }
+                Ok(Some(FetchOrder::Request(request))) => self.queue.add(OWNER, &request, Instant::now())?,
+                Ok(Some(FetchOrder::Readers(readers))) => self.readers = reader_files(readers),
+                Ok(Some(FetchOrder::Client(client))) => self.add_client(socket, client)?,
                 Ok(Some(FetchOrder::Finish)) => {
                     self.finishing = true;
                     if let PeerMemory::Files(_) = self.memory {
@@ -233,6 +246,13 @@ impl Fetcher {
                 Err(_) => return Err(FetchEnd::StreamerEnded),
             }
         }
+        Ok(())
+    }
+
+    /// Serves one more streamer. One that is refused sees the end of its socket.
+    fn add_client(&mut self, owner: BorrowedFd<'_>, socket: OwnedFd) -> anyhow::Result<()> {
+        ensure!(matches!(self.memory, PeerMemory::Files(_)), "a page server's memory is not shared");
+        self.clients.add(owner, socket);
         Ok(())
     }
 
@@ -273,8 +293,8 @@ impl Fetcher {
         Ok(Connection { wire, alive: Instant::now() })
     }
 
-    /// Waits for the streamer or the peer, and takes what the peer has sent. Returns whether the streamer has sent orders.
-    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<bool, FetchEnd> {
+    /// Waits for streamers and the peer, and takes what the peer has sent. Returns which streamers have sent orders.
+    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<ReadySockets, FetchEnd> {
         let mut limit = None;
         let (mut descriptors, mut lanes) = (vec![socket], Vec::new());
         for (lane, connection) in self.connections.iter().enumerate() {
@@ -286,7 +306,10 @@ impl Fetcher {
             descriptors.push(connection.wire.as_fd());
             lanes.push(lane);
         }
+        let first_client = descriptors.len();
+        descriptors.extend(self.clients.sockets());
         let ready = wait(&descriptors, limit)?;
+        let clients = self.clients.ready(&ready[first_client..]);
         for (lane, _) in lanes.into_iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
             self.receive(lane).map_err(|error| self.failed(error))?;
         }
@@ -299,7 +322,7 @@ impl Fetcher {
                 return Err(self.failed(error));
             }
         }
-        Ok(ready[0])
+        Ok(ReadySockets { owner: ready[0], clients })
     }
 
     /// Takes what the peer has sent on a connection.
@@ -322,7 +345,7 @@ impl Fetcher {
         if !wire.is_opened().map_err(|error| error.context(WrongAnswer))? {
             return Ok(());
         }
-        while let Some(expected) = self.queue.expected(lane).copied() {
+        while let Some(expected) = self.queue.expected(lane).cloned() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
             let PagePlace { file, offset, room } = self.plan.place(expected.first);
@@ -344,7 +367,7 @@ impl Fetcher {
                 }
             }
             self.fetched += pages;
-            wake(&self.readers, std::mem::take(&mut self.queue.to_wake));
+            self.clients.wake_all(&self.readers, &mut self.queue);
         }
         if self.queue.expected(lane).is_none() && wire.has_more() {
             return Err(anyhow::anyhow!("bytes that answer no request").context(WrongAnswer));
@@ -376,7 +399,7 @@ impl Fetcher {
     }
 
     fn wake(&mut self) {
-        wake(&self.readers, std::mem::take(&mut self.queue.to_wake));
+        self.clients.wake_all(&self.readers, &mut self.queue);
     }
 
     /// Says where it failed. Wrong answers, failures of this host and certificates that are not accepted are not tried
@@ -438,12 +461,5 @@ struct LocalFailure;
 impl std::fmt::Display for LocalFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "this host")
-    }
-}
-
-fn wake(readers: &[File], which: u64) {
-    for (_, reader) in readers.iter().enumerate().filter(|(number, _)| which & 1 << number != 0) {
-        // An eventfd whose counter is full is readable all the same.
-        let _ = nix::unistd::write(reader, &1u64.to_ne_bytes());
     }
 }

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use rewake_image_io::{Class, FetchRequest, PresenceMap};
 
+use crate::client::{ClientNumber, OWNER, ReaderSet};
 use crate::window::{BUSY_PAGES, BackgroundWindow, NEAR_PAGES};
 
 /// Pages of a block: a part of one cannot be checked.
@@ -61,17 +62,40 @@ const MAX_DEMANDS: usize = 64;
 const MAX_LARGE_PAGES: u64 = MAX_PAGES;
 /// Requests that wait at most: a streamer has a few for each reactor, and one for each thread that waits.
 const MAX_QUEUED: usize = 1 << 16;
+/// Requests of one streamer that wait at most, if it shares the fetcher.
+const MAX_CLIENT_QUEUED: usize = 1 << 13;
+
+/// The queues of a fetcher.
+#[derive(Debug, Clone, Copy)]
+enum Waiting {
+    /// Demands for a block at most.
+    Fault,
+    /// Demands for more.
+    Large,
+    Background,
+    Rest,
+}
+
+impl Waiting {
+    /// Returns the class, and whether it is a part of a demand for more than a block.
+    fn class(self) -> (Class, bool) {
+        match self {
+            Self::Fault => (Class::Demand, false),
+            Self::Large => (Class::Demand, true),
+            Self::Background | Self::Rest => (Class::Background, false),
+        }
+    }
+}
 
 /// Pages that readers wait for.
 #[derive(Debug)]
 struct WantedPages {
     pages: Range<u64>,
-    /// One bit for each reader.
-    readers: u64,
+    readers: ReaderSet,
 }
 
 /// A request in flight: of pages of the presence map.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FlightPages {
     /// The first page.
     pub(crate) first: u64,
@@ -80,8 +104,8 @@ pub(crate) struct FlightPages {
     pub(crate) class: Class,
     /// Whether it is a part of a demand for more than a block.
     pub(crate) large: bool,
-    /// One bit for each reader to wake.
-    pub(crate) readers: u64,
+    /// Readers to wake.
+    pub(crate) readers: ReaderSet,
     /// When it was sent.
     pub(crate) sent: Instant,
 }
@@ -92,7 +116,7 @@ impl FlightPages {
     }
 }
 
-/// The requests of a streamer, and those in flight.
+/// The requests of streamers, and those in flight.
 #[derive(Debug)]
 pub(crate) struct FetchQueue {
     /// Runs of pages that can be requested.
@@ -103,6 +127,8 @@ pub(crate) struct FetchQueue {
     /// Demands for more.
     large: VecDeque<WantedPages>,
     background: VecDeque<WantedPages>,
+    /// What no reader waits for: it is requested when nothing else is.
+    rest: VecDeque<WantedPages>,
     /// By connection.
     in_flight: [VecDeque<FlightPages>; LANES],
     last_demand: Option<Instant>,
@@ -110,15 +136,25 @@ pub(crate) struct FetchQueue {
     last_small: Option<Instant>,
     window: BackgroundWindow,
     /// Readers whose pages have arrived.
-    pub(crate) to_wake: u64,
+    pub(crate) to_wake: ReaderSet,
 }
 
 impl FetchQueue {
     pub(crate) fn new(runs: Vec<Range<u64>>, limits: FlightLimits) -> Self {
-        let [demand, large, background] = [(); 3].map(|()| VecDeque::new());
-        let (in_flight, window) = (Default::default(), BackgroundWindow::new());
-        let (last_demand, last_small, to_wake) = (None, None, 0);
-        Self { runs, limits, demand, large, background, in_flight, last_demand, last_small, window, to_wake }
+        let [demand, large, background, rest] = [(); 4].map(|()| VecDeque::new());
+        Self {
+            runs,
+            limits,
+            demand,
+            large,
+            background,
+            rest,
+            in_flight: Default::default(),
+            last_demand: None,
+            last_small: None,
+            window: BackgroundWindow::new(),
+            to_wake: ReaderSet::default(),
+        }
     }
 
     /// Returns the connection of a class.
@@ -129,8 +165,13 @@ impl FetchQueue {
     /// Adds a streamer's request.
     ///
     /// # Errors
-    /// Too many wait, or it is for pages beyond the last address.
-    pub(crate) fn add(&mut self, request: &FetchRequest, now: Instant) -> anyhow::Result<()> {
+    /// Too many wait, or it is for pages that the peer does not have.
+    pub(crate) fn add(
+        &mut self,
+        client: ClientNumber,
+        request: &FetchRequest,
+        now: Instant,
+    ) -> anyhow::Result<()> {
         let end =
             request.first.checked_add(request.pages.into()).context("a request beyond the last page")?;
         let (mut pages, unit) = (request.first..end, self.limits.unit);
@@ -138,7 +179,7 @@ impl FetchQueue {
             let run = run_of(&self.runs, pages.start)?;
             pages = pages.start / unit * unit..end.next_multiple_of(unit).min(run.end);
         }
-        let wanted = WantedPages { pages, readers: 1 << (request.reader % 64) };
+        let wanted = WantedPages { pages, readers: ReaderSet::one(client, request.reader) };
         let queue = match request.class {
             Class::Demand => {
                 self.last_demand = Some(now);
@@ -153,13 +194,30 @@ impl FetchQueue {
         };
         ensure!(queue.len() < MAX_QUEUED, "MAX_QUEUED = {MAX_QUEUED} requests of the streamer wait");
         queue.push_back(wanted);
+        let own = |wanted: &&WantedPages| wanted.readers.of(client) != 0;
+        let is_flood = client != OWNER
+            && queue.len() > MAX_CLIENT_QUEUED
+            && queue.iter().filter(own).count() > MAX_CLIENT_QUEUED;
+        ensure!(!is_flood, "MAX_CLIENT_QUEUED = {MAX_CLIENT_QUEUED} of its requests wait");
         Ok(())
     }
 
-    /// Adds all pages, for the background.
+    /// Adds all pages, for when no reader waits for others.
     pub(crate) fn add_all(&mut self) {
-        let all = self.runs.iter().map(|run| WantedPages { pages: run.clone(), readers: 0 });
-        self.background.extend(all);
+        let all =
+            self.runs.iter().map(|run| WantedPages { pages: run.clone(), readers: ReaderSet::default() });
+        self.rest = all.collect();
+    }
+
+    /// Forgets a streamer that has ended. What only its readers waited for is not requested any more.
+    pub(crate) fn forget(&mut self, client: ClientNumber) {
+        for queue in [&mut self.demand, &mut self.large, &mut self.background] {
+            queue.retain_mut(|wanted| !wanted.readers.remove(client));
+        }
+        for flight in self.in_flight.iter_mut().flatten() {
+            flight.readers.remove(client);
+        }
+        self.to_wake.remove(client);
     }
 
     /// Returns whether requests are in flight, on any connection.
@@ -172,7 +230,8 @@ impl FetchQueue {
         self.in_flight[lane].front()
     }
 
-    /// Returns the request to send next; none if nothing is to be sent before an answer arrives.
+    /// Returns the request to send next; none if nothing is to be sent before an answer arrives. `with_rest`: of what
+    /// [`FetchQueue::add_all`] has added, too.
     ///
     /// # Errors
     /// The streamer requests a page that is not in the plan.
@@ -180,6 +239,7 @@ impl FetchQueue {
         &mut self,
         presence: &PresenceMap,
         now: Instant,
+        with_rest: bool,
     ) -> anyhow::Result<Option<FlightPages>> {
         let all = || self.in_flight.iter().flatten();
         let pages = |class, large| -> u64 {
@@ -191,14 +251,14 @@ impl FetchQueue {
         let FlightLimits { unit, request, quiet, busy, separate, .. } = self.limits;
         let is_recent = |last: Option<Instant>| last.is_some_and(|last| now - last < QUIET_AFTER);
         if faults < MAX_DEMANDS
-            && let Some(flight) = self.take((Class::Demand, false), MAX_PAGES, presence, now)?
+            && let Some(flight) = self.take(Waiting::Fault, MAX_PAGES, presence, now)?
         {
             return Ok(Some(flight));
         }
         let most = if faults > 0 || is_recent(self.last_small) { MAX_LARGE_PAGES } else { quiet };
         let room = most.saturating_sub(large).min(MAX_PAGES) / unit * unit;
         if room > 0
-            && let Some(flight) = self.take((Class::Demand, true), room, presence, now)?
+            && let Some(flight) = self.take(Waiting::Large, room, presence, now)?
         {
             return Ok(Some(flight));
         }
@@ -215,30 +275,38 @@ impl FetchQueue {
         if background > 0 && room < busy {
             return Ok(None);
         }
-        self.take((Class::Background, false), room, presence, now)
+        let flight = self.take(Waiting::Background, room, presence, now)?;
+        // A store reads the block before and after a request, too: large ones cost less.
+        let is_worth_it = room >= request || background == 0;
+        if flight.is_some() || !with_rest || !is_worth_it {
+            return Ok(flight);
+        }
+        self.take(Waiting::Rest, room, presence, now)
     }
 
-    /// Takes the first pages of a class that are absent and not in flight.
+    /// Takes the first pages of a queue that are absent and not in flight.
     fn take(
         &mut self,
-        (class, large): (Class, bool),
+        of: Waiting,
         most: u64,
         presence: &PresenceMap,
         now: Instant,
     ) -> anyhow::Result<Option<FlightPages>> {
+        let (class, large) = of.class();
         let lane = self.lane(class);
         let Self { runs, in_flight, to_wake, limits, .. } = self;
-        let queue = match class {
-            Class::Demand if large => &mut self.large,
-            Class::Demand => &mut self.demand,
-            Class::Background => &mut self.background,
+        let queue = match of {
+            Waiting::Large => &mut self.large,
+            Waiting::Fault => &mut self.demand,
+            Waiting::Background => &mut self.background,
+            Waiting::Rest => &mut self.rest,
         };
         // A thread does not wait for the background's connection.
         let looked_at = if limits.separate && class == Class::Demand { 1 } else { LANES };
         while let Some(wanted) = queue.front_mut() {
             skip(wanted, presence, &mut in_flight[..looked_at]);
             if wanted.pages.is_empty() {
-                *to_wake |= wanted.readers;
+                to_wake.add(&wanted.readers);
                 queue.pop_front();
                 continue;
             }
@@ -249,11 +317,11 @@ impl FetchQueue {
                 !presence.has_page(*page) && !flying.iter().flatten().any(|of| covers(of, *page))
             };
             let limit = (first + most).min(run.end);
-            let mut readers = 0;
+            let mut readers = ReaderSet::default();
             let mut end = first;
             while let Some(wanted) = queue.front_mut().filter(|wanted| wanted.pages.start == end) {
                 end += (end..limit.min(wanted.pages.end)).take_while(needed).count() as u64;
-                readers |= wanted.readers;
+                readers.add(&wanted.readers);
                 wanted.pages.start = end;
                 if !wanted.pages.is_empty() {
                     break;
@@ -261,7 +329,7 @@ impl FetchQueue {
                 queue.pop_front();
             }
             let flight = FlightPages { first, pages: end - first, class, large, readers, sent: now };
-            in_flight[lane].push_back(flight);
+            in_flight[lane].push_back(flight.clone());
             return Ok(Some(flight));
         }
         Ok(None)
@@ -271,7 +339,7 @@ impl FetchQueue {
     pub(crate) fn answered(&mut self, lane: usize, pages: u64, now: Instant) {
         let Some(flight) = self.in_flight[lane].pop_front() else { return };
         self.window.note(now - flight.sent, flight.class == Class::Background);
-        self.to_wake |= flight.readers;
+        self.to_wake.add(&flight.readers);
         if pages < flight.pages {
             let rest = WantedPages { pages: flight.first + pages..flight.end(), readers: flight.readers };
             let queue = match flight.class {
@@ -286,7 +354,7 @@ impl FetchQueue {
     /// Takes the next part of the answer to the first request in flight: its first `pages` pages. The others follow.
     pub(crate) fn arrived(&mut self, lane: usize, pages: u64) {
         let Some(flight) = self.in_flight[lane].front_mut() else { return };
-        self.to_wake |= flight.readers;
+        self.to_wake.add(&flight.readers);
         flight.first += pages;
         flight.pages = flight.pages.saturating_sub(pages);
         if flight.pages == 0 {
@@ -300,7 +368,7 @@ fn skip(wanted: &mut WantedPages, presence: &PresenceMap, in_flight: &mut [VecDe
     while !wanted.pages.is_empty() {
         let page = wanted.pages.start;
         if let Some(flight) = in_flight.iter_mut().flatten().find(|flight| covers(flight, page)) {
-            flight.readers |= wanted.readers;
+            flight.readers.add(&wanted.readers);
             wanted.pages.start = flight.end().min(wanted.pages.end);
         } else if presence.has_page(page) {
             wanted.pages.start += 1;
@@ -355,11 +423,11 @@ mod tests {
         fn add(&mut self, class: Class, reader: u8, pages: Range<u64>) {
             let (first, count) = (pages.start, u32::try_from(pages.end - pages.start).unwrap());
             let request = FetchRequest { class, reader, pages: count, first };
-            self.queue.add(&request, self.now).unwrap();
+            self.queue.add(OWNER, &request, self.now).unwrap();
         }
 
         fn next(&mut self) -> Option<Range<u64>> {
-            let flight = self.queue.next(self.presence.map(), self.now).unwrap()?;
+            let flight = self.queue.next(self.presence.map(), self.now, true).unwrap()?;
             Some(flight.first..flight.end())
         }
 
@@ -368,7 +436,7 @@ mod tests {
             let first = self.queue.expected(lane).unwrap().first;
             self.presence.set(first, blocks * BLOCK_PAGES);
             self.queue.arrived(lane, blocks * BLOCK_PAGES);
-            std::mem::take(&mut self.queue.to_wake)
+            std::mem::take(&mut self.queue.to_wake).of(OWNER)
         }
 
         /// The answer to the first request in flight arrives.
@@ -376,7 +444,7 @@ mod tests {
             let first = self.queue.expected(0).unwrap().first;
             self.presence.set(first, pages);
             self.queue.answered(0, pages, self.now);
-            std::mem::take(&mut self.queue.to_wake)
+            std::mem::take(&mut self.queue.to_wake).of(OWNER)
         }
     }
 
@@ -416,11 +484,11 @@ mod tests {
         scene.add(Class::Background, 2, 8..20);
         scene.now += QUIET_AFTER;
         assert_eq!([scene.next(), scene.next()], [Some(16..20), None]);
-        assert_eq!(std::mem::take(&mut scene.queue.to_wake), 1 << 1, "its page is in flight");
+        assert_eq!(std::mem::take(&mut scene.queue.to_wake).of(OWNER), 1 << 1, "its page is in flight");
         assert_eq!(scene.arrives(16), 0b111);
         assert_eq!(scene.arrives(4), 0b100);
         scene.add(Class::Demand, 5, 0..20);
-        assert_eq!((scene.next(), scene.queue.to_wake), (None, 1 << 5), "all pages have arrived");
+        assert_eq!((scene.next(), scene.queue.to_wake.of(OWNER)), (None, 1 << 5), "all pages have arrived");
     }
 
     #[test]
@@ -432,7 +500,7 @@ mod tests {
         assert_eq!([scene.next(), scene.next(), scene.next()], [16..30, 32..40, 48..64].map(Some));
         assert_eq!(scene.next(), None);
         let request = FetchRequest { class: Class::Demand, reader: 0, pages: 1, first: 40 };
-        assert!(scene.queue.add(&request, scene.now).is_err(), "it is in no file");
+        assert!(scene.queue.add(OWNER, &request, scene.now).is_err(), "it is in no file");
     }
 
     #[test]
@@ -443,8 +511,8 @@ mod tests {
         assert_eq!([scene.next(), scene.next()], [0..512, 512..560].map(Some));
         assert_eq!(scene.blocks(1, 2), 1 << 0, "its readers are woken before all of it has arrived");
         scene.add(Class::Demand, 3, 20..21);
-        assert_eq!((scene.next(), scene.queue.to_wake), (None, 1 << 3), "it has arrived");
-        scene.queue.to_wake = 0;
+        assert_eq!((scene.next(), scene.queue.to_wake.of(OWNER)), (None, 1 << 3), "it has arrived");
+        scene.queue.to_wake = ReaderSet::default();
         scene.add(Class::Demand, 3, 100..101);
         scene.add(Class::Demand, 4, 99..100);
         scene.add(Class::Background, 0, 96..112);
@@ -503,11 +571,52 @@ mod tests {
     }
 
     #[test]
+    fn the_rest_of_an_image_waits_until_nothing_else_does() {
+        let mut scene = scene_with(vec![0..1000, 1008..1024], OF_IMAGE_SERVER);
+        scene.queue.add_all();
+        let next = |scene: &mut Scene, with_rest| {
+            let flight = scene.queue.next(scene.presence.map(), scene.now, with_rest).unwrap();
+            flight.map(|flight| flight.first..flight.end())
+        };
+        assert_eq!(next(&mut scene, false), None);
+        scene.add(Class::Background, 0, 640..656);
+        assert_eq!([next(&mut scene, true), next(&mut scene, true)], [640..656, 0..512].map(Some));
+    }
+
+    #[test]
+    fn pages_are_requested_once_for_all_streamers() {
+        let mut scene = scene_with(vec![0..1000, 1008..1024], OF_IMAGE_SERVER);
+        let other = ClientNumber(7);
+        let request = |class, first| FetchRequest { class, reader: 2, pages: 16, first };
+        for (class, first) in [(Class::Demand, 16), (Class::Background, 64)] {
+            for client in [OWNER, other] {
+                scene.queue.add(client, &request(class, first), scene.now).unwrap();
+            }
+        }
+        assert_eq!([scene.next(), scene.next(), scene.next()], [Some(16..32), Some(64..80), None]);
+        scene.presence.set(16, 16);
+        scene.queue.arrived(0, 16);
+        assert_eq!([OWNER, other].map(|client| scene.queue.to_wake.of(client)), [4, 4]);
+    }
+
+    #[test]
+    fn a_streamer_that_ends_leaves_no_request() {
+        let mut scene = scene_with(vec![0..1000, 1008..1024], OF_IMAGE_SERVER);
+        let other = ClientNumber(7);
+        let request = |first| FetchRequest { class: Class::Demand, reader: 1, pages: 16, first };
+        for (client, first) in [(other, 0), (other, 16), (OWNER, 16)] {
+            scene.queue.add(client, &request(first), scene.now).unwrap();
+        }
+        scene.queue.forget(other);
+        assert_eq!([scene.next(), scene.next()], [Some(16..32), None]);
+    }
+
+    #[test]
     fn a_page_of_no_task_is_an_error() {
         let mut scene = scene();
         scene.add(Class::Demand, 0, 999..1001);
         assert_eq!(scene.next(), Some(999..1000));
-        let error = scene.queue.next(scene.presence.map(), scene.now).unwrap_err();
+        let error = scene.queue.next(scene.presence.map(), scene.now, true).unwrap_err();
         assert!(error.to_string().contains("page 0x3e8"), "{error}");
     }
 
@@ -516,6 +625,17 @@ mod tests {
         let mut scene = scene();
         (0..MAX_QUEUED).for_each(|_| scene.add(Class::Demand, 0, 0..1));
         let request = FetchRequest { class: Class::Demand, reader: 0, pages: 1, first: 0 };
-        assert!(scene.queue.add(&request, scene.now).is_err());
+        assert!(scene.queue.add(OWNER, &request, scene.now).is_err());
+    }
+
+    #[test]
+    fn a_streamer_that_shares_a_fetcher_may_queue_less() {
+        let mut scene = scene_with(vec![0..1000, 1008..1024], OF_IMAGE_SERVER);
+        let request = FetchRequest { class: Class::Demand, reader: 0, pages: 1, first: 0 };
+        let mut add = |client| scene.queue.add(ClientNumber(client), &request, scene.now);
+        (0..MAX_CLIENT_QUEUED).for_each(|_| add(1).unwrap());
+        let error = add(1).unwrap_err().to_string();
+        assert!(error.contains("MAX_CLIENT_QUEUED"), "{error}");
+        add(2).unwrap();
     }
 }

@@ -90,12 +90,12 @@ impl FetchedFile {
 
     /// Returns whether all of these bytes have arrived.
     pub(crate) fn has(&self, offset: u64, len: usize) -> bool {
-        self.source.presence().has(self.place(offset), len)
+        self.source.is_complete() || self.source.presence().has(self.place(offset), len)
     }
 
     /// Returns how many of these bytes have arrived, up to the first that has not.
     pub(crate) fn prefix(&self, offset: u64, len: usize) -> usize {
-        self.source.presence().prefix(self.place(offset), len)
+        if self.source.is_complete() { len } else { self.source.presence().prefix(self.place(offset), len) }
     }
 
     /// Returns the page of the presence map that an offset is in.
@@ -122,13 +122,16 @@ impl FetchedFile {
 /// The missing bytes of files.
 #[derive(Debug)]
 pub struct FetchSource {
-    presence: PresenceMap,
+    /// A fetcher that other restores share has a map of its own, and the next one has another.
+    presence: RwLock<Arc<PresenceMap>>,
     /// The socket to the fetcher that lives; none while no fetcher does.
     fetcher: RwLock<Option<OwnedFd>>,
     /// Counts fetchers.
     number: AtomicU32,
     /// Whether no more bytes arrive.
     ended: AtomicBool,
+    /// Whether all bytes are here, whatever the map says.
+    complete: AtomicBool,
 }
 
 impl FetchSource {
@@ -136,17 +139,34 @@ impl FetchSource {
     #[must_use]
     pub fn new(presence: PresenceMap) -> Self {
         Self {
-            presence,
+            presence: RwLock::new(Arc::new(presence)),
             fetcher: RwLock::default(),
             number: AtomicU32::new(0),
             ended: AtomicBool::new(false),
+            complete: AtomicBool::new(false),
         }
     }
 
     /// Returns which pages have arrived.
     #[must_use]
-    pub fn presence(&self) -> &PresenceMap {
-        &self.presence
+    pub fn presence(&self) -> Arc<PresenceMap> {
+        Arc::clone(&self.presence.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Believes another map from now on. It is for the same files, and may lack pages that the earlier one had.
+    pub fn use_presence(&self, presence: PresenceMap) {
+        *self.presence.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(presence);
+    }
+
+    /// Notes that all bytes are here. The caller wakes the readers.
+    pub fn complete(&self) {
+        self.complete.store(true, Ordering::Release);
+    }
+
+    /// Returns whether [`FetchSource::complete`] was called.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.complete.load(Ordering::Acquire)
     }
 
     /// Notes that no more bytes arrive. The caller wakes the readers.
@@ -255,6 +275,21 @@ mod tests {
         assert!(two.request(0, Class::Demand, (PAGE as u64 + 8, PAGE), &mut SentRequest::default()));
         let of = received(&its).map(|request| (request.first, request.pages));
         assert_eq!(of, Some((17, 2)), "a page at each end");
+    }
+
+    #[test]
+    fn the_map_of_another_fetcher_takes_the_place_of_the_first() {
+        let [first, second] = [(), ()].map(|()| presence_file(PAGE as u64).unwrap());
+        let map = |file: &OwnedFd| PresenceMap::open(file.as_fd(), PAGE as u64).unwrap();
+        let source = Arc::new(FetchSource::new(map(&first)));
+        let file = FetchedFile { source: Arc::clone(&source), first: 0 };
+        PresenceWriter::open(second.as_fd(), PAGE as u64).unwrap().set(0, 1);
+        assert!(!file.has(0, PAGE));
+        source.use_presence(map(&second));
+        assert!(file.has(0, PAGE));
+        source.use_presence(map(&first));
+        source.complete();
+        assert_eq!((file.has(0, PAGE), file.prefix(0, PAGE)), (true, PAGE));
     }
 
     #[test]

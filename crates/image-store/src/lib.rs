@@ -4,6 +4,7 @@
 //! * [`ImageStore`]: a store, its images, and their names. [`push`](push()) stores an image, [`verify`](verify())
 //!   compares one with its manifest, [`collect_garbage`] removes what no image uses.
 //! * [`StoreSource`]: where `rewake_image_pull` gets an image from. [`StoreFolder`]: what an image server serves.
+//!   [`PinnedImage`]: an image for both, whose name may get another one.
 //! * `blocks`: chunks in packs, readable by block. `format`: names and indexes. `connect`, `profile`: credentials.
 //!
 //! No act needs a condition that the store checks. Two pushes write an object of the same name only where it names an
@@ -19,10 +20,12 @@ mod generated;
 mod manifest_bytes;
 mod names;
 mod pack;
+mod pinned;
 mod profile;
 mod push;
 mod reader;
 mod served;
+mod shared_reads;
 mod source;
 mod store;
 #[cfg(test)]
@@ -35,6 +38,7 @@ mod walk;
 pub use error::{ImageStoreError, Result};
 pub use format::StoredImage;
 pub use garbage::{GRACE, GarbageReport, collect_garbage};
+pub use pinned::PinnedImage;
 pub use push::{StorePushReport, push};
 pub use served::StoreFolder;
 pub use source::StoreSource;

@@ -3,9 +3,9 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rewake_criu_images::Digest;
-use rewake_image_io::BLOCK;
 use rewake_manifest::SealedChunk;
 
 use crate::blocks;
@@ -23,6 +23,8 @@ pub(crate) struct ChunkReader {
     store: ImageStore,
     index: String,
     chunks: HashMap<Digest, ChunkLocation>,
+    /// Bytes that the store has sent.
+    read: AtomicU64,
 }
 
 impl ChunkReader {
@@ -34,7 +36,12 @@ impl ChunkReader {
         if index.image.id != image.id {
             return Err(damaged("it is of another image than the name says"));
         }
-        Ok(Self { store: store.clone(), chunks: index.chunks.into_iter().collect(), index: object })
+        Ok(Self {
+            store: store.clone(),
+            chunks: index.chunks.into_iter().collect(),
+            index: object,
+            read: AtomicU64::new(0),
+        })
     }
 
     /// Reads a chunk, and compares it with its hash.
@@ -55,22 +62,20 @@ impl ChunkReader {
         }
     }
 
-    /// Reads a part of a chunk. All of it is compared with its hash; less is not: a manifest has checksums of blocks.
-    pub(crate) async fn part(&self, chunk: SealedChunk, part: Range<usize>) -> Result<Vec<u8>> {
+    /// Reads blocks of a chunk. All of them are compared with its hash; fewer are not: a manifest has checksums of blocks.
+    pub(crate) async fn blocks_of(&self, chunk: SealedChunk, blocks: Range<usize>) -> Result<Vec<u8>> {
         let SealedChunk { digest, length } = chunk;
-        if part == (0..length as usize) {
+        let at = self.locate_whole(digest, length)?;
+        if blocks == (0..at.blocks.len()) {
             return self.chunk(digest, length).await;
         }
-        let at = self.locate_whole(digest, length)?;
-        let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
-        let start = part.start - blocks.start * BLOCK;
-        let bytes = self.blocks(at, blocks).await?;
-        Ok(bytes[start..start + part.len()].to_vec())
+        self.blocks(at, blocks).await
     }
 
     /// Reads blocks of a chunk. Nothing proves them but their own checksums, which a manifest has.
     pub(crate) async fn blocks(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Vec<u8>> {
         let stored = self.store.get_range(PACKS, &at.pack, blocks::range(at, blocks.clone())).await?;
+        self.read.fetch_add(stored.len() as u64, Ordering::Relaxed);
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
     }
 
@@ -81,6 +86,11 @@ impl ChunkReader {
             return Err(ImageStoreError::Damaged { object: self.index.clone(), what });
         }
         Ok(at)
+    }
+
+    /// Returns the bytes that the store has sent.
+    pub(crate) fn bytes_read(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
     }
 
     /// Marks the pack of a chunk as damaged: no push uses it again.

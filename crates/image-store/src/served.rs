@@ -7,11 +7,12 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
 use rewake_criu_images::Digest;
+use rewake_image_io::BLOCK;
 use rewake_image_server::exports::{ImageFolder, OpenImage};
 use rewake_manifest::{ManifestRecord, SealedChunk};
 use tokio::runtime::Handle;
@@ -19,9 +20,16 @@ use tokio::task::JoinHandle;
 
 use crate::error::Result;
 use crate::format::StoredImage;
+use crate::pinned::PinnedImage;
 use crate::reader::ChunkReader;
+use crate::shared_reads::SharedReads;
 use crate::store::ImageStore;
 use crate::verify::manifest;
+
+/// Bytes of a connection that were read last: a range and the next one.
+const KEPT: usize = 4 << 20;
+/// Bytes of an image that were read last, for all connections: what a client has requested for the background at once.
+const KEPT_SHARED: usize = 16 << 20;
 
 /// A store whose images are served. Its requests run in a runtime that must have threads of its own.
 #[derive(Debug)]
@@ -42,15 +50,26 @@ impl ImageFolder for StoreFolder {
     fn open(&self, name: &Path, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
         ensure!(ancestor == 0, "a store has no parents of images: pull each image of the chain by its name");
         let name = name.to_str().context("expected a name of UTF-8")?;
-        let files = self.runtime.block_on(StoredFiles::open(&self.store, name))?;
-        Ok(Box::new(OpenStoredImage {
-            files: Arc::new(files),
-            runtime: self.runtime.clone(),
-            bytes: Vec::new(),
-            used: 0,
-            last: (0, 0..0),
-            ahead: None,
-        }))
+        let open = async || StoredFiles::open(&PinnedImage::open(&self.store, name).await?, KEPT).await;
+        let files = self.runtime.block_on(open())?;
+        Ok(Box::new(OpenStoredImage::new(Arc::new(files), self.runtime.clone())))
+    }
+}
+
+impl PinnedImage {
+    /// Opens its files for an image server. `runtime` must have threads of its own.
+    ///
+    /// # Errors
+    /// Its manifest is damaged, or the store cannot be read.
+    pub fn open_files(&self, runtime: &Handle) -> anyhow::Result<Box<dyn OpenImage>> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let files = match &*files {
+            Some(files) => Arc::clone(files),
+            None => {
+                Arc::clone(files.insert(Arc::new(runtime.block_on(StoredFiles::open(self, KEPT_SHARED))?)))
+            }
+        };
+        Ok(Box::new(OpenStoredImage::new(files, runtime.clone())))
     }
 }
 
@@ -64,18 +83,19 @@ struct StoredFile {
 
 /// The files of an image of a store.
 #[derive(Debug)]
-struct StoredFiles {
+pub(crate) struct StoredFiles {
     image: StoredImage,
     manifest: File,
     files: Vec<StoredFile>,
-    reader: ChunkReader,
+    reader: Arc<ChunkReader>,
+    reads: SharedReads,
 }
 
 impl StoredFiles {
-    async fn open(store: &ImageStore, name: &str) -> Result<Self> {
-        let image = store.image(name).await?;
-        let reader = ChunkReader::open(store, &image).await?;
-        let (mut records, manifest) = manifest(store, &image).await?;
+    /// `kept`: bytes that were read last and stay in memory.
+    async fn open(pinned: &PinnedImage, kept: usize) -> Result<Self> {
+        let (image, reader) = (pinned.image.clone(), Arc::clone(&pinned.reader));
+        let (mut records, manifest) = manifest(&pinned.store, &image).await?;
         let mut files: Vec<StoredFile> = Vec::new();
         while let Some(record) = records.next_record()? {
             match (record, files.last_mut()) {
@@ -92,7 +112,7 @@ impl StoredFiles {
                 (ManifestRecord::Segment(_) | ManifestRecord::Parent(_), _) => {}
             }
         }
-        Ok(Self { image, manifest, files, reader })
+        Ok(Self { image, manifest, files, reader, reads: SharedReads::new(kept) })
     }
 
     /// Returns the length of a file.
@@ -116,13 +136,28 @@ impl StoredFiles {
         let parts = these.filter(|(_, chunk)| !chunk.is_zero()).map(async |(offset, chunk)| {
             let (from, to) = (range.start.max(*offset), range.end.min(offset + u64::from(chunk.length)));
             let [at, start, end] = [from - range.start, from - offset, to - offset].map(usize::try_from);
-            let found = self.reader.part(*chunk, start?..end?).await?;
+            let found = self.part(*chunk, start?..end?).await?;
             anyhow::Ok((at?, found))
         });
         for (at, part) in try_join_all(parts).await? {
             bytes[at..at + part.len()].copy_from_slice(&part);
         }
         Ok(bytes)
+    }
+
+    /// Reads a part of a chunk. All of it is compared with its hash; less is not: a manifest has checksums of blocks.
+    async fn part(&self, chunk: SealedChunk, part: Range<usize>) -> anyhow::Result<Vec<u8>> {
+        let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
+        let read = |blocks: Range<usize>| {
+            let reader = Arc::clone(&self.reader);
+            async move { Ok(reader.blocks_of(chunk, blocks).await?) }
+        };
+        let parts = self.reads.begin(chunk.digest, blocks.clone(), read).into_iter();
+        let parts = try_join_all(parts.map(|(read, wanted)| async move { read.wait(wanted).await })).await?;
+        let bytes = parts.concat();
+        let start = part.start - blocks.start * BLOCK;
+        let found = bytes.get(start..start + part.len()).context("a short chunk")?;
+        Ok(found.to_vec())
     }
 }
 
@@ -142,6 +177,10 @@ struct OpenStoredImage {
 }
 
 impl OpenStoredImage {
+    fn new(files: Arc<StoredFiles>, runtime: Handle) -> Self {
+        Self { files, runtime, bytes: Vec::new(), used: 0, last: (0, 0..0), ahead: None }
+    }
+
     fn start(&self, file: u32, range: Range<u64>) -> RangeRead {
         let (files, read) = (Arc::clone(&self.files), range.clone());
         (file, range, self.runtime.spawn(async move { files.read(file, read).await }))

@@ -14,6 +14,7 @@ use tokio::task::JoinHandle;
 use crate::error::Result;
 use crate::format::StoredImage;
 use crate::names::MANIFESTS;
+use crate::pinned::PinnedImage;
 use crate::reader::ChunkReader;
 use crate::store::{ImageStore, MAX_REQUESTS};
 
@@ -36,10 +37,15 @@ impl StoreSource {
     /// # Errors
     /// There is no such image, or its index is damaged, or the store cannot be read.
     pub async fn open(store: &ImageStore, name: &str) -> Result<Self> {
-        let image = store.image(name).await?;
-        let reader = Arc::new(ChunkReader::open(store, &image).await?);
-        let (runtime, store, outstanding) = (Handle::current(), store.clone(), VecDeque::new());
-        Ok(Self { runtime, store, image, reader, outstanding })
+        Ok(Self::of(&PinnedImage::open(store, name).await?, Handle::current()))
+    }
+
+    /// Reads an open image.
+    #[must_use]
+    pub fn of(pinned: &PinnedImage, runtime: Handle) -> Self {
+        let PinnedImage { store, image, reader, .. } = pinned;
+        let (store, image, reader) = (store.clone(), image.clone(), Arc::clone(reader));
+        Self { runtime, store, image, reader, outstanding: VecDeque::new() }
     }
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Starts the session's fetcher, and another one when it dies or loses its connection.
 //!
-//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. Its socket, and a duplicate of its
+//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. The fetcher of an image in the node's cache
+//! is the agent's ([`agent_fetch`]), and the session has a socket to it. Its socket, and a duplicate of its
 //! connection, are in the session's fd store. So it outlives a worker, and the connection ends only when the targets
 //! need nothing more of it or have been killed. A CRIU that dumped its program resumes it then: never while the
 //! targets run.
@@ -9,33 +10,29 @@
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, Stdio};
+use std::os::fd::{AsFd as _, AsRawFd, OwnedFd};
+use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::libc::linger;
-use nix::sys::socket::{
-    AddressFamily, Shutdown, SockFlag, SockType, setsockopt, shutdown, socketpair, sockopt,
-};
+use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer};
-use rewake_fetcher::process::COMMAND;
 use rewake_fetcher::unread::leave_unread;
-use rewake_image_io::FetchSource;
+use rewake_image_io::{FetchSource, PresenceMap};
 use tokio::io::unix::AsyncFd;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
+use crate::agent_fetch::{self, AgentFetch};
 use crate::fetch_peer::FetchPeer;
+use crate::fetcher_process::{self, FetchDescriptors, borrowed};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry, peek_all};
 use crate::ledger::wants_room;
 use crate::session::Session;
-use crate::session::image::Image;
-use crate::session::image::sealed;
-use crate::supervise::launch;
+use crate::session::image::{Image, sealed};
 use crate::sys;
 
 /// How many fetchers may end within [`WINDOW`] before the session ends: another one does not help if each fails at once.
@@ -55,20 +52,17 @@ const END_TIME: Duration = Duration::from_secs(1);
 const STORE_TIME: Duration = Duration::from_secs(1);
 const STORE_PAUSE: Duration = Duration::from_millis(1);
 
-/// The descriptors of a fetcher that outlive it.
-#[derive(Debug)]
-struct FetchDescriptors {
-    plan: OwnedFd,
-    presence: OwnedFd,
-    /// The files that it writes.
-    files: Vec<OwnedFd>,
-}
-
 /// The fetcher of a session.
 #[derive(Debug)]
 pub(crate) struct Fetch {
     session: Arc<Session>,
     files: FetchDescriptors,
+    /// Bytes that the presence map is for.
+    len: u64,
+    /// The checksum of the files' places in it.
+    layout: u64,
+    /// The id of the image, for an agent.
+    id: String,
     source: Arc<FetchSource>,
     /// The eventfds of the reactors.
     readers: Vec<OwnedFd>,
@@ -102,7 +96,8 @@ enum FetcherEnd {
 }
 
 impl Fetch {
-    /// Starts the fetcher of a new session; none if all bytes of its image are local.
+    /// Starts the fetcher of a new session, or uses the one that the agent has `given`; none if all bytes of its image are
+    /// local.
     ///
     /// # Errors
     /// It cannot be started, or the fd store has no room.
@@ -110,17 +105,14 @@ impl Fetch {
         session: &Arc<Session>,
         image: &Image,
         server: Option<&FetchPeer>,
+        given: Option<AgentFetch>,
         readers: Vec<OwnedFd>,
     ) -> anyhow::Result<Option<Self>> {
         let (Some(remote), Some(server)) = (image.remote(), server) else { return Ok(None) };
         let memory = sealed::memory_file().context("making a memory file for the fetcher")?;
         let plan = image.fetch_plan(remote, server)?;
         plan.write(&memory).context("writing the fetch plan")?;
-        let files = FetchDescriptors {
-            plan: memory.into(),
-            presence: remote.presence.try_clone().context("the presence map")?,
-            files: image.files_to_write().context("opening the files for what arrives")?,
-        };
+        let files = FetchDescriptors::of(image, remote, memory, &plan)?;
         let mut numbers = vec![files.plan.as_raw_fd()];
         numbers.extend(remote.descriptors().iter().map(AsRawFd::as_raw_fd));
         let store = session.store().context("a session without an fd store")?;
@@ -132,9 +124,21 @@ impl Fetch {
         // An image server serves several connections, and the copy of what CRIU reads was one: it may be started again at
         // any time.
         let again = server.image.is_some();
-        let started = launch(again, &files, connected.map(|socket| socket.as_fd()), &readers)?;
-        let fetch = Self::of(session, &remote.source, files, readers, plan, started.1, 0)?;
-        *fetch.child.borrow_mut() = Some(started.0);
+        let (child, socket) = match given {
+            Some(AgentFetch::Partial { socket, layout, .. }) => {
+                agent_fetch::check_layout(layout, plan.layout())?;
+                // If the fetcher has ended, that is found by its socket.
+                let _ = channel::send_readers(socket.as_fd(), &borrowed(&readers));
+                (None, socket)
+            }
+            _ => {
+                let connected = connected.map(|socket| socket.as_fd());
+                let (child, socket) = fetcher_process::start(again, &files, connected, &readers)?;
+                (Some(child), socket)
+            }
+        };
+        let fetch = Self::of(session, &remote.source, files, readers, plan, socket, 0)?;
+        *fetch.child.borrow_mut() = child;
         fetch.use_it().await?;
         Ok(Some(fetch))
     }
@@ -164,11 +168,7 @@ impl Fetch {
         let memory = File::from(plan.context("the session's fd store lacks the fetch plan")?);
         let (number, socket) = fetcher.context("the session's fd store lacks the fetcher")?;
         let plan = FetchPlan::read(&memory).context("the fetch plan")?;
-        let files = FetchDescriptors {
-            plan: memory.into(),
-            presence: remote.presence.try_clone().context("the presence map")?,
-            files: image.files_to_write().context("opening the files for what arrives")?,
-        };
+        let files = FetchDescriptors::of(image, remote, memory, &plan)?;
         // If it has ended, that is found by its socket.
         let _ = channel::send_readers(socket.as_fd(), &borrowed(&readers));
         remote.source.use_fetcher(socket.try_clone()?);
@@ -187,13 +187,20 @@ impl Fetch {
         number: u32,
     ) -> anyhow::Result<Self> {
         let socket = Arc::new(sys::watch(socket).context("watching the fetcher")?);
-        let is_image = matches!(plan.memory, FetchedMemory::Files { .. });
+        let id = match &plan.memory {
+            FetchedMemory::Files { id, .. } => Some(id.to_string()),
+            FetchedMemory::Pages { .. } => None,
+        };
+        let is_image = id.is_some();
         let (FetchedMemory::Pages { files: sparse, .. } | FetchedMemory::Files { files: sparse, .. }) =
             &plan.memory;
         let brings_files = !sparse.is_empty();
         Ok(Self {
             session: Arc::clone(session),
             files,
+            len: plan.len,
+            layout: plan.layout(),
+            id: id.unwrap_or_default(),
             source: Arc::clone(source),
             readers,
             name: plan.peer_name(),
@@ -254,9 +261,19 @@ impl Fetch {
         self.is_image
     }
 
+    /// Whether the image is in the node's cache: the agent completes it.
+    pub(crate) fn is_shared(&self) -> bool {
+        matches!(self.peer, PagePeer::Agent(_))
+    }
+
     /// Serves the fetcher until pages cannot be fetched any more. Returns why.
     pub(crate) async fn watch(&self) -> anyhow::Error {
         match self.run(false).await {
+            Ok(()) if self.is_shared() => {
+                // All bytes are here. What was requested last may not have been answered.
+                self.readers.iter().for_each(sys::write_eventfd);
+                std::future::pending().await
+            }
             Ok(()) => anyhow::anyhow!("{}: the fetcher ended before the restore did", self.name),
             Err(error) => error,
         }
@@ -302,6 +319,9 @@ impl Fetch {
     /// Makes the connection end as a failure when the fd store is emptied: the targets have been killed, and a CRIU that
     /// dumped their program resumes it.
     pub(crate) async fn end_as_failure(&self) {
+        if self.is_shared() {
+            return;
+        }
         let socket = Arc::clone(&self.socket.borrow());
         // The fetcher ends, and reads no more from the connection.
         let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
@@ -340,7 +360,7 @@ impl Fetch {
                 FetcherEnd::Closed => return Ok(()),
                 FetcherEnd::Failed { again, reason } => (again, reason),
             };
-            if self.source.presence().is_closed() {
+            if self.has_all() {
                 return Ok(());
             }
             if !again {
@@ -358,7 +378,15 @@ impl Fetch {
             warn!("{reason}: starting another fetcher");
             sleep(pause).await;
             self.start_another(finishing).await?;
+            if self.has_all() {
+                return Ok(());
+            }
         }
+    }
+
+    /// Whether nothing more is needed of the peer.
+    fn has_all(&self) -> bool {
+        self.source.is_complete() || self.source.presence().is_closed()
     }
 
     /// Returns how the fetcher ended.
@@ -378,6 +406,8 @@ impl Fetch {
                     self.forget(EntryKind::Peer);
                 }
                 Ok(Some(FetchReport::Closed)) => return Ok(FetcherEnd::Closed),
+                // It is for the agent.
+                Ok(Some(FetchReport::Refused(_))) => {}
                 Ok(Some(FetchReport::Failed { again, reason })) => {
                     return Ok(FetcherEnd::Failed { again, reason });
                 }
@@ -418,7 +448,19 @@ impl Fetch {
             let _ = child.kill();
             let _ = child.try_wait();
         }
-        let (child, socket) = launch(self.connected.get(), &self.files, None, &self.readers)?;
+        if let PagePeer::Agent(agent) = &self.peer {
+            return match agent_fetch::ask_again(agent, &self.id).await? {
+                AgentFetch::Complete => {
+                    self.source.complete();
+                    Ok(())
+                }
+                AgentFetch::Partial { presence, socket, layout } => {
+                    agent_fetch::check_layout(layout, self.layout)?;
+                    self.use_shared(presence, socket).await
+                }
+            };
+        }
+        let (child, socket) = fetcher_process::start(self.connected.get(), &self.files, None, &self.readers)?;
         *self.child.borrow_mut() = Some(child);
         *self.socket.borrow_mut() = Arc::new(sys::watch(socket).context("watching the fetcher")?);
         self.number.set(self.number.get() + 1);
@@ -428,32 +470,23 @@ impl Fetch {
         }
         Ok(())
     }
-}
 
-/// Starts a fetcher. Returns it, and the socket to it.
-fn launch(
-    again: bool,
-    files: &FetchDescriptors,
-    connected: Option<BorrowedFd<'_>>,
-    readers: &[OwnedFd],
-) -> anyhow::Result<(Child, OwnedFd)> {
-    let (ours, its) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
-        .context("making a socket for the fetcher")?;
-    let mut command = Command::new(launch::program()?);
-    command.arg(COMMAND).env_clear().process_group(0);
-    command.stdin(Stdio::from(its)).stdout(Stdio::null());
-    sys::give_short_time_slices(&mut command);
-    let child = command.spawn().context("starting the fetcher")?;
-    let sent =
-        channel::send_start(ours.as_fd(), again, [files.plan.as_fd(), files.presence.as_fd()], connected)
-            .and_then(|()| channel::send_files(ours.as_fd(), &borrowed(&files.files)))
-            .and_then(|()| channel::send_readers(ours.as_fd(), &borrowed(readers)));
-    sent.context("starting the fetcher")?;
-    Ok((child, ours))
-}
-
-fn borrowed(descriptors: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
-    descriptors.iter().map(|descriptor| descriptor.as_fd()).collect()
+    /// Uses another socket and presence map of the agent.
+    async fn use_shared(&self, presence: OwnedFd, socket: OwnedFd) -> anyhow::Result<()> {
+        let map = PresenceMap::open(presence.as_fd(), self.len).context("the agent's presence map")?;
+        let number = self.number.get() + 1;
+        if let Some(store) = self.store() {
+            let numbers = [self.files.plan.as_raw_fd(), presence.as_raw_fd()];
+            put(store, EntryKind::Remote, number, &numbers).await?;
+        }
+        self.source.use_presence(map);
+        self.number.set(number);
+        self.forget(EntryKind::Remote);
+        // If the fetcher has ended, that is found by its socket.
+        let _ = channel::send_readers(socket.as_fd(), &borrowed(&self.readers));
+        *self.socket.borrow_mut() = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        self.use_it().await
+    }
 }
 
 /// Puts descriptors into the fd store, which a reactor may use at the moment.

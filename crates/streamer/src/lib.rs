@@ -7,22 +7,26 @@
 //! * [`planner`]: the confined process that parses an image.
 //! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
 //! * [`cpu`]: page faults and the background load of CPU memory.
-//! * [`fetch`]: the fetcher of a session whose memory comes from a page server.
+//! * [`fetch`]: the fetcher of a session whose memory comes from a page server. [`agent_fetch`]: that of the node's cache,
+//!   which sessions share; [`shared_fetch`]: the agent's side of it.
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
 //! * [`working_set`]: what programs access first, recorded for later restores.
 //! * [`control`]: what the agent, streamers and their clients send to each other.
 //! * [`record`]: the events of a session with their times.
 
+pub mod agent_fetch;
 pub mod control;
 pub mod cpu;
 pub mod fetch;
 pub mod fetch_peer;
+mod fetcher_process;
 pub mod gpu;
 pub mod ledger;
 pub mod planner;
 pub mod record;
 pub mod restore;
 pub mod session;
+pub mod shared_fetch;
 mod sidecar_file;
 pub mod supervise;
 pub mod sys;

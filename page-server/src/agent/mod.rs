@@ -5,8 +5,10 @@
 //! the sessions by the file that this one has left ([`sessions_file`]).
 //!
 //! * `session`: one restore: its streamer is started, followed, and remembered when it has ended.
-//! * [`server`]: clients of the control socket.
+//! * [`server`]: clients of the control socket. `cache`: their requests for the node's cache.
 
+mod answer;
+mod cache;
 pub mod server;
 mod session;
 mod sessions_file;

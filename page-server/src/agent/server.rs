@@ -4,6 +4,7 @@
 use std::cell::Cell;
 use std::path::Path;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use tokio::net::{UnixListener, UnixStream};
@@ -13,18 +14,23 @@ use tokio::task::LocalSet;
 use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
+use super::answer::{answer, failure};
+use super::cache::AgentCache;
 use super::session::Registry;
-use rewake_streamer::control::frame::{FrameError, receive, send};
-use rewake_streamer::control::proto::{self, Reply, Request, reply, request};
+use rewake_node_cache::NodeCache;
+use rewake_streamer::control::frame::{FrameError, receive};
+use rewake_streamer::control::proto::{self, Request, reply, request};
 use rewake_streamer::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
 
 /// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers continue afterwards.
+/// `cache` has images of stores.
 ///
 /// # Errors
 /// The listener or signals cannot be used.
 pub async fn run(
     listener: std::os::unix::net::UnixListener,
     socket: &Path,
+    cache: Option<Arc<NodeCache>>,
     ready: impl FnOnce(),
 ) -> anyhow::Result<()> {
     LocalSet::new()
@@ -32,9 +38,10 @@ pub async fn run(
             let listener = UnixListener::from_std(listener).context("watching the control socket")?;
             let mut terminate = signal(SignalKind::terminate()).context("watching SIGTERM")?;
             let mut interrupt = signal(SignalKind::interrupt()).context("watching SIGINT")?;
-            let registry = Registry::start(socket);
+            let cache = AgentCache(cache);
+            let registry = Registry::start(socket, cache.clone());
             let (opening, opened) = (Cell::new(0), Notify::new());
-            let server = Rc::new(Server { registry, clients: Cell::new(0), opening, opened });
+            let server = Rc::new(Server { registry, cache, clients: Cell::new(0), opening, opened });
             ready();
             tokio::select! {
                 () = Rc::clone(&server).accept(listener) => {}
@@ -51,6 +58,7 @@ pub async fn run(
 
 struct Server {
     registry: Rc<Registry>,
+    cache: AgentCache,
     clients: Cell<usize>,
     /// Requests for a streamer that are not answered yet.
     opening: Cell<usize>,
@@ -86,6 +94,8 @@ impl Server {
         if !accept::greet(&mut stream).await? {
             return Ok(());
         }
+        // What the client has of the cache, until it closes the connection.
+        let mut pins = Vec::new();
         while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
             match request.kind {
                 Some(request::Kind::Open(open)) => {
@@ -98,6 +108,12 @@ impl Server {
                 Some(request::Kind::Status(_)) => {
                     answer(&mut stream, reply::Kind::Status(self.registry.status())).await?;
                 }
+                Some(request::Kind::Acquire(acquire)) => {
+                    pins.extend(self.cache.acquire(&mut stream, acquire).await?);
+                }
+                Some(request::Kind::Fetch(fetch)) => self.cache.fetch(&mut stream, fetch).await?,
+                Some(request::Kind::Cached(_)) => self.cache.list(&mut stream).await?,
+                Some(request::Kind::Remove(remove)) => self.cache.remove(&mut stream, remove).await?,
                 _ => {
                     let reason = "this is `rewake serve`: a streamer answers that, in its work directory";
                     answer(&mut stream, failure(reason.to_owned())).await?;
@@ -112,12 +128,4 @@ impl Server {
         let opened = self.registry.open(open).await;
         answer(stream, opened.map_or_else(|error| failure(format!("{error:#}")), reply::Kind::Opened)).await
     }
-}
-
-async fn answer(stream: &mut UnixStream, kind: reply::Kind) -> Result<(), FrameError> {
-    send(stream, &Reply { kind: Some(kind) }).await
-}
-
-fn failure(reason: String) -> reply::Kind {
-    reply::Kind::Failure(proto::Failure { reason })
 }

@@ -10,14 +10,17 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
+use rewake_image_io::NOT_SEALED;
 use tracing::{error, info, warn};
 
+use super::cache::AgentCache;
 use super::sessions_file::{self, SessionEntry, Sessions};
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{self, Ended, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED};
-use rewake_streamer::supervise::launch::LaunchPlan;
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::supervise::launch::{LaunchPlan, MemoryServer};
 use rewake_streamer::working_set::LoadingOptions;
 
 /// The streamer's log, in the work directory.
@@ -29,6 +32,9 @@ const REMEMBERED: usize = 64;
 #[derive(Debug)]
 pub(super) struct Registry {
     file: PathBuf,
+    /// The agent's control socket.
+    socket: PathBuf,
+    cache: AgentCache,
     started: Instant,
     last: Cell<u64>,
     live: RefCell<BTreeMap<u64, Live>>,
@@ -60,7 +66,7 @@ impl Live {
 
 impl Registry {
     /// Makes the registry of an agent with this control socket, and follows the sessions that an earlier agent had.
-    pub(super) fn start(socket: &Path) -> Rc<Self> {
+    pub(super) fn start(socket: &Path, cache: AgentCache) -> Rc<Self> {
         let file = sessions_file::path(socket);
         let Sessions { last, sessions } = sessions_file::read(&file).unwrap_or_else(|error| {
             error!("{error:#}: sessions of an earlier agent are not shown");
@@ -68,6 +74,8 @@ impl Registry {
         });
         let registry = Rc::new(Self {
             file,
+            socket: socket.to_owned(),
+            cache,
             started: Instant::now(),
             last: Cell::new(last),
             live: RefCell::default(),
@@ -92,8 +100,7 @@ impl Registry {
         for path in [&images, &work] {
             ensure!(path.is_absolute(), "{}: expected an absolute path", path.display());
         }
-        let checked = images.clone();
-        let plan = tokio::task::spawn_blocking(move || LaunchPlan::of(&checked)).await??;
+        let plan = self.plan(images.clone()).await?;
         if let Some(reason) = &plan.eager {
             warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
         }
@@ -108,6 +115,21 @@ impl Registry {
         self.follow(SessionEntry::new(session, &images, &work));
         self.save();
         Ok(proto::Opened { session, lazy_pages: plan.lazy_pages() })
+    }
+
+    /// Decides how an image is served. The agent brings what one of its cache lacks.
+    async fn plan(&self, images: PathBuf) -> anyhow::Result<LaunchPlan> {
+        let (cache, socket) = (self.cache.0.clone(), self.socket.clone());
+        let plan = move || {
+            let Some(id) = cache.and_then(|cache| cache.partial_at(&images)) else {
+                return LaunchPlan::of(&images);
+            };
+            let gpus = plugin_folder::image_has_gpu(&images)
+                .with_context(|| format!("reading {}", images.display()))?;
+            let server = MemoryServer::Agent { socket, id: id.to_string() };
+            Ok(LaunchPlan::from_server(gpus, server))
+        };
+        tokio::task::spawn_blocking(plan).await?
     }
 
     fn follow(self: &Rc<Self>, entry: SessionEntry) {
@@ -146,6 +168,13 @@ impl Registry {
                 session.reason = "it ended while no agent ran, and its work directory was removed".to_owned();
             }
             Err(error) => session.reason = format!("following the streamer: {error}"),
+        }
+        if session.reason.contains(NOT_SEALED)
+            && let Some(cache) = self.cache.0.clone()
+        {
+            // It waits for the fetcher's end.
+            let images = live.entry.images();
+            drop(tokio::task::spawn_blocking(move || cache.doubt(&images)));
         }
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);

@@ -66,8 +66,9 @@ pub struct SourceArgs {
     /// Port of the server of --from
     #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT, requires = "from")]
     pub port: u16,
-    /// With --from: refuse any other image than the one whose id begins with these digits, 16 at least
-    #[arg(long, value_name = "ID", requires = "from")]
+    /// With --from or a URL: refuse any other image than the one whose id begins with these digits, 16 at least. If the
+    /// agent's cache has it, no store is asked
+    #[arg(long, value_name = "ID")]
     pub id: Option<String>,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,

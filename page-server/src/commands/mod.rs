@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One file a command.
 
+pub mod cache;
 mod criu;
 mod criu_server;
 pub mod doctor;
@@ -36,6 +37,7 @@ use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use rewake_streamer::session::address;
 use tokio::runtime::Runtime;
 
 /// The full path of a directory that `option` names.
@@ -61,6 +63,14 @@ fn given(number: RawFd) -> OwnedFd {
 /// The host that `--address` names; none for the path of a socket.
 fn host(address: Option<&str>) -> Option<&str> {
     address.filter(|address| !address.contains('/'))
+}
+
+/// The agent's control socket: the one that was named, else where an agent of this user listens.
+fn control_socket(named: Option<&Path>) -> anyhow::Result<PathBuf> {
+    Ok(match named {
+        Some(path) => std::path::absolute(path)?,
+        None => address::default_socket()?,
+    })
 }
 
 /// Threads that send requests to a store, and decompress.

@@ -10,10 +10,11 @@ use crate::cli::PlannerArgs;
 /// # Errors
 /// No streamer listens.
 pub fn run(options: &PlannerArgs) -> anyhow::Result<u8> {
-    let memory = match (options.remote, options.partial) {
-        (true, _) => PlannedMemory::Remote,
-        (false, true) => PlannedMemory::Partial,
-        (false, false) => PlannedMemory::Whole,
+    let memory = match options {
+        PlannerArgs { remote: true, .. } => PlannedMemory::Remote,
+        PlannerArgs { partial: true, .. } => PlannedMemory::Partial,
+        PlannerArgs { in_cache: true, .. } => PlannedMemory::InCache,
+        _ => PlannedMemory::Whole,
     };
     child::run(&options.images_dir, memory)
 }

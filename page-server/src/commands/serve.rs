@@ -8,10 +8,11 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use tracing::warn;
 
-use super::{detach, to_notify};
+use super::{control_socket, detach, to_notify};
 use crate::agent;
 use crate::cli::ServeArgs;
 use crate::logging;
+use rewake_node_cache::{CacheFolder, NodeCache};
 use rewake_streamer::session::address;
 
 /// Runs the command; gives the exit code.
@@ -19,14 +20,13 @@ use rewake_streamer::session::address;
 /// # Errors
 /// The socket cannot be bound, or the agent cannot be started.
 pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
-    let socket = match &options.socket {
-        Some(path) => absolute(path)?,
-        None => address::default_socket()?,
-    };
+    let socket = control_socket(options.socket.as_deref())?;
     let pidfile = options.pidfile.as_deref().map(absolute).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     // Before the socket is bound: the processes that serve those sessions must not hold it.
     super::recover::start_all(options.status_fd);
+    let folder =
+        options.cache.as_deref().map(|path| CacheFolder::open(path, options.cache_size)).transpose()?;
     let listener = address::bind(&socket)?;
     let mut notify = to_notify(options.status_fd);
     if options.daemon
@@ -39,8 +39,10 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let mut unused = SigSet::all();
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD].into_iter().for_each(|used| unused.remove(used));
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&unused), None).context("blocking signals")?;
+    // It has threads, and a process that goes to the background loses its threads.
+    let cache = folder.map(NodeCache::start).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let served = runtime.block_on(agent::run(listener, &socket, || {
+    let served = runtime.block_on(agent::run(listener, &socket, cache, || {
         for pipe in notify {
             if let Err(error) = std::fs::File::from(pipe).write_all(&[0]) {
                 warn!(%error, "reporting that the agent is ready");

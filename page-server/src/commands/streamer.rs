@@ -30,13 +30,19 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
             on_demand_only: options.on_demand_only.map(Duration::from_secs),
         },
         keeps_record: true,
-        server: options.from_image.clone().zip(options.from_id.clone()).map(|(name, id)| FetchPeer {
-            peer: PagePeer::Tcp(options.from_address.clone()),
-            tls: options.tls.options().map(|tls| PeerTls { options: tls, host: options.from_host.clone() }),
-            connected: None,
-            image: Some(FetchedImage { name, id }),
-        }),
+        server: server(options),
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;
     supervisor::supervise(to_notify(options.status_fd), |start| restore.serve(start).unwrap_or(1))
+}
+
+/// Returns what has missing memory of the image; none if all of it is here.
+fn server(options: &StreamerArgs) -> Option<FetchPeer> {
+    let id = options.from_id.clone()?;
+    let (peer, name) = match (&options.from_agent, &options.from_image) {
+        (Some(agent), _) => (PagePeer::Agent(agent.clone()), id.clone()),
+        (None, name) => (PagePeer::Tcp(options.from_address.clone()), name.clone()?),
+    };
+    let tls = options.tls.options().map(|tls| PeerTls { options: tls, host: options.from_host.clone() });
+    Some(FetchPeer { peer, tls, connected: None, image: Some(FetchedImage { name, id }) })
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake serve` under test, and the commands that talk to it.
 
-use std::ffi::OsStr;
-use std::fs::File;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -21,7 +21,17 @@ use crate::programs::rewake;
 #[derive(Debug)]
 pub struct Daemon {
     dir: TempDir,
+    options: DaemonOptions,
     child: Child,
+}
+
+/// Options and environment of a daemon.
+#[derive(Debug, Default)]
+pub struct DaemonOptions {
+    /// Options of `rewake serve`.
+    pub arguments: Vec<OsString>,
+    /// Variables, beside those of the test.
+    pub environment: Vec<(String, String)>,
 }
 
 impl Daemon {
@@ -30,9 +40,17 @@ impl Daemon {
     /// # Errors
     /// It does not, with the end of its log.
     pub fn start() -> anyhow::Result<Self> {
+        Self::with(DaemonOptions::default())
+    }
+
+    /// [`Daemon::start`] with options.
+    ///
+    /// # Errors
+    /// It does not answer, with the end of its log.
+    pub fn with(options: DaemonOptions) -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new().prefix("rewake-serve-").tempdir().context("make a directory")?;
-        let child = spawn(&dir)?;
-        let daemon = Self { dir, child };
+        let child = spawn(&dir, &options)?;
+        let daemon = Self { dir, options, child };
         daemon.answers().map(|()| daemon)
     }
 
@@ -89,7 +107,7 @@ impl Daemon {
     pub fn replace(&mut self) -> anyhow::Result<()> {
         self.child.kill()?;
         self.child.wait()?;
-        self.child = spawn(&self.dir)?;
+        self.child = spawn(&self.dir, &self.options)?;
         self.answers()
     }
 
@@ -119,6 +137,12 @@ impl Daemon {
         wait_child(&mut self.child, limit).with_context(|| format!("it did not end\n{}", self.logs()))
     }
 
+    /// All that it has logged.
+    #[must_use]
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("serve.log")).unwrap_or_default()
+    }
+
     /// The ends of its logs.
     #[must_use]
     pub fn logs(&self) -> String {
@@ -136,11 +160,12 @@ impl Drop for Daemon {
     }
 }
 
-fn spawn(dir: &TempDir) -> anyhow::Result<Child> {
+fn spawn(dir: &TempDir, options: &DaemonOptions) -> anyhow::Result<Child> {
     let log = File::options().create(true).append(true).open(dir.path().join("serve.err"))?;
     let mut command = Command::new(rewake()?);
     command.arg("serve").arg("--socket").arg(dir.path().join("socket"));
-    command.args(["-v4", "-o"]).arg(dir.path().join("serve.log"));
+    command.args(["-v4", "-o"]).arg(dir.path().join("serve.log")).args(&options.arguments);
+    command.envs(options.environment.iter().map(|(name, value)| (name, value)));
     // A group of its own: tests send signals to it.
     command.process_group(0);
     Ok(command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?)

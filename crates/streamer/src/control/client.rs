@@ -2,12 +2,14 @@
 //! The client's side of the control socket.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::net::UnixStream;
 
+use super::descriptors::receive_descriptors;
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
 use super::{MESSAGE_LIMIT, OPEN_LIMIT, VERSION, hello};
@@ -128,6 +130,64 @@ impl Client {
         };
         match self.ask_within(request::Kind::Open(open), OPEN_LIMIT).await? {
             reply::Kind::Opened(opened) => Ok(opened),
+            _ => Err(ClientError::Unexpected),
+        }
+    }
+
+    /// Asks what takes long: the agent says each second that it works on it.
+    async fn ask_patiently(&mut self, kind: request::Kind) -> Result<reply::Kind, ClientError> {
+        let mut answer = self.ask(kind).await?;
+        while let reply::Kind::Waiting(_) = answer {
+            answer = self.answer(MESSAGE_LIMIT).await?;
+        }
+        Ok(answer)
+    }
+
+    /// Has the agent get an image of a store into its cache. The image stays there as long as this connection.
+    ///
+    /// # Errors
+    /// The agent has no cache, the image cannot be had, or the connection broke.
+    pub async fn acquire(&mut self, acquire: proto::Acquire) -> Result<proto::Acquired, ClientError> {
+        match self.ask_patiently(request::Kind::Acquire(acquire)).await? {
+            reply::Kind::Acquired(acquired) => Ok(acquired),
+            _ => Err(ClientError::Unexpected),
+        }
+    }
+
+    /// Gets what brings the missing memory of an image of the agent's cache: its presence map, a socket to its fetcher, and
+    /// the checksum of its layout. None: the image is complete.
+    ///
+    /// # Errors
+    /// The agent cannot bring it, or the connection broke.
+    pub(crate) async fn fetch(&mut self, id: &str) -> Result<Option<([OwnedFd; 2], u64)>, ClientError> {
+        let fetch = proto::Fetch { image_id: id.to_owned() };
+        match self.ask_patiently(request::Kind::Fetch(fetch)).await? {
+            reply::Kind::Fetched(proto::Fetched { complete: true, .. }) => Ok(None),
+            reply::Kind::Fetched(proto::Fetched { layout, .. }) => {
+                Ok(Some((receive_descriptors(&self.stream).await?, layout)))
+            }
+            _ => Err(ClientError::Unexpected),
+        }
+    }
+
+    /// The images of the agent's cache.
+    ///
+    /// # Errors
+    /// The agent has no cache, or the connection broke.
+    pub async fn cached(&mut self) -> Result<Vec<proto::CachedImage>, ClientError> {
+        match self.ask(request::Kind::Cached(proto::AskCached {})).await? {
+            reply::Kind::Cached(cached) => Ok(cached.images),
+            _ => Err(ClientError::Unexpected),
+        }
+    }
+
+    /// Has the agent remove an image from its cache. Returns its bytes.
+    ///
+    /// # Errors
+    /// There is no such image, restores use it, or the connection broke.
+    pub async fn remove_cached(&mut self, id: &str) -> Result<u64, ClientError> {
+        match self.ask_patiently(request::Kind::Remove(proto::RemoveCached { id: id.to_owned() })).await? {
+            reply::Kind::Removed(removed) => Ok(removed.bytes),
             _ => Err(ClientError::Unexpected),
         }
     }

@@ -2,7 +2,7 @@
 //! The control protocol between the agent, streamers and their clients: `proto/control.proto` over UNIX sockets.
 //!
 //! * [`proto`]: the messages, generated.
-//! * [`frame`]: a message on a stream: a length, then that many bytes, within a time.
+//! * [`frame`]: a message on a stream: a length, then that many bytes, within a time. [`descriptors`] may follow one.
 //! * [`crate::session::address`]: where the agent's socket is, which users may connect.
 //! * `accept`: clients, up to their first request.
 //! * [`status_server`]: a streamer answers its clients.
@@ -12,6 +12,7 @@ use std::time::Duration;
 
 pub mod accept;
 pub mod client;
+pub mod descriptors;
 pub mod frame;
 mod generated;
 pub mod status_server;
@@ -30,6 +31,8 @@ pub const MAX_MESSAGE: usize = 1 << 20;
 pub const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
 /// Time that a session may take to be opened: the agent checks an image and starts a streamer.
 pub const OPEN_LIMIT: Duration = Duration::from_secs(150);
+/// Time between two messages that an answer takes longer.
+pub const WAITING: Duration = Duration::from_secs(1);
 /// Time between two reports of a followed session.
 pub const REPORT: Duration = Duration::from_millis(100);
 /// Clients at once. More are turned away.

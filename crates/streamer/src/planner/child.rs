@@ -28,6 +28,8 @@ pub enum PlannedMemory {
     Remote,
     /// One that is copied from an image server, without some of its blocks.
     Partial,
+    /// One in the node's cache, which may lack some of its blocks.
+    InCache,
 }
 
 /// Plans the restore of an image, and reports to the streamer. Returns the exit code.
@@ -59,6 +61,7 @@ fn plan(images: &Path, memory: PlannedMemory, out: &File, channel: &Channel) -> 
         PlannedMemory::Whole => Draft::read(&images),
         PlannedMemory::Remote => Draft::read_remote(&images),
         PlannedMemory::Partial => Draft::read_partial(&images),
+        PlannedMemory::InCache => Draft::read_in_cache(&images),
     }?;
     draft.write(out).context("writing the plan")?;
     let leases = draft.leases.iter().map(|lease| lease.as_fd());

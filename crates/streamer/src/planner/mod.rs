@@ -52,6 +52,8 @@ pub const COMMAND: &str = "planner";
 const REMOTE: &str = "--remote";
 /// Its option for an image some of whose blocks an image server has.
 const PARTIAL: &str = "--partial";
+/// Its option for such an image in the node's cache: other restores use it, too.
+const IN_CACHE: &str = "--in-cache";
 
 /// CPU time of a planner, and wall time in which it may use none: its file system does not answer then. A plan of
 /// 2^24 extents takes 4 s without optimisation, and longer on a busy machine.
@@ -117,6 +119,14 @@ pub fn plan(images: &Path, memory: &LazyMemory) -> anyhow::Result<Image> {
             image.note_arrived().context("looking for what has arrived")?;
             Ok(image)
         }
+        LazyMemory::ForCache => {
+            let image =
+                Planner::start(images, &[IN_CACHE])?.finish(|draft| RemoteMemory::create(images, draft))?;
+            image.note_arrived().context("looking for what has arrived")?;
+            Ok(image)
+        }
+        LazyMemory::InCache(presence) => Planner::start(images, &[IN_CACHE])?
+            .finish(|draft| RemoteMemory::inherit(presence.try_clone()?, None, draft)),
     }
 }
 

@@ -219,7 +219,7 @@ impl StreamedRestore {
         let RestoreOptions { work, server, loading, .. } = &self.options;
         let Some(mut session) = worker.open(images, work, server.as_ref(), *loading).await? else {
             // A worker that died has served it.
-            if server.as_ref().is_some_and(|server| server.image.is_some()) {
+            if server.as_ref().is_some_and(FetchPeer::has_own_copy) {
                 complete::complete(images).await;
             }
             return Ok(());

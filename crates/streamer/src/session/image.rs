@@ -41,7 +41,7 @@ pub struct TaskPlan {
 }
 
 /// Where the memory of an image is when a session begins.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum LazyMemory {
     /// In the image.
     Here,
@@ -49,6 +49,10 @@ pub enum LazyMemory {
     OnPageServer(PathBuf),
     /// On an image server. The files of the image, whose manifest is partial, get what they lack.
     OnImageServer,
+    /// The same, for the agent: streamers share what arrives.
+    ForCache,
+    /// The agent has the image's files completed. This is its presence map.
+    InCache(Arc<OwnedFd>),
 }
 
 /// A checked image directory.

@@ -18,12 +18,12 @@ use tracing::{info, warn};
 
 use crate::cpu::{ReactorPool, address_spaces};
 use crate::fetch::Fetch;
-use crate::fetch_peer::FetchPeer;
+use crate::fetch_peer::{FetchPeer, find_memory};
 use crate::gpu::GpuLoad;
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
-use crate::session::image::{Image, LazyMemory, TaskPlan};
+use crate::session::image::{Image, TaskPlan};
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
 use crate::session::{Session, complete, socket};
@@ -124,11 +124,7 @@ impl Worker {
         server: Option<&FetchPeer>,
         options: LoadingOptions,
     ) -> anyhow::Result<OpenSession> {
-        let memory = match server {
-            None => LazyMemory::Here,
-            Some(FetchPeer { image: None, .. }) => LazyMemory::OnPageServer(work.to_owned()),
-            Some(FetchPeer { image: Some(_), .. }) => LazyMemory::OnImageServer,
-        };
+        let (memory, given) = find_memory(server, work).await?;
         let image = Image::open_in_background(images.to_owned(), memory).await?;
         let listener = socket::listen(work)?;
         let slot = self.ledger.session();
@@ -136,7 +132,7 @@ impl Worker {
         let store = session_store::of_image(slot, &image).context("making the session's fd store");
         let session = Session::new(images.to_owned()).with_store(store.inspect_err(|_| slot.free())?);
         let session = Arc::new(on_demand::prepare(session, &image, options));
-        let fetch = Fetch::start(&session, &image, server, self.readers()?).await;
+        let fetch = Fetch::start(&session, &image, server, given, self.readers()?).await;
         let fetch = fetch.inspect_err(|_| slot.free())?.map(Rc::new);
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         slot.set_state(SessionState::Listening);
@@ -286,6 +282,7 @@ impl Worker {
         }
         match fetch {
             Some(fetch) if !fetch.is_image() => fetch.finish().await?,
+            Some(fetch) if fetch.is_shared() => {}
             // Of a program that has ended early, no process waits for the rest.
             Some(_) if !open.slot.any_resident() => {
                 let images = session.images.display();

@@ -29,7 +29,21 @@ pub struct LaunchPlan {
     /// Why CRIU must load all CPU memory before the processes run; none if the streamer loads it.
     pub eager: Option<String>,
     /// Where missing memory of the image comes from; none if the image has all of it.
-    pub from: Option<ImageServerAddress>,
+    pub from: Option<MemoryServer>,
+}
+
+/// What has missing memory of an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MemoryServer {
+    /// An image server.
+    Host(ImageServerAddress),
+    /// The node agent with this control socket.
+    Agent {
+        /// The socket.
+        socket: PathBuf,
+        /// The id of the image, in full.
+        id: String,
+    },
 }
 
 /// An image on an image server.
@@ -89,9 +103,9 @@ impl LaunchPlan {
         Ok(holds_calls().err().map(|error| format!("{error:#}")))
     }
 
-    /// The plan for an image of which an image server has memory. The streamer checks the image.
+    /// The plan for an image of which a server has memory. The streamer checks the image.
     #[must_use]
-    pub fn from_server(gpus: bool, from: ImageServerAddress) -> Self {
+    pub fn from_server(gpus: bool, from: MemoryServer) -> Self {
         Self { gpus, eager: None, from: Some(from) }
     }
 
@@ -127,8 +141,12 @@ pub fn command(
     if plan.lazy_pages() {
         command.arg("-D").arg(images);
     }
-    if let Some(from) = &plan.from {
-        add_server(&mut command, from);
+    match &plan.from {
+        Some(MemoryServer::Host(from)) => add_server(&mut command, from),
+        Some(MemoryServer::Agent { socket, id }) => {
+            command.arg("--from-agent").arg(socket).arg("--from-id").arg(id);
+        }
+        None => {}
     }
     if loading.record {
         command.arg("--record");

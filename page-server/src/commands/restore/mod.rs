@@ -3,6 +3,7 @@
 //!
 //! The streamer and the restored processes do not depend on this command: it follows them, and may be killed.
 
+mod cached;
 mod generation;
 mod place;
 mod source;
@@ -10,7 +11,7 @@ mod timeline;
 mod view;
 
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Deadline, interval, sleep_until, timeout};
 
+use self::cached::CacheLease;
 use self::place::WaitingStreamer;
 use self::timeline::{Clock, RestoreTimeline};
 use self::view::{View, write};
@@ -90,16 +92,19 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     let given = CriuOptions::read(&options.criu_options, &OURS)?;
     check_wait(options, given.detached)?;
     let plugins = |gpus| options.programs.plugins(gpus, &given);
-    let from = source::prepare(options, plugins)?;
-    let images = directory(&options.images_dir, "-D")?;
-    // A dump that replaces the image keeps the old one for as long as its files are being opened. Remote file
-    // systems may have no such locks.
-    let lease = ImageLease::shared(&images);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     ensure!(
-        !matches!(lease, Ok(None)),
-        "-D {}: another image is taking its place; try again",
-        images.display()
+        options.source.id.is_none() || options.source.from.is_some() || options.image.is_some(),
+        "--id: it is for an image of another host (--from) or of a store"
     );
+    let from = source::prepare(options, options.images_dir.as_deref(), plugins)?;
+    let (images, _lease) = match (&options.image, &options.images_dir) {
+        (Some(url), _) => {
+            let CacheLease { directory, lease } = runtime.block_on(cached::acquire(options, url, plugins))?;
+            (directory, Some(lease))
+        }
+        (None, given) => leased(given.as_deref().unwrap_or_else(|| Path::new(".")))?,
+    };
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
@@ -110,7 +115,6 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
         check_working_set(&images)?;
     }
     let plugins = plugins(gpus)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (given, images, plugins) = (&given, &*images, plugins.as_deref());
     let request = RestoreRequest { options, given, images, gpus, plugins, from: from.as_ref() };
     runtime.block_on(restore(&request))
@@ -143,6 +147,19 @@ fn check_working_set(images: &Path) -> anyhow::Result<()> {
         path.display()
     );
     Ok(())
+}
+
+/// The images directory that was given, and a lease of it. A dump that replaces the image keeps the old one for as long as
+/// its files are being opened. Remote file systems may have no such locks.
+fn leased(given: &Path) -> anyhow::Result<(PathBuf, Option<ImageLease>)> {
+    let images = directory(given, "-D")?;
+    let lease = ImageLease::shared(&images);
+    ensure!(
+        !matches!(lease, Ok(None)),
+        "-D {}: another image is taking its place; try again",
+        images.display()
+    );
+    Ok((images, lease.ok().flatten()))
 }
 
 async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {

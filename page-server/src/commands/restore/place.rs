@@ -3,18 +3,16 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf, absolute};
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use tempfile::TempDir;
 
 use super::RestoreRequest;
 use super::view::View;
-use crate::cli::RestoreArgs;
-use crate::commands::directory;
+use crate::commands::{control_socket, directory};
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::streamer;
-use rewake_streamer::session::address;
 use rewake_streamer::supervise::launch::LaunchPlan;
 
 /// A streamer that waits for the restore. Dropping this removes the work directory if it was made for the restore.
@@ -38,12 +36,12 @@ impl WaitingStreamer {
     /// The agent that was named does not run or refuses, or the image cannot be served.
     pub(super) async fn make(request: &RestoreRequest<'_>, view: &View) -> anyhow::Result<Self> {
         let given = request.options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
-        let is_named = request.options.socket.is_some();
+        let is_named = request.options.socket.is_some() || request.options.image.is_some();
         if let Some(plan) = request.from {
             // An agent knows no other hosts.
             return Self::alone(request, plan.clone(), given).await;
         }
-        match socket(request.options) {
+        match control_socket(request.options.socket.as_deref()) {
             Err(error) if is_named => return Err(error),
             // This user can have no agent.
             Err(_) => {}
@@ -96,14 +94,6 @@ impl WaitingStreamer {
 
 fn alone(socket: &Path, error: &impl std::fmt::Display) -> String {
     format!("{}: {error:#}: this command starts the streamer itself\n", socket.display())
-}
-
-/// Where to look for an agent.
-fn socket(options: &RestoreArgs) -> anyhow::Result<PathBuf> {
-    Ok(match &options.socket {
-        Some(path) => absolute(path)?,
-        None => address::default_socket()?,
-    })
 }
 
 /// The work directory that was given, or a private one in this folder, which is removed with it.

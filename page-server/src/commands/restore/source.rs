@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 use std::net::{SocketAddr, ToSocketAddrs as _};
-use std::path::{PathBuf, absolute};
+use std::path::{Path, PathBuf, absolute};
 use std::rc::Rc;
 
 use anyhow::{Context as _, ensure};
@@ -12,7 +12,7 @@ use rewake_fetcher::plan::PeerTls;
 use rewake_image_pull::{ImageSource, pull, pull_eager};
 use rewake_streamer::fetch_peer::FetchedImage;
 use rewake_streamer::gpu::plugin_folder;
-use rewake_streamer::supervise::launch::{ImageServerAddress, LaunchPlan};
+use rewake_streamer::supervise::launch::{ImageServerAddress, LaunchPlan, MemoryServer};
 use rewake_streamer::units;
 
 use super::view::View;
@@ -27,13 +27,14 @@ use crate::commands::pull::{connect, warn_unencrypted};
 /// As for [`pull_eager`].
 pub(super) fn prepare(
     options: &RestoreArgs,
+    images: Option<&Path>,
     plugins: impl FnOnce(bool) -> anyhow::Result<Option<PathBuf>>,
 ) -> anyhow::Result<Option<LaunchPlan>> {
-    let Some(RemoteImage { host, image }) = options.source.from.clone() else {
+    let (Some(RemoteImage { host, image }), Some(directory)) = (options.source.from.clone(), images) else {
         ensure!(!options.source.tls.tls, "--tls: it encrypts the connection of --from, which is not given");
         return Ok(None);
     };
-    let (directory, id, port) = (&options.images_dir, options.source.id.as_deref(), options.source.port);
+    let (id, port) = (options.source.id.as_deref(), options.source.port);
     let view = View::new(options.quiet);
     let what = format!("--from {host}:{image}");
     if let Some(id) = rewake_image_pull::complete_image(directory, id)? {
@@ -72,7 +73,8 @@ pub(super) fn prepare(
     // The fetcher tries them in turn, and page faults wait.
     addresses.sort_by_key(|address| Some(*address) != reached.get());
     let image = FetchedImage { name: image, id: report.id.to_string() };
-    Ok(Some(LaunchPlan::from_server(gpus, ImageServerAddress { addresses, image, tls })))
+    let server = MemoryServer::Host(ImageServerAddress { addresses, image, tls });
+    Ok(Some(LaunchPlan::from_server(gpus, server)))
 }
 
 /// What the options of TLS say, with absolute paths: the streamer and its fetcher run in another directory.

@@ -12,7 +12,7 @@ pub struct Hello {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Request {
-    #[prost(oneof = "request::Kind", tags = "1, 2, 3, 4, 5")]
+    #[prost(oneof = "request::Kind", tags = "1, 2, 3, 4, 5, 6, 7, 8, 9")]
     pub kind: ::core::option::Option<request::Kind>,
 }
 /// Nested message and enum types in `Request`.
@@ -29,11 +29,19 @@ pub mod request {
         End(super::End),
         #[prost(message, tag = "5")]
         Streaming(super::AskStreaming),
+        #[prost(message, tag = "6")]
+        Acquire(super::Acquire),
+        #[prost(message, tag = "7")]
+        Fetch(super::Fetch),
+        #[prost(message, tag = "8")]
+        Cached(super::AskCached),
+        #[prost(message, tag = "9")]
+        Remove(super::RemoveCached),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Reply {
-    #[prost(oneof = "reply::Kind", tags = "1, 2, 3, 4, 5")]
+    #[prost(oneof = "reply::Kind", tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10")]
     pub kind: ::core::option::Option<reply::Kind>,
 }
 /// Nested message and enum types in `Reply`.
@@ -50,6 +58,16 @@ pub mod reply {
         Streaming(super::Streaming),
         #[prost(message, tag = "5")]
         Ended(super::Ended),
+        #[prost(message, tag = "6")]
+        Waiting(super::Waiting),
+        #[prost(message, tag = "7")]
+        Acquired(super::Acquired),
+        #[prost(message, tag = "8")]
+        Fetched(super::Fetched),
+        #[prost(message, tag = "9")]
+        Cached(super::CachedImages),
+        #[prost(message, tag = "10")]
+        Removed(super::Removed),
     }
 }
 /// The request was understood and is refused; the connection stays usable.
@@ -82,6 +100,89 @@ pub struct Opened {
     /// CRIU is to be called with --lazy-pages: the streamer serves CPU memory.
     #[prost(bool, tag = "2")]
     pub lazy_pages: bool,
+}
+/// Gets an image of a store into the node's cache: what CRIU reads itself, or all of it. It is not removed while this
+/// connection lasts. Answer: Waiting each second, then Acquired.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Acquire {
+    #[prost(string, tag = "1")]
+    pub url: ::prost::alloc::string::String,
+    /// The beginning of its id; empty: any image of that name.
+    #[prost(string, tag = "2")]
+    pub id: ::prost::alloc::string::String,
+    /// Answer when the cache has all of it.
+    #[prost(bool, tag = "3")]
+    pub whole: bool,
+}
+/// The answer takes longer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Waiting {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Acquired {
+    /// Absolute path of the images directory.
+    #[prost(bytes = "vec", tag = "1")]
+    pub images_dir: ::prost::alloc::vec::Vec<u8>,
+    #[prost(string, tag = "2")]
+    pub image_id: ::prost::alloc::string::String,
+    /// Bytes that arrive while the program runs.
+    #[prost(uint64, tag = "3")]
+    pub missing: u64,
+}
+/// Of a streamer: the missing memory of an image in the cache. Answer: Waiting each second, then Fetched.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Fetch {
+    #[prost(string, tag = "1")]
+    pub image_id: ::prost::alloc::string::String,
+}
+/// If the image is not complete, a byte with two descriptors follows: the presence map, and a socket to the image's
+/// fetcher.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Fetched {
+    #[prost(bool, tag = "1")]
+    pub complete: bool,
+    /// A checksum of where each file is in the presence map.
+    #[prost(uint64, tag = "2")]
+    pub layout: u64,
+}
+/// Answer: CachedImages.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AskCached {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct CachedImages {
+    /// Used last first.
+    #[prost(message, repeated, tag = "1")]
+    pub images: ::prost::alloc::vec::Vec<CachedImage>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CachedImage {
+    #[prost(string, tag = "1")]
+    pub image_id: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub url: ::prost::alloc::string::String,
+    /// Bytes on the disk.
+    #[prost(uint64, tag = "3")]
+    pub bytes: u64,
+    /// It has all bytes.
+    #[prost(bool, tag = "4")]
+    pub complete: bool,
+    /// Seconds since it was used.
+    #[prost(uint64, tag = "5")]
+    pub unused_s: u64,
+    /// Restores use it, or wait for it.
+    #[prost(bool, tag = "6")]
+    pub in_use: bool,
+}
+/// Removes an image from the cache. Answer: Removed.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RemoveCached {
+    /// The beginning of its id.
+    #[prost(string, tag = "1")]
+    pub id: ::prost::alloc::string::String,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Removed {
+    #[prost(uint64, tag = "1")]
+    pub bytes: u64,
 }
 /// Answer: Status.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

@@ -12,7 +12,9 @@ use rewake_criu_images::{
     Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan, is_gpu_pages_file,
 };
 use rewake_image_io::{BLOCK, FileState};
-use rewake_manifest::{ImageChecksums, WORKING_SET_NAME, read_chain, read_partial_checksums, refuse_partial};
+use rewake_manifest::{
+    ImageChecksums, WORKING_SET_NAME, read_chain, read_checksums, read_partial_checksums, refuse_partial,
+};
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::{Extent, PAGE_SIZE, Plan, Prefetch};
 
@@ -145,7 +147,21 @@ impl Draft {
     pub(crate) fn read_partial(images: &ImageDir) -> anyhow::Result<Self> {
         let mut leases = leases(&[images])?;
         leases.push(lock_directory(images)?);
-        let checksums = read_partial_checksums(images)?;
+        Self::read_fetched(images, leases, read_partial_checksums(images)?)
+    }
+
+    /// [`Draft::read_partial`], for an image in the node's cache. Only the agent's fetcher writes into it, and the agent may
+    /// have completed it by now.
+    ///
+    /// # Errors
+    /// As for [`Draft::read`].
+    pub(crate) fn read_in_cache(images: &ImageDir) -> anyhow::Result<Self> {
+        let checksums = read_checksums(images)?;
+        let checksums = checksums.with_context(|| format!("{}: no manifest", images.path().display()))?;
+        Self::read_fetched(images, leases(&[images])?, checksums)
+    }
+
+    fn read_fetched(images: &ImageDir, leases: Vec<File>, checksums: ImageChecksums) -> anyhow::Result<Self> {
         ensure!(checksums.parent.is_none(), "{}: the image is incremental", images.path().display());
         let mut draft = Self { leases, ..Self::of(images)? }.tasks(images)?;
         for name in checksums.memory.keys().filter(|name| is_gpu_pages_file(name)) {

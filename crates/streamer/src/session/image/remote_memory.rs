@@ -18,7 +18,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};
 use rewake_criu_images::Digest;
-use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, SparseFile};
+use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, SparseFile};
 use rewake_image_io::{
     BLOCK, FetchSource, FetchedFile, ImageFile, PresenceMap, PresenceWriter, presence_file,
 };
@@ -111,6 +111,17 @@ impl RemoteMemory {
         Ok(Self { presence, source, len: draft.len, copy, numbers: Vec::new() })
     }
 
+    /// Notes pages that are in none of these runs as arrived.
+    fn note_gaps(&self, runs: Vec<(u64, u64)>) -> io::Result<()> {
+        let presence = PresenceWriter::open(self.presence.as_fd(), self.len)?;
+        let mut end = 0;
+        for (first, pages) in runs.into_iter().chain([(self.len.div_ceil(PAGE_SIZE), 0)]) {
+            presence.set(end, first - end);
+            end = first + pages;
+        }
+        Ok(())
+    }
+
     /// Returns the cache file; none if memory goes into files of the image.
     pub(crate) fn cache(&self) -> Option<&Arc<ImageFile>> {
         match &self.copy {
@@ -148,7 +159,7 @@ impl Image {
     }
 
     /// Makes the plan of the fetcher. Pages of the presence map that the peer does not have count as arrived from here
-    /// on.
+    /// on; the agent has noted them in its own map.
     ///
     /// # Errors
     /// The presence map cannot be mapped. Or the image has another id than the peer's.
@@ -174,14 +185,11 @@ impl Image {
             FetchedMemory::Files { files, .. } => (&[][..], files),
         };
         let extents = extents.iter().map(|of| (of.first, of.pages));
-        let runs = extents.chain(files.iter().map(|of| (of.first, of.pages())));
-        let presence = PresenceWriter::open(remote.presence.as_fd(), remote.len)?;
-        let mut end = 0;
-        for (first, pages) in runs.chain([(remote.len.div_ceil(PAGE_SIZE), 0)]) {
-            presence.set(end, first - end);
-            end = first + pages;
-        }
+        let runs: Vec<(u64, u64)> = extents.chain(files.iter().map(|of| (of.first, of.pages()))).collect();
         let (peer, tls) = (peer.peer.clone(), peer.tls.clone());
+        if !matches!(peer, PagePeer::Agent(_)) {
+            remote.note_gaps(runs)?;
+        }
         Ok(FetchPlan { peer, tls, len: remote.len, memory })
     }
 

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The missing memory of one image: the fetcher that brings it, which is started again when it ends, and the sockets of
+//! the streamers that share it.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::path::Path;
+use std::process::Child;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, Shutdown, SockFlag, SockType, shutdown, socketpair};
+use rewake_criu_images::Digest;
+use rewake_fetcher::channel::{self, FetchReport};
+use rewake_fetcher::plan::PagePeer;
+use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
+use rewake_streamer::shared_fetch::SharedFetch;
+use tracing::{info, warn};
+
+/// How many fetchers may end within [`WINDOW`] before none is started any more.
+const MAX_FETCHERS: usize = 8;
+const WINDOW: Duration = Duration::from_secs(10);
+/// The pause before another fetcher is started: each further one within [`WINDOW`] is twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// Time for a fetcher to be started.
+const START_TIME: Duration = Duration::from_secs(30);
+
+/// What a streamer gets.
+#[derive(Debug)]
+pub struct SharedSockets {
+    /// The presence map, for reading.
+    pub presence: OwnedFd,
+    /// The socket to the fetcher.
+    pub socket: OwnedFd,
+    /// Where the files are in the presence map.
+    pub layout: u64,
+}
+
+/// The missing memory of an image.
+#[derive(Debug)]
+pub(crate) struct ArrivingMemory {
+    id: Digest,
+    fetch: SharedFetch,
+    run: Mutex<FetcherRun>,
+    changed: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// The fetcher that runs.
+#[derive(Debug, Default)]
+struct FetcherRun {
+    /// The socket to it; none while none runs.
+    socket: Option<OwnedFd>,
+    /// Why no more memory arrives.
+    failure: Option<String>,
+    stopped: bool,
+}
+
+impl ArrivingMemory {
+    /// Plans what a directory lacks, and starts the fetcher. The image server listens on `server`. `arrived` is called, in a
+    /// thread of its own, when all bytes have arrived.
+    ///
+    /// # Errors
+    /// The directory has no image, or a damaged one.
+    pub(crate) fn start(
+        id: Digest,
+        directory: &Path,
+        server: &Path,
+        arrived: impl FnOnce(&Arc<Self>) + Send + 'static,
+    ) -> anyhow::Result<Arc<Self>> {
+        let image = Some(FetchedImage { name: id.to_string(), id: id.to_string() });
+        let peer = FetchPeer { peer: PagePeer::Unix(server.to_owned()), tls: None, connected: None, image };
+        let fetch = SharedFetch::prepare(directory, &peer)?;
+        let (run, changed, thread) = (Mutex::default(), Condvar::new(), Mutex::default());
+        let memory = Arc::new(Self { id, fetch, run, changed, thread });
+        let own = Arc::clone(&memory);
+        let serve = move || {
+            if own.run_fetchers() {
+                arrived(&own);
+            }
+        };
+        let started = thread::Builder::new().name("fetch".to_owned()).spawn(serve);
+        *memory.thread() = Some(started.context("starting a thread")?);
+        Ok(memory)
+    }
+
+    fn run(&self) -> MutexGuard<'_, FetcherRun> {
+        self.run.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn thread(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.thread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the bytes that have not arrived.
+    pub(crate) fn missing(&self) -> u64 {
+        self.fetch.missing()
+    }
+
+    /// Returns why no more memory arrives; none while it does.
+    pub(crate) fn failure(&self) -> Option<String> {
+        self.run().failure.clone()
+    }
+
+    /// Gives a streamer a part in the fetcher.
+    ///
+    /// # Errors
+    /// No more memory arrives.
+    pub(crate) fn join(&self) -> anyhow::Result<SharedSockets> {
+        let (socket, its) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+                .context("making a socket for a streamer")?;
+        let presence = self.fetch.presence().try_clone_to_owned().context("the presence map")?;
+        let sockets = SharedSockets { presence, socket, layout: self.fetch.layout() };
+        let deadline = Instant::now() + START_TIME;
+        let mut run = self.run();
+        loop {
+            // Nothing is missing: no fetcher is needed, and a streamer sees that in the map.
+            if self.fetch.is_closed() {
+                return Ok(sockets);
+            }
+            if let Some(reason) = &run.failure {
+                bail!("{reason}");
+            }
+            if let Some(socket) = &run.socket
+                && channel::send_client(socket.as_fd(), its.as_fd()).is_ok()
+            {
+                return Ok(sockets);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                bail!("no fetcher was started in {} s", START_TIME.as_secs());
+            }
+            // The thread of the fetchers may not have seen yet that one has ended.
+            let pause = left.min(FIRST_PAUSE);
+            run = self.changed.wait_timeout(run, pause).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Ends the fetcher: no byte is written after that.
+    pub(crate) fn stop(&self) {
+        let mut run = self.run();
+        run.stopped = true;
+        run.failure.get_or_insert_with(|| "the agent has ended the fetcher of this image".to_owned());
+        if let Some(socket) = &run.socket {
+            // It sees the end of its owner.
+            let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
+        }
+        drop(run);
+        self.changed.notify_all();
+        if let Some(thread) = self.thread().take() {
+            // A panic was reported when it happened.
+            let _ = thread.join();
+        }
+    }
+
+    /// Starts fetchers until all bytes have arrived. Returns whether they have.
+    fn run_fetchers(&self) -> bool {
+        let (mut ends, mut again) = (Vec::new(), false);
+        loop {
+            let (is_last, reason) = match self.run_one(again) {
+                Ok(FetchReport::Closed) => return !self.run().stopped,
+                Ok(FetchReport::Failed { again, reason }) => (!again, reason),
+                Ok(_) => (false, "the fetcher has ended".to_owned()),
+                Err(error) => (true, format!("{error:#}")),
+            };
+            if self.run().stopped {
+                return false;
+            }
+            ends.retain(|end: &Instant| end.elapsed() < WINDOW);
+            if is_last || ends.len() + 1 >= MAX_FETCHERS {
+                warn!("image {:.16}: {reason}: no more of its memory arrives", self.id);
+                self.run().failure = Some(reason);
+                self.changed.notify_all();
+                return false;
+            }
+            warn!("image {:.16}: {reason}: starting another fetcher", self.id);
+            thread::sleep(FIRST_PAUSE * (1 << ends.len()));
+            ends.push(Instant::now());
+            again = true;
+        }
+    }
+
+    /// Runs a fetcher to its end. Returns its last report: none but [`FetchReport::Closed`] and [`FetchReport::Failed`] if
+    /// it was killed.
+    fn run_one(&self, again: bool) -> anyhow::Result<FetchReport> {
+        let (mut child, socket) = self.fetch.start(again)?;
+        // If it has ended, that is found by its socket.
+        let _ = channel::send_finish(socket.as_fd());
+        let shared = socket.try_clone().context("the fetcher's socket");
+        let followed = shared.and_then(|shared| {
+            let mut run = self.run();
+            if run.stopped {
+                bail!("stopped");
+            }
+            run.socket = Some(shared);
+            drop(run);
+            self.changed.notify_all();
+            self.follow(&socket)
+        });
+        self.run().socket = None;
+        drop(socket);
+        reap(&mut child);
+        followed
+    }
+
+    fn follow(&self, socket: &OwnedFd) -> anyhow::Result<FetchReport> {
+        let mut last = FetchReport::Refused(String::new());
+        loop {
+            match channel::receive_report(socket.as_fd()) {
+                Ok(None) => {
+                    match poll(&mut [PollFd::new(socket.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE) {
+                        Ok(_) | Err(Errno::EINTR) => {}
+                        Err(errno) => return Err(errno).context("waiting for the fetcher"),
+                    }
+                }
+                Ok(Some(FetchReport::Connected(_))) => {
+                    info!("image {:.16}: the fetcher is connected", self.id);
+                }
+                Ok(Some(FetchReport::Refused(reason))) => {
+                    warn!("image {:.16}: the fetcher does not serve a streamer any more: {reason}", self.id);
+                }
+                Ok(Some(report)) => last = report,
+                // It has ended.
+                Err(_) => return Ok(last),
+            }
+        }
+    }
+}
+
+/// Takes the status of a fetcher, which has closed its socket: it has ended, or hangs in the kernel.
+fn reap(child: &mut Child) {
+    let _ = child.kill();
+    let _ = child.wait();
+}

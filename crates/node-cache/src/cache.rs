@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The cache. All functions may wait for a store: they are for threads of their own.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use rewake_criu_images::Digest;
+use rewake_image_pull::{PullReport, complete, pull, pull_eager};
+use rewake_image_server::exports::{ImageFolder, OpenImage};
+use rewake_image_store::{ImageStore, ImageUrl, PinnedImage, StoreSource, StoredImage};
+use tokio::runtime::Runtime;
+use tracing::{info, warn};
+
+use crate::arriving::{ArrivingMemory, SharedSockets};
+use crate::entry::{CacheEntry, EntryPhase, Remake};
+use crate::folder::CacheFolder;
+use crate::{images_served, space};
+
+/// Threads that send requests to stores, and decompress.
+const STORE_THREADS: usize = 2;
+/// The fewest digits of an image id that identify an image.
+const ID_DIGITS: usize = 16;
+
+/// The images of stores on this host.
+#[derive(Debug)]
+pub struct NodeCache {
+    folder: CacheFolder,
+    runtime: Runtime,
+    entries: Mutex<HashMap<Digest, Arc<CacheEntry>>>,
+    /// One thread at a time makes space.
+    space: Mutex<()>,
+}
+
+/// An image that is not removed from the cache before this is dropped.
+#[derive(Debug)]
+pub struct CachePin {
+    entry: Arc<CacheEntry>,
+    path: PathBuf,
+}
+
+/// An image of the cache, for a list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CachedImageState {
+    /// Its id.
+    pub id: Digest,
+    /// Where it came from, if that is known.
+    pub url: Option<ImageUrl>,
+    /// Its bytes on the disk.
+    pub bytes: u64,
+    /// Whether all of it is here.
+    pub complete: bool,
+    /// The time since it was used.
+    pub unused: Duration,
+    /// Whether a restore uses it.
+    pub in_use: bool,
+}
+
+impl CachePin {
+    fn new(entry: &Arc<CacheEntry>, folder: &CacheFolder) -> Self {
+        entry.pin();
+        Self { entry: Arc::clone(entry), path: folder.image(entry.id) }
+    }
+
+    /// Returns the image's id.
+    #[must_use]
+    pub fn id(&self) -> Digest {
+        self.entry.id
+    }
+
+    /// Returns the image's directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the bytes that have not arrived.
+    #[must_use]
+    pub fn missing(&self) -> u64 {
+        match self.entry.phase() {
+            EntryPhase::Partial(memory) => memory.missing(),
+            _ => 0,
+        }
+    }
+}
+
+impl Drop for CachePin {
+    fn drop(&mut self) {
+        self.entry.unpin();
+    }
+}
+
+impl NodeCache {
+    /// Opens the cache in a directory.
+    ///
+    /// # Errors
+    /// The image server's socket cannot be made, or the kernel refuses threads.
+    pub fn start(folder: CacheFolder) -> anyhow::Result<Arc<Self>> {
+        let mut threads = tokio::runtime::Builder::new_multi_thread();
+        let runtime = threads.worker_threads(STORE_THREADS).enable_all().build()?;
+        let found = folder.images().with_context(|| folder.path().display().to_string())?;
+        let entries = found.into_iter().map(|id| (id, Arc::new(CacheEntry::new(id, &folder)))).collect();
+        let cache = Arc::new(Self { folder, runtime, entries: Mutex::new(entries), space: Mutex::default() });
+        images_served::start(&cache.folder.socket(), Arc::new(CacheImages(Arc::downgrade(&cache))))?;
+        Ok(cache)
+    }
+
+    fn entries(&self) -> MutexGuard<'_, HashMap<Digest, Arc<CacheEntry>>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn all(&self) -> Vec<Arc<CacheEntry>> {
+        self.entries().values().cloned().collect()
+    }
+
+    /// Brings an image of a store, if it is not here: what CRIU reads itself, or all of it. `id` is the beginning of the
+    /// id that it must have; the store is not asked if the image with that id is here.
+    ///
+    /// # Errors
+    /// The store cannot be read, or has another image; or there is no space.
+    pub fn acquire(
+        self: &Arc<Self>,
+        url: &ImageUrl,
+        id: Option<&str>,
+        whole: bool,
+    ) -> anyhow::Result<CachePin> {
+        if let Some(id) = id {
+            ensure!(id.len() >= ID_DIGITS, "--id {id}: expected {ID_DIGITS} digits of an image id at least");
+        }
+        let known = id.and_then(|id| self.with_id(id).ok()).filter(|entry| entry.is_usable());
+        let pin = match known {
+            Some(entry) => {
+                let pin = CachePin::new(&entry, &self.folder);
+                // A removal may have been faster.
+                self.ensure(&entry, Remake::Unusable, url, None)?;
+                self.folder.note_use(entry.id, url)?;
+                pin
+            }
+            None => self.acquire_from_store(url, id)?,
+        };
+        if whole {
+            pin.entry.wait_until_complete().with_context(|| url.to_string())?;
+        }
+        Ok(pin)
+    }
+
+    fn acquire_from_store(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<CachePin> {
+        let (store, stored) = self.find(url).with_context(|| self.hint(url))?;
+        let is_it = id.is_none_or(|id| stored.id.to_string().starts_with(id));
+        ensure!(is_it, "{url}: it is image {}, expected {}", stored.id, id.unwrap_or_default());
+        let new = || Arc::new(CacheEntry::new(stored.id, &self.folder));
+        let entry = Arc::clone(self.entries().entry(stored.id).or_insert_with(new));
+        let pin = CachePin::new(&entry, &self.folder);
+        self.ensure(&entry, Remake::Unusable, url, Some((store, stored)))?;
+        self.folder.note_use(entry.id, url)?;
+        Ok(pin)
+    }
+
+    /// Asks a store for what has an image's name now.
+    fn find(&self, url: &ImageUrl) -> anyhow::Result<(ImageStore, StoredImage)> {
+        let store = ImageStore::open(&url.store)?;
+        let stored = self.runtime.block_on(store.image(&url.name))?;
+        Ok((store, stored))
+    }
+
+    /// Returns what a user can do whose store cannot be read.
+    fn hint(&self, url: &ImageUrl) -> String {
+        let is_of = |entry: &&Arc<CacheEntry>| {
+            matches!(entry.phase(), EntryPhase::Complete)
+                && self.folder.origin(entry.id).as_ref() == Some(url)
+        };
+        let all = self.all();
+        let Some(cached) = all.iter().filter(is_of).min_by_key(|entry| self.folder.unused(entry.id)) else {
+            return url.to_string();
+        };
+        format!(
+            "{url}: the cache has image {id:.16} of this name, which `--id {id:.16}` restores",
+            id = cached.id
+        )
+    }
+
+    /// Brings an image, if that is necessary. `found`: what the store has under its name.
+    fn ensure(
+        self: &Arc<Self>,
+        entry: &Arc<CacheEntry>,
+        remake: Remake,
+        url: &ImageUrl,
+        found: Option<(ImageStore, StoredImage)>,
+    ) -> anyhow::Result<()> {
+        entry.ensure(remake, |doubted| {
+            let bring = || {
+                let (store, stored) = found.map_or_else(|| self.find(url), Ok)?;
+                let (id, now) = (entry.id, stored.id);
+                ensure!(now == id, "the store has image {now:.16} under this name by now, not {id:.16}");
+                let pinned = Arc::new(self.runtime.block_on(PinnedImage::of(&store, stored))?);
+                entry.set_pinned(Arc::clone(&pinned));
+                self.bring(entry, url, &pinned, doubted)
+            };
+            bring().with_context(|| url.to_string())
+        })
+    }
+
+    /// Copies what CRIU reads itself, and starts the fetcher; or copies all, where a wrong byte was found.
+    fn bring(
+        self: &Arc<Self>,
+        entry: &Arc<CacheEntry>,
+        url: &ImageUrl,
+        pinned: &PinnedImage,
+        doubted: bool,
+    ) -> anyhow::Result<EntryPhase> {
+        let (id, directory) = (entry.id, self.folder.image(entry.id));
+        {
+            let _one = self.space.lock().unwrap_or_else(PoisonError::into_inner);
+            space::reserve(&self.folder, entry, pinned.image().bytes, &self.all())?;
+        }
+        self.folder.note_use(id, url)?;
+        if doubted {
+            let is_free = self.folder.make_partial(id).with_context(|| directory.display().to_string())?;
+            ensure!(
+                is_free,
+                "image {id:.16} of the cache has a wrong block, and restores use the others: try again when they have \
+                 ended"
+            );
+        }
+        let (mut source, digits) = (StoreSource::of(pinned, self.runtime.handle().clone()), id.to_string());
+        let copy = if doubted { pull } else { pull_eager };
+        let PullReport { sent, kept, left, .. } = copy(&mut source, &directory, Some(&digits))?;
+        info!("image {id:.16}: {sent} bytes were sent, {kept} were here, {left} are left");
+        if left == 0 {
+            return Ok(EntryPhase::Complete);
+        }
+        let (cache, own) = (Arc::downgrade(self), Arc::downgrade(entry));
+        let arrived = move |memory: &Arc<ArrivingMemory>| {
+            if let (Some(cache), Some(entry)) = (cache.upgrade(), own.upgrade()) {
+                cache.arrived(&entry, memory);
+            }
+        };
+        let memory = ArrivingMemory::start(id, &directory, &self.folder.socket(), arrived)?;
+        Ok(EntryPhase::Partial(memory))
+    }
+
+    /// Compares all bytes of an image with its manifest: they have arrived.
+    fn arrived(&self, entry: &CacheEntry, memory: &Arc<ArrivingMemory>) {
+        if !entry.has(memory) {
+            return;
+        }
+        let completed = complete(&self.folder.image(entry.id)).map(drop);
+        let read = entry.pinned().map_or(0, |pinned| pinned.bytes_read());
+        match &completed {
+            Ok(()) => info!("image {:.16} is complete: {read} bytes were read from its store", entry.id),
+            Err(error) => warn!("image {:.16} is not complete: {error:#}", entry.id),
+        }
+        entry.completed(memory, completed);
+    }
+
+    /// Gives a streamer what brings the missing memory of an image; none: the image is complete.
+    ///
+    /// # Errors
+    /// The cache does not have the image, or no more of its memory arrives.
+    pub fn fetch(self: &Arc<Self>, id: &str) -> anyhow::Result<Option<SharedSockets>> {
+        let entry = self.with_id(id)?;
+        // It is not here if an earlier agent had its fetcher.
+        let url = self.folder.origin(entry.id).context("it is not known which store the image came from")?;
+        self.ensure(&entry, Remake::Left, &url, None)?;
+        match entry.phase() {
+            EntryPhase::Partial(memory) => memory.join().map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Returns the image whose directory this is, if some of its memory has not arrived.
+    #[must_use]
+    pub fn partial_at(&self, path: &Path) -> Option<Digest> {
+        let id = self.folder.image_at(path)?;
+        let entry = self.entries().get(&id).cloned()?;
+        (!matches!(entry.phase(), EntryPhase::Complete)).then_some(id)
+    }
+
+    /// Notes that a restore has found a wrong block in the image of this directory.
+    pub fn doubt(&self, path: &Path) {
+        let Some(id) = self.folder.image_at(path) else { return };
+        let Some(entry) = self.entries().get(&id).cloned() else { return };
+        warn!(
+            "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used again"
+        );
+        entry.doubt();
+    }
+
+    /// Lists the images, the one that was used last first.
+    #[must_use]
+    pub fn list(&self) -> Vec<CachedImageState> {
+        let folder = &self.folder;
+        let here = |entry: &Arc<CacheEntry>| folder.image(entry.id).is_dir();
+        let mut images: Vec<CachedImageState> = self
+            .all()
+            .into_iter()
+            .filter(here)
+            .map(|entry| {
+                let id = entry.id;
+                let in_use = entry.is_pinned() || folder.is_leased(id);
+                CachedImageState {
+                    id,
+                    url: folder.origin(id),
+                    bytes: folder.allocated(id),
+                    complete: folder.is_complete(id),
+                    unused: folder.unused(id),
+                    in_use,
+                }
+            })
+            .collect();
+        images.sort_by_key(|image| image.unused);
+        images
+    }
+
+    /// Removes an image. Returns its bytes.
+    ///
+    /// # Errors
+    /// There is none, or a restore uses it.
+    pub fn remove(&self, id: &str) -> anyhow::Result<u64> {
+        let entry = self.with_id(id)?;
+        let bytes = self.folder.allocated(entry.id);
+        ensure!(self.folder.image(entry.id).is_dir(), "the cache has no image {id}");
+        ensure!(
+            entry.evict(&self.folder)?,
+            "image {:.16} is in use: a restore reads it, or it is being copied",
+            entry.id
+        );
+        Ok(bytes)
+    }
+
+    /// Returns the one image whose id begins with these digits.
+    fn with_id(&self, id: &str) -> anyhow::Result<Arc<CacheEntry>> {
+        let all = self.all();
+        let mut found = all.iter().filter(|entry| !id.is_empty() && entry.id.to_string().starts_with(id));
+        let entry = found.next().with_context(|| format!("the cache has no image {id}"))?;
+        ensure!(found.next().is_none(), "{id}: several images of the cache have an id that begins so");
+        Ok(Arc::clone(entry))
+    }
+}
+
+/// The images that fetchers read.
+#[derive(Debug)]
+struct CacheImages(Weak<NodeCache>);
+
+impl ImageFolder for CacheImages {
+    fn open(&self, name: &Path, _: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+        let cache = self.0.upgrade().context("the cache has ended")?;
+        let entry = cache.with_id(name.to_str().context("expected an image id")?)?;
+        let pinned = entry.pinned().context("the image is not fetched any more")?;
+        pinned.open_files(cache.runtime.handle())
+    }
+}

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The cache's directory: `ID` for each image, and beside it `ID.json`, which says where the image came from. The time of
+//! that file is that of the image's last use.
+
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context as _, ensure};
+use nix::sys::statvfs::statvfs;
+use nix::unistd::geteuid;
+use rewake_criu_images::{Digest, ImageLease};
+use rewake_image_store::ImageUrl;
+use rewake_manifest::{MANIFEST_NAME, PARTIAL_NAME};
+use rewake_process::file_lock::DirectoryLock;
+use serde::{Deserialize, Serialize};
+
+/// The prefix of directories that are being removed.
+const REMOVED: &str = ".removed-";
+/// The socket of the image server.
+const SOCKET: &str = ".images";
+/// Digits of an image id.
+const DIGITS: usize = 64;
+
+/// A directory for the images of a node, which this process alone uses.
+#[derive(Debug)]
+pub struct CacheFolder {
+    path: PathBuf,
+    /// Bytes that the images may have.
+    size: u64,
+    _lock: DirectoryLock,
+}
+
+/// Where an image came from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct ImageOrigin {
+    url: String,
+}
+
+impl CacheFolder {
+    /// Opens the directory, or makes it. Without a size it is half of what is free, and what the images have.
+    ///
+    /// # Errors
+    /// It cannot be made, other users may access it, or another agent uses it.
+    pub fn open(path: &Path, size: Option<u64>) -> anyhow::Result<Self> {
+        let open = || -> anyhow::Result<Self> {
+            DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+            let path = path.canonicalize()?;
+            let found = path.metadata()?;
+            ensure!(
+                found.uid() == geteuid().as_raw() && found.mode() & 0o077 == 0,
+                "expected a directory that only this user may access (`chmod 700`): images have memory of programs"
+            );
+            let lock = DirectoryLock::take(&path)?.context("another `rewake serve` uses it")?;
+            let mut folder = Self { path, size: 0, _lock: lock };
+            folder.remove_leftovers()?;
+            let used: u64 = folder.images()?.into_iter().map(|id| folder.allocated(id)).sum();
+            folder.size = match size {
+                Some(size) => size,
+                None => (used + folder.free()?) / 2,
+            };
+            Ok(folder)
+        };
+        open().with_context(|| format!("--cache {}", path.display()))
+    }
+
+    /// Returns the bytes that the images may have together.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Returns the path, for messages.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the path of the image server's socket.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.path.join(SOCKET)
+    }
+
+    /// Returns the directory of an image.
+    pub(crate) fn image(&self, id: Digest) -> PathBuf {
+        self.path.join(id.to_string())
+    }
+
+    /// Returns the image that a path is the directory of.
+    pub(crate) fn image_at(&self, path: &Path) -> Option<Digest> {
+        let name = path.strip_prefix(&self.path).ok()?.to_str()?;
+        digest(name)
+    }
+
+    /// Returns the images, complete or not.
+    pub(crate) fn images(&self) -> io::Result<Vec<Digest>> {
+        let names = fs::read_dir(&self.path)?.flatten().map(|entry| entry.file_name());
+        Ok(names.filter_map(|name| digest(name.to_str()?)).collect())
+    }
+
+    pub(crate) fn is_complete(&self, id: Digest) -> bool {
+        let image = self.image(id);
+        image.join(MANIFEST_NAME).exists() && !image.join(PARTIAL_NAME).exists()
+    }
+
+    /// Makes a complete image a partial copy, whose bytes are compared again. Returns false while it is leased.
+    pub(crate) fn make_partial(&self, id: Digest) -> io::Result<bool> {
+        let image = self.image(id);
+        if !self.is_complete(id) {
+            return Ok(true);
+        }
+        let Some(_lease) = self.sole_lease(id)? else { return Ok(false) };
+        fs::rename(image.join(MANIFEST_NAME), image.join(PARTIAL_NAME)).map(|()| true)
+    }
+
+    /// Leases an image for its removal, so that no other process reads it. None: one does.
+    fn sole_lease(&self, id: Digest) -> io::Result<Option<Option<ImageLease>>> {
+        match ImageLease::shared(&self.image(id)) {
+            // Its inventory has not arrived.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Some(None)),
+            Err(error) => Err(error),
+            Ok(None) => Ok(None),
+            Ok(Some(lease)) => Ok(lease.make_exclusive()?.then_some(Some(lease))),
+        }
+    }
+
+    /// Returns whether a process leases an image.
+    pub(crate) fn is_leased(&self, id: Digest) -> bool {
+        self.sole_lease(id).is_ok_and(|lease| lease.is_none())
+    }
+
+    /// Removes an image. Returns false while a process leases it.
+    pub(crate) fn remove(&self, id: Digest) -> anyhow::Result<bool> {
+        let image = self.image(id);
+        let context = || format!("removing {}", image.display());
+        let Some(_lease) = self.sole_lease(id).with_context(context)? else { return Ok(false) };
+        let removed = self.path.join(format!("{REMOVED}{id}"));
+        match fs::rename(&image, &removed) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            renamed => {
+                renamed.and_then(|()| fs::remove_dir_all(&removed)).with_context(context)?;
+            }
+        }
+        // It has no origin if it was never begun.
+        let _ = fs::remove_file(self.origin_path(id));
+        Ok(true)
+    }
+
+    fn remove_leftovers(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)?.flatten() {
+            if entry.file_name().to_string_lossy().starts_with(REMOVED) {
+                fs::remove_dir_all(entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn origin_path(&self, id: Digest) -> PathBuf {
+        self.path.join(format!("{id}.json"))
+    }
+
+    /// Notes where an image comes from, and that it is used now.
+    pub(crate) fn note_use(&self, id: Digest, url: &ImageUrl) -> anyhow::Result<()> {
+        let path = self.origin_path(id);
+        let write = || -> anyhow::Result<()> {
+            if self.origin(id).as_ref() == Some(url) {
+                File::options().write(true).open(&path)?.set_modified(SystemTime::now())?;
+            } else {
+                fs::write(&path, serde_json::to_vec(&ImageOrigin { url: url.to_string() })?)?;
+            }
+            Ok(())
+        };
+        write().with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// Returns where an image came from; none if that is not known.
+    pub(crate) fn origin(&self, id: Digest) -> Option<ImageUrl> {
+        let bytes = fs::read(self.origin_path(id)).ok()?;
+        serde_json::from_slice::<ImageOrigin>(&bytes).ok()?.url.parse().ok()
+    }
+
+    /// Returns the time since an image was used; the longest where that is not known.
+    pub(crate) fn unused(&self, id: Digest) -> Duration {
+        let used = fs::metadata(self.origin_path(id)).and_then(|found| found.modified());
+        used.map_or(Duration::MAX, |used| SystemTime::now().duration_since(used).unwrap_or_default())
+    }
+
+    /// Returns the bytes of an image on the disk.
+    pub(crate) fn allocated(&self, id: Digest) -> u64 {
+        /// The unit of `st_blocks` (stat(2)).
+        const SECTOR: u64 = 512;
+        let entries = fs::read_dir(self.image(id)).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.metadata().ok()).map(|found| found.blocks() * SECTOR).sum()
+    }
+
+    /// Returns the bytes that are free on the file system.
+    pub(crate) fn free(&self) -> io::Result<u64> {
+        let found = statvfs(&self.path)?;
+        Ok(found.blocks_available() * found.fragment_size())
+    }
+}
+
+fn digest(name: &str) -> Option<Digest> {
+    let is_id = name.len() == DIGITS && name.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    if !is_id {
+        return None;
+    }
+    let mut bytes = [0; DIGITS / 2];
+    for (byte, at) in bytes.iter_mut().zip((0..DIGITS).step_by(2)) {
+        *byte = u8::from_str_radix(&name[at..at + 2], 16).ok()?;
+    }
+    Some(Digest(bytes))
+}

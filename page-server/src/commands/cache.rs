@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake cache`: shows and changes the images that the node agent keeps.
+
+use std::io::{self, Write as _};
+
+use rewake_streamer::control::client::Client;
+use rewake_streamer::control::proto::{Acquire, CachedImage};
+use rewake_streamer::units;
+
+use super::control_socket;
+use crate::cli::{CacheAct, CacheArgs};
+use crate::logging;
+
+/// Runs the command; gives the exit code.
+///
+/// # Errors
+/// No agent runs, or it has no cache, or refuses.
+pub fn run(options: &CacheArgs) -> anyhow::Result<u8> {
+    logging::start(None, 2)?;
+    let socket = control_socket(options.socket.as_deref())?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut client = Client::connect(&socket).await?;
+        let mut out = io::stdout();
+        match &options.act {
+            CacheAct::Warm { image, id } => {
+                let id = id.clone().unwrap_or_default();
+                let acquired = client.acquire(Acquire { url: image.to_string(), id, whole: true }).await?;
+                writeln!(out, "{image}: the cache has image {:.16}", acquired.image_id)?;
+            }
+            CacheAct::Ls => {
+                for image in client.cached().await? {
+                    writeln!(out, "{}", line(&image))?;
+                }
+            }
+            CacheAct::Rm { id } => {
+                let bytes = client.remove_cached(id).await?;
+                writeln!(out, "image {id}: {} are free", units::bytes(bytes))?;
+            }
+        }
+        Ok(0)
+    })
+}
+
+fn line(image: &CachedImage) -> String {
+    let CachedImage { image_id, url, bytes, complete, unused_s, in_use } = image;
+    let state = if *complete { "complete" } else { "partial" };
+    let used = if *in_use { "in use".to_owned() } else { format!("used {unused_s} s ago") };
+    format!("{image_id:.16} {state:<8} {:>10}  {used:<18} {url}", units::bytes(*bytes))
+}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake restore URL`: an agent brings an image of a store into its cache, once for all restores, and survives its own
+//! end, that of its fetchers, full disks and wrong bytes.
+
+use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::Instant;
+
+use nix::sys::signal::{Signal, kill};
+use rewake_tests::daemon::{Daemon, DaemonOptions, has_namespaces, in_namespaces, timeline};
+use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_file};
+use rewake_tests::held::Gate;
+use rewake_tests::node_cache::{StoredScene, said};
+use rewake_tests::process::{MINUTE, until};
+use rewake_tests::relay::SlowLink;
+use rewake_tests::scene::ACT;
+use rewake_tests::seaweedfs::SeaweedServer;
+use rewake_tests::{Criu, Verdict, need, skip};
+
+const MIB: usize = 32;
+/// Bytes of a slow link in a second: the memory of a scene takes 4 s.
+const SLOW: u64 = 8 << 20;
+/// Restores at once.
+const REPLICAS: usize = 8;
+
+/// Restores a scene from the cache: it sees right bytes.
+fn restores(stored: &StoredScene, options: &[&str]) {
+    let scene = &stored.scene;
+    scene.go().unwrap();
+    timeline(&stored.restore(options).unwrap().output().unwrap()).unwrap();
+    scene.stop().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", stored.daemon.logs());
+}
+
+/// A restore that fails with one line.
+fn refused(stored: &StoredScene, options: &[&str]) -> String {
+    let output = stored.restore(options).unwrap().output().unwrap();
+    assert!(!output.status.success(), "{output:?}");
+    said(&output)
+}
+
+#[test]
+fn the_second_restore_needs_no_store() {
+    for criu in Criu::both() {
+        let criu = need!(criu);
+        let mut stored = StoredScene::new(&criu, "plain", MIB).unwrap();
+        restores(&stored, &[]);
+        stored.is_complete().unwrap();
+        verify(&stored.cached()).unwrap();
+        let read = stored.read_from_store().unwrap();
+        assert!(read <= stored.bytes * 11 / 10, "{read} of {} bytes", stored.bytes);
+        let (_, list) = stored.cache(&["ls"]).unwrap();
+        assert!(list.starts_with(&format!("{} complete ", stored.id)) && list.lines().count() == 1, "{list}");
+
+        fs::rename(stored.folder().join("store"), stored.folder().join("away")).unwrap();
+        stored.scene.next_round().unwrap();
+        restores(&stored, &["--id", &stored.id.clone()]);
+        stored.scene.next_round().unwrap();
+        let said = refused(&stored, &[]);
+        let hint =
+            format!("the cache has image {id} of this name, which `--id {id}` restores", id = stored.id);
+        assert!(said.contains(&hint) && said.lines().count() == 1, "{said}");
+    }
+}
+
+#[test]
+fn eight_replicas_at_once_read_the_store_once() {
+    let criu = need!(Criu::main());
+    if !has_namespaces() {
+        skip!("no new pid namespaces here (unshare --pid)");
+    }
+    let stored = StoredScene::new(&criu, "plain", MIB).unwrap();
+    let began = Instant::now();
+    let folders: Vec<PathBuf> =
+        (0..REPLICAS).map(|number| stored.folder().join(number.to_string())).collect();
+    let restores: Vec<Child> = folders.iter().map(|folder| replica(&stored, folder)).collect();
+    for (restore, folder) in restores.into_iter().zip(&folders) {
+        let result = timeline(&restore.wait_with_output().unwrap()).unwrap();
+        eprintln!("alive after {} ms of {:?}", result["alive_ms"], began.elapsed());
+        assert_eq!(fs::read_to_string(folder.join("verdict")).unwrap(), "OK\n");
+    }
+    let read = stored.read_from_store().unwrap();
+    let alone = StoredScene::new(&criu, "plain", MIB).unwrap();
+    self::restores(&alone, &[]);
+    let once = alone.read_from_store().unwrap();
+    eprintln!("{read} bytes were read from the store for {REPLICAS} restores, {once} for one");
+    assert!(read <= once * 11 / 10, "{read} bytes, {once} for one\n{}", stored.daemon.log());
+    let status = stored.daemon.status().unwrap();
+    assert_eq!(status["agent"]["sessions_served"], REPLICAS, "{status}");
+}
+
+/// Starts a restore in namespaces of its own, whose program acts at once and writes into `folder`.
+fn replica(stored: &StoredScene, folder: &Path) -> Child {
+    fs::create_dir(folder).unwrap();
+    fs::write(folder.join("go"), "").unwrap();
+    let mut inner = stored.replica(&[]).unwrap();
+    inner.args(["--", "-v4"]);
+    in_namespaces(&inner, &stored.scene.files(), folder).spawn().unwrap()
+}
+
+/// A scene in a store behind a slow link, and an agent that reads it.
+struct SlowStore {
+    stored: StoredScene,
+    link: SlowLink,
+    _server: SeaweedServer,
+}
+
+impl SlowStore {
+    fn new(criu: &Criu, weed: &Path) -> Self {
+        let server = SeaweedServer::start(weed).unwrap();
+        let link = SlowLink::to(server.port(), SLOW).unwrap();
+        let environment = SeaweedServer::environment(link.port()).to_vec();
+        let folder = tempfile::Builder::new().prefix("rewake-cache-").tempdir().unwrap();
+        let place = (folder, "s3://bucket/web".to_owned());
+        let push = |mut command: Command| {
+            command.envs(SeaweedServer::environment(server.port()));
+            command
+        };
+        let options = DaemonOptions { environment, ..DaemonOptions::default() };
+        let stored = StoredScene::with(criu, "random", MIB / 2, place, push, options).unwrap();
+        Self { stored, link, _server: server }
+    }
+
+    /// Restores it. Returns when the program runs.
+    fn restore(&self) {
+        let mut command = self.stored.restore(&["--wait", "alive"]).unwrap();
+        with_messages_in_file(&mut command, &self.stored.scene).unwrap();
+        assert!(command.status().unwrap().success(), "{}", messages(&self.stored.scene));
+    }
+
+    /// Waits until so many bytes have passed the link.
+    fn passed(&self, bytes: u64) {
+        let passed = until(ACT, || (self.link.passed() >= bytes).then_some(()));
+        assert!(passed.is_some(), "{} bytes\n{}", self.link.passed(), self.stored.daemon.logs());
+    }
+
+    /// The program has seen right bytes, and the cache has the image.
+    fn ends_well(&self) {
+        let StoredScene { scene, daemon, .. } = &self.stored;
+        scene.stop().unwrap();
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", daemon.logs());
+        streamer_ended(scene).unwrap();
+        self.stored.is_complete().unwrap();
+        verify(&self.stored.cached()).unwrap();
+    }
+}
+
+#[test]
+fn a_fetcher_that_is_killed_costs_no_byte() {
+    let (criu, weed) = (need!(Criu::main()), need!(SeaweedServer::program()));
+    let slow = SlowStore::new(&criu, &weed);
+    slow.restore();
+    slow.stored.scene.go().unwrap();
+    let began = slow.link.passed();
+    for step in 1..3 {
+        slow.passed(began + (step << 21));
+        let fetchers = slow.stored.fetchers();
+        assert_eq!(fetchers.len(), 1, "{}", slow.stored.daemon.logs());
+        kill(fetchers[0], Signal::SIGKILL).unwrap();
+    }
+    slow.ends_well();
+    assert!(slow.stored.daemon.log().matches("starting another fetcher").count() >= 2);
+}
+
+#[test]
+fn memory_waits_for_the_next_agent() {
+    let (criu, weed) = (need!(Criu::main()), need!(SeaweedServer::program()));
+    let mut slow = SlowStore::new(&criu, &weed);
+    slow.restore();
+    slow.stored.scene.go().unwrap();
+    slow.passed(slow.link.passed() + (2 << 20));
+    slow.stored.daemon.replace().unwrap();
+    slow.ends_well();
+    let passed = slow.link.passed();
+    assert!(passed < slow.stored.bytes + (12 << 20), "{passed} bytes: what was here was fetched again");
+}
+
+#[test]
+fn an_image_makes_room_only_if_no_restore_uses_it() {
+    let criu = need!(Criu::main());
+    let dir = tempfile::tempdir().unwrap();
+    let gate = Gate::closed(dir.path().join("gate")).unwrap();
+    let size = format!("{}M", MIB + MIB / 2);
+    let options = DaemonOptions {
+        arguments: ["--cache-size", &size].map(Into::into).to_vec(),
+        ..DaemonOptions::default()
+    };
+    let folder = tempfile::Builder::new().prefix("rewake-cache-").tempdir().unwrap();
+    let url = format!("file://{}/store/web", folder.path().display());
+    let stored = StoredScene::with(&criu, "plain", MIB, (folder, url), |push| push, options).unwrap();
+    let other = StoredScene::new(&criu, "plain", MIB).unwrap();
+
+    stored.scene.go().unwrap();
+    let mut command = stored.restore(&[]).unwrap();
+    let held = command.arg("--action-script").arg(gate.script()).spawn().unwrap();
+    assert!(gate.is_reached_by(1, ACT));
+    let (succeeded, text) = stored.cache(&["warm", &other.url]).unwrap();
+    assert!(!succeeded && text.contains("no space for image") && text.contains("--cache-size"), "{text}");
+    let (succeeded, text) = stored.cache(&["rm", &stored.id]).unwrap();
+    assert!(!succeeded && text.contains("is in use"), "{text}");
+    gate.open().unwrap();
+    timeline(&held.wait_with_output().unwrap()).unwrap();
+    assert_eq!(stored.scene.verdict(ACT).unwrap(), Verdict::Ok);
+    stored.is_complete().unwrap();
+
+    let warmed = || stored.cache(&["warm", &other.url]).unwrap();
+    let done = until(MINUTE, || Some(warmed()).filter(|(succeeded, _)| *succeeded));
+    assert!(done.is_some(), "{}", warmed().1);
+    let (_, list) = stored.cache(&["ls"]).unwrap();
+    assert!(list.starts_with(&other.id) && list.lines().count() == 1, "{list}");
+    assert!(!stored.cached().exists());
+}
+
+#[test]
+fn a_damaged_block_is_refused_and_fetched_again() {
+    let criu = need!(Criu::main());
+    let mut stored = StoredScene::new(&criu, "plain", MIB).unwrap();
+    let (succeeded, text) = stored.cache(&["warm", &stored.url]).unwrap();
+    assert!(succeeded, "{text}");
+    let pages = fs::File::options().read(true).write(true).open(stored.cached().join("pages-1.img")).unwrap();
+    let at = pages.metadata().unwrap().len() / 2;
+    let mut byte = [0];
+    pages.read_exact_at(&mut byte, at).unwrap();
+    pages.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+
+    stored.scene.go().unwrap();
+    let mut command = stored.restore(&["--wait", "alive"]).unwrap();
+    let output = command.output().unwrap();
+    let verdict = stored.scene.verdict(ACT).unwrap();
+    assert!(verdict.killed(), "{verdict:?} {}", said(&output));
+    let noticed = until(ACT, || stored.daemon.log().contains("has a wrong block").then_some(()));
+    assert!(noticed.is_some(), "{}", stored.daemon.log());
+    streamer_ended(&stored.scene).unwrap();
+
+    stored.scene.next_round().unwrap();
+    restores(&stored, &[]);
+    verify(&stored.cached()).unwrap();
+}
+
+#[test]
+fn a_restore_without_a_cache_says_what_to_do() {
+    let criu = need!(Criu::main());
+    let stored = StoredScene::new(&criu, "plain", 8).unwrap();
+    let with_socket = |socket: &Path| {
+        let mut command = Command::new(rewake_testkit::programs::rewake().unwrap());
+        command.args(["restore", &stored.url, "--socket"]).arg(socket).args(["--", "-d"]);
+        said(&command.output().unwrap())
+    };
+    let none = with_socket(&stored.folder().join("none"));
+    assert!(none.contains("start `rewake serve --cache DIR`") && none.lines().count() == 1, "{none}");
+    let plain = Daemon::start().unwrap();
+    let none = with_socket(&plain.socket());
+    assert!(none.contains("has no cache: start it with --cache DIR"), "{none}");
+
+    let text = refused(&stored, &["--id", "0123456789abcdef"]);
+    assert!(text.contains("expected 0123456789abcdef") && text.lines().count() == 1, "{text}");
+    let (succeeded, text) = stored.cache(&["warm", &format!("{}-none", stored.url)]).unwrap();
+    assert!(!succeeded && text.contains("no image of this name") && text.lines().count() == 1, "{text}");
+    let (succeeded, text) = stored.cache(&["rm", "0123456789abcdef"]).unwrap();
+    assert!(!succeeded && text.contains("the cache has no image 0123456789abcdef"), "{text}");
+    let shared = stored.folder().join("shared");
+    fs::create_dir(&shared).unwrap();
+    let mut serve = Command::new(rewake_testkit::programs::rewake().unwrap());
+    serve.arg("serve").arg("--socket").arg(stored.folder().join("s")).arg("--cache").arg(&shared);
+    let text = said(&serve.output().unwrap());
+    assert!(text.contains("`chmod 700`") && text.lines().count() == 1, "{text}");
+    let taken = stored.folder().join("cache");
+    serve = Command::new(rewake_testkit::programs::rewake().unwrap());
+    serve.arg("serve").arg("--socket").arg(stored.folder().join("s")).arg("--cache").arg(&taken);
+    let text = said(&serve.output().unwrap());
+    assert!(text.contains("another `rewake serve` uses it"), "{text}");
+}
