@@ -125,7 +125,7 @@ pub struct FetchPlan {
 
 /// Where a page is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PagePlace {
+pub(crate) struct WritePlace {
     /// The index of the file.
     pub(crate) file: usize,
     /// The offset in the file.
@@ -273,15 +273,15 @@ impl FetchPlan {
     }
 
     /// Returns where a page of the presence map is written.
-    pub(crate) fn place(&self, page: u64) -> PagePlace {
+    pub(crate) fn place(&self, page: u64) -> WritePlace {
         let (FetchedMemory::Pages { files, .. } | FetchedMemory::Files { files, .. }) = &self.memory;
         let (after, cache) = (files.partition_point(|file| file.first <= page), self.files() - files.len());
         match after.checked_sub(1).and_then(|at| Some((at, files.get(at)?))) {
             Some((at, file)) => {
                 let offset = (page - file.first) * PAGE;
-                PagePlace { file: cache + at, offset, room: file.len.saturating_sub(offset) }
+                WritePlace { file: cache + at, offset, room: file.len.saturating_sub(offset) }
             }
-            None => PagePlace { file: 0, offset: page * PAGE, room: u64::MAX },
+            None => WritePlace { file: 0, offset: page * PAGE, room: u64::MAX },
         }
     }
 
@@ -500,7 +500,7 @@ mod tests {
         let plan = of_files(two_files());
         assert_eq!(reread(&plan).unwrap(), plan);
         assert_eq!(plan.runs(), [0..3, 16..32]);
-        let place = |file, offset, room| PagePlace { file, offset, room };
+        let place = |file, offset, room| WritePlace { file, offset, room };
         let places = [plan.place(2), plan.place(16), plan.place(31)];
         let whole = 15 * PAGE + 1;
         assert_eq!(places, [place(0, 2 * PAGE, PAGE), place(1, 0, whole), place(1, 15 * PAGE, 1)]);
@@ -515,7 +515,7 @@ mod tests {
         let of = plan.page_extents();
         let tasks = [1, 2].map(|at: usize| (of[at].pid, of[at].vaddr, of[at].pages));
         assert_eq!(tasks, [(file_task(0).unwrap(), 0, 3), (file_task(1).unwrap(), 0, 1)]);
-        let place = |file, offset, room| PagePlace { file, offset, room };
+        let place = |file, offset, room| WritePlace { file, offset, room };
         assert_eq!(plan.place(2), place(0, 2 * PAGE, u64::MAX));
         assert_eq!([plan.place(18), plan.place(32)], [place(1, 2 * PAGE, 8), place(2, 0, PAGE)]);
         for bad in [file(17, PAGE, 0), file(0, PAGE, 0), file(48, PAGE, 0), file(16, PAGE, u32::MAX)] {

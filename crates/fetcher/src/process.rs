@@ -27,7 +27,7 @@ use crate::confine::confine;
 use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
 use crate::peer_wire::PeerWire;
-use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PagePlace, PeerTls, SparseFile};
+use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile, WritePlace};
 use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
 use crate::stream::PageStream;
 use crate::waiting::wait;
@@ -348,7 +348,7 @@ impl Fetcher {
         while let Some(expected) = self.queue.expected(lane).cloned() {
             let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
             let Some((pages, bytes)) = answer else { break };
-            let PagePlace { file, offset, room } = self.plan.place(expected.first);
+            let WritePlace { file, offset, room } = self.plan.place(expected.first);
             let bytes = &bytes[..bytes.len().min(usize::try_from(room).unwrap_or(usize::MAX))];
             let file = self.files.get(file).context("pages of no file").context(LocalFailure)?;
             // The other connection may have brought them.
