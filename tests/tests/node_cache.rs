@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use nix::sys::signal::{Signal, kill};
 use rewake_tests::daemon::{Daemon, DaemonOptions, has_namespaces, in_namespaces, timeline};
-use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_file};
+use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_file, workers};
 use rewake_tests::held::Gate;
 use rewake_tests::node_cache::{StoredScene, said};
 use rewake_tests::process::{MINUTE, until};
@@ -162,6 +162,22 @@ fn a_fetcher_that_is_killed_costs_no_byte() {
     }
     slow.ends_well();
     assert!(slow.stored.daemon.log().matches("starting another fetcher").count() >= 2);
+}
+
+#[test]
+fn a_successor_of_a_killed_worker_shares_the_fetcher() {
+    let (criu, weed) = (need!(Criu::main()), need!(SeaweedServer::program()));
+    let slow = SlowStore::new(&criu, &weed);
+    slow.restore();
+    slow.stored.scene.go().unwrap();
+    slow.passed(slow.link.passed() + (2 << 20));
+    let before = slow.stored.fetchers();
+    let workers = workers(&slow.stored.scene);
+    assert_eq!(workers.len(), 1, "{}", slow.stored.daemon.logs());
+    kill(workers[0], Signal::SIGKILL).unwrap();
+    slow.passed(slow.link.passed() + (2 << 20));
+    assert_eq!(slow.stored.fetchers(), before);
+    slow.ends_well();
 }
 
 #[test]

@@ -209,6 +209,17 @@ mod tests {
     }
 
     #[test]
+    fn a_descriptor_for_reading_does_not_permit_writing() {
+        let file = presence_file(PAGE as u64).unwrap();
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let read_only = std::fs::File::open(path).unwrap();
+        assert!(PresenceWriter::open(read_only.as_fd(), PAGE as u64).is_err());
+        let map = PresenceMap::open(read_only.as_fd(), PAGE as u64).unwrap();
+        PresenceWriter::open(file.as_fd(), PAGE as u64).unwrap().set(0, 1);
+        assert!(map.has_page(0));
+    }
+
+    #[test]
     fn the_last_message_is_noted() {
         let (map, writer) = maps();
         assert!(!map.is_closed());

@@ -69,7 +69,14 @@ impl ChunkReader {
         if blocks == (0..at.blocks.len()) {
             return self.chunk(digest, length).await;
         }
-        self.blocks(at, blocks).await
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            match self.blocks(at, blocks.clone()).await {
+                Err(ImageStoreError::Damaged { .. }) if attempt < ATTEMPTS => {}
+                found => return found,
+            }
+        }
     }
 
     /// Reads blocks of a chunk. Nothing proves them but their own checksums, which a manifest has.

@@ -23,6 +23,8 @@ use tracing::{info, warn};
 /// How many fetchers may end within [`WINDOW`] before none is started any more.
 const MAX_FETCHERS: usize = 8;
 const WINDOW: Duration = Duration::from_secs(10);
+/// How many fetchers in a row may end without a byte that has arrived: each may have waited 30 s for one.
+const MAX_FRUITLESS: u32 = 16;
 /// The pause before another fetcher is started: each further one within [`WINDOW`] is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 /// Time for a fetcher to be started.
@@ -159,8 +161,9 @@ impl ArrivingMemory {
 
     /// Starts fetchers until all bytes have arrived. Returns whether they have.
     fn run_fetchers(&self) -> bool {
-        let (mut ends, mut again) = (Vec::new(), false);
+        let (mut ends, mut again, mut fruitless) = (Vec::new(), false, 0);
         loop {
+            let missing = self.missing();
             let (is_last, reason) = match self.run_one(again) {
                 Ok(FetchReport::Closed) => return !self.run().stopped,
                 Ok(FetchReport::Failed { again, reason }) => (!again, reason),
@@ -171,7 +174,8 @@ impl ArrivingMemory {
                 return false;
             }
             ends.retain(|end: &Instant| end.elapsed() < WINDOW);
-            if is_last || ends.len() + 1 >= MAX_FETCHERS {
+            fruitless = if self.missing() == missing { fruitless + 1 } else { 0 };
+            if is_last || ends.len() + 1 >= MAX_FETCHERS || fruitless >= MAX_FRUITLESS {
                 warn!("image {:.16}: {reason}: no more of its memory arrives", self.id);
                 self.run().failure = Some(reason);
                 self.changed.notify_all();

@@ -135,7 +135,7 @@ impl NodeCache {
                 let pin = CachePin::new(&entry, &self.folder);
                 // A removal may have been faster.
                 self.ensure(&entry, Remake::Unusable, url, None)?;
-                self.folder.note_use(entry.id, url)?;
+                self.folder.note_use(entry.id)?;
                 pin
             }
             None => self.acquire_from_store(url, id)?,
@@ -154,7 +154,7 @@ impl NodeCache {
         let entry = Arc::clone(self.entries().entry(stored.id).or_insert_with(new));
         let pin = CachePin::new(&entry, &self.folder);
         self.ensure(&entry, Remake::Unusable, url, Some((store, stored)))?;
-        self.folder.note_use(entry.id, url)?;
+        self.folder.note_use(entry.id)?;
         Ok(pin)
     }
 
@@ -215,7 +215,7 @@ impl NodeCache {
             let _one = self.space.lock().unwrap_or_else(PoisonError::into_inner);
             space::reserve(&self.folder, entry, pinned.image().bytes, &self.all())?;
         }
-        self.folder.note_use(id, url)?;
+        self.folder.note_origin(id, url)?;
         if doubted {
             let is_free = self.folder.make_partial(id).with_context(|| directory.display().to_string())?;
             ensure!(

@@ -296,3 +296,81 @@ impl Drop for MakingGuard<'_> {
 fn is_of(phase: &EntryPhase, memory: &Arc<ArrivingMemory>) -> bool {
     matches!(phase, EntryPhase::Partial(own) if Arc::ptr_eq(own, memory))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::thread::scope;
+
+    use super::*;
+    use crate::folder::tests::{folder, image};
+
+    #[test]
+    fn one_thread_makes_an_image_and_the_others_wait() {
+        let (_dir, folder) = folder(1 << 20);
+        let entry = CacheEntry::new(Digest([1; 32]), &folder);
+        let made = AtomicU32::new(0);
+        let make = |_: bool| {
+            made.fetch_add(1, Ordering::SeqCst);
+            std::thread::sleep(Duration::from_millis(50));
+            Ok(EntryPhase::Complete)
+        };
+        scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| entry.ensure(Remake::Unusable, make).unwrap());
+            }
+        });
+        assert_eq!(made.load(Ordering::SeqCst), 1);
+        entry.wait_until_complete().unwrap();
+    }
+
+    #[test]
+    fn a_failure_is_that_of_all_who_waited_and_the_next_tries_again() {
+        let (_dir, folder) = folder(1 << 20);
+        let entry = CacheEntry::new(Digest([1; 32]), &folder);
+        let fails = |result: anyhow::Result<()>| {
+            assert_eq!(result.unwrap_err().to_string(), "the store is away");
+        };
+        let (begun, begins) = std::sync::mpsc::channel();
+        scope(|scope| {
+            scope.spawn(|| {
+                fails(entry.ensure(Remake::Unusable, |_| {
+                    begun.send(()).unwrap();
+                    // The other thread waits by then.
+                    std::thread::sleep(Duration::from_secs(1));
+                    bail!("the store is away")
+                }));
+            });
+            begins.recv().unwrap();
+            fails(entry.ensure(Remake::Unusable, |_| unreachable!("another thread makes it")));
+        });
+        fails(entry.wait_until_complete());
+        entry.ensure(Remake::Unusable, |_| Ok(EntryPhase::Complete)).unwrap();
+    }
+
+    #[test]
+    fn an_image_with_a_wrong_block_is_compared_before_the_next_restore() {
+        let (_dir, folder) = folder(1 << 20);
+        let entry = CacheEntry::new(image(&folder, 1, 100), &folder);
+        assert!(entry.is_usable());
+        entry.doubt();
+        assert!(!entry.is_usable());
+        entry.ensure(Remake::Left, |_| panic!("a restore that runs reads what is right")).unwrap();
+        entry
+            .ensure(Remake::Unusable, |doubted| {
+                assert!(doubted);
+                Ok(EntryPhase::Complete)
+            })
+            .unwrap();
+        assert!(entry.is_usable());
+    }
+
+    #[test]
+    fn a_thread_that_panics_leaves_the_image_to_others() {
+        let (_dir, folder) = folder(1 << 20);
+        let entry = CacheEntry::new(Digest([1; 32]), &folder);
+        let make = || entry.ensure(Remake::Unusable, |_| panic!("a test"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)).is_err());
+        entry.ensure(Remake::Unusable, |_| Ok(EntryPhase::Complete)).unwrap();
+    }
+}

@@ -161,18 +161,18 @@ impl CacheFolder {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Notes where an image comes from, and that it is used now.
-    pub(crate) fn note_use(&self, id: Digest, url: &ImageUrl) -> anyhow::Result<()> {
+    /// Notes where an image comes from.
+    pub(crate) fn note_origin(&self, id: Digest, url: &ImageUrl) -> anyhow::Result<()> {
         let path = self.origin_path(id);
-        let write = || -> anyhow::Result<()> {
-            if self.origin(id).as_ref() == Some(url) {
-                File::options().write(true).open(&path)?.set_modified(SystemTime::now())?;
-            } else {
-                fs::write(&path, serde_json::to_vec(&ImageOrigin { url: url.to_string() })?)?;
-            }
-            Ok(())
-        };
-        write().with_context(|| format!("writing {}", path.display()))
+        let origin = serde_json::to_vec(&ImageOrigin { url: url.to_string() })?;
+        fs::write(&path, origin).with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// Notes that an image is used now.
+    pub(crate) fn note_use(&self, id: Digest) -> anyhow::Result<()> {
+        let path = self.origin_path(id);
+        let touch = || File::options().write(true).open(&path)?.set_modified(SystemTime::now());
+        touch().with_context(|| path.display().to_string())
     }
 
     /// Returns where an image came from; none if that is not known.
@@ -212,4 +212,72 @@ fn digest(name: &str) -> Option<Digest> {
         *byte = u8::from_str_radix(&name[at..at + 2], 16).ok()?;
     }
     Some(Digest(bytes))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    /// A cache in a new directory.
+    pub(crate) fn folder(size: u64) -> (tempfile::TempDir, CacheFolder) {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = CacheFolder::open(&dir.path().join("cache"), Some(size)).unwrap();
+        (dir, folder)
+    }
+
+    pub(crate) fn url(name: &str) -> ImageUrl {
+        format!("file:///store/{name}").parse().unwrap()
+    }
+
+    /// Puts a complete image of so many bytes into a cache.
+    pub(crate) fn image(folder: &CacheFolder, number: u8, bytes: usize) -> Digest {
+        let id = Digest([number; 32]);
+        fs::create_dir(folder.image(id)).unwrap();
+        for (name, bytes) in [("inventory.img", 0), (MANIFEST_NAME, 0), ("pages-1.img", bytes)] {
+            fs::write(folder.image(id).join(name), vec![1; bytes]).unwrap();
+        }
+        folder.note_origin(id, &url("web")).unwrap();
+        id
+    }
+
+    #[test]
+    fn the_next_agent_finds_the_images_of_the_last_one() {
+        let (dir, folder) = folder(1 << 20);
+        let id = image(&folder, 0xa7, 5000);
+        fs::create_dir(folder.path().join(format!("{REMOVED}{id}"))).unwrap();
+        fs::write(folder.path().join("other"), "").unwrap();
+        let path = folder.path().to_owned();
+        let taken = CacheFolder::open(&path, None).unwrap_err();
+        assert!(format!("{taken:#}").contains("another `rewake serve` uses it"), "{taken:#}");
+        drop(folder);
+        let folder = CacheFolder::open(&path, None).unwrap();
+        assert_eq!(folder.images().unwrap(), [id]);
+        assert_eq!(folder.origin(id), Some(url("web")));
+        assert!(folder.is_complete(id) && folder.allocated(id) >= 5000 && folder.size() > 0);
+        assert_eq!(fs::read_dir(&path).unwrap().count(), 3, "leftovers are removed");
+        assert_eq!(folder.image_at(&folder.image(id)), Some(id));
+        assert_eq!(folder.image_at(dir.path()), None);
+    }
+
+    #[test]
+    fn a_directory_that_others_may_enter_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o750)).unwrap();
+        let refused = CacheFolder::open(dir.path(), None).unwrap_err();
+        assert!(format!("{refused:#}").contains("chmod 700"), "{refused:#}");
+    }
+
+    #[test]
+    fn a_leased_image_is_neither_removed_nor_compared_again() {
+        let (_dir, folder) = folder(1 << 20);
+        let id = image(&folder, 7, 100);
+        let lease = ImageLease::shared(&folder.image(id)).unwrap().unwrap();
+        assert!(folder.is_leased(id) && !folder.remove(id).unwrap() && !folder.make_partial(id).unwrap());
+        drop(lease);
+        assert!(!folder.is_leased(id) && folder.make_partial(id).unwrap() && !folder.is_complete(id));
+        assert!(folder.remove(id).unwrap() && folder.images().unwrap().is_empty());
+        assert_eq!((folder.origin(id), folder.unused(id)), (None, Duration::MAX));
+    }
 }

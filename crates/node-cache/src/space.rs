@@ -52,3 +52,64 @@ pub(crate) fn reserve(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, SystemTime};
+
+    use rewake_criu_images::{Digest, ImageLease};
+
+    use super::*;
+    use crate::folder::tests::{folder, image};
+
+    const SIZE: u64 = 1 << 20;
+
+    /// Entries of images, the oldest first.
+    fn entries(folder: &CacheFolder, numbers: &[u8], bytes: usize) -> Vec<Arc<CacheEntry>> {
+        let make = |number: &u8| {
+            let id = image(folder, *number, bytes);
+            let age = Duration::from_secs(100 - u64::from(*number));
+            let path = folder.path().join(format!("{id}.json"));
+            let file = std::fs::File::options().write(true).open(path).unwrap();
+            file.set_modified(SystemTime::now() - age).unwrap();
+            Arc::new(CacheEntry::new(id, folder))
+        };
+        numbers.iter().map(make).collect()
+    }
+
+    #[test]
+    fn images_that_were_used_least_lately_make_room() {
+        let (_dir, folder) = folder(SIZE);
+        let all = entries(&folder, &[1, 2, 3], 300 << 10);
+        let next = CacheEntry::new(Digest([9; 32]), &folder);
+        reserve(&folder, &next, 400 << 10, &all).unwrap();
+        let left = |number: u8| folder.image(Digest([number; 32])).exists();
+        assert_eq!([1, 2, 3].map(left), [false, true, true]);
+        assert_eq!(next.reserved(), 400 << 10);
+    }
+
+    #[test]
+    fn an_image_in_use_stays_and_no_space_is_one_error() {
+        let (_dir, folder) = folder(SIZE);
+        let all = entries(&folder, &[1, 2], 400 << 10);
+        let lease = ImageLease::shared(&folder.image(all[0].id)).unwrap().unwrap();
+        all[1].pin();
+        let next = CacheEntry::new(Digest([9; 32]), &folder);
+        let error = reserve(&folder, &next, 400 << 10, &all).unwrap_err().to_string();
+        assert!(error.contains("no space for image 0909090909090909") && error.contains("--cache-size"));
+        drop(lease);
+        reserve(&folder, &next, 400 << 10, &all).unwrap();
+        assert!(!folder.image(all[0].id).exists() && folder.image(all[1].id).exists());
+    }
+
+    #[test]
+    fn what_others_have_reserved_is_not_free() {
+        let (_dir, folder) = folder(SIZE);
+        let other = Arc::new(CacheEntry::new(Digest([1; 32]), &folder));
+        other.reserve(700 << 10);
+        other.pin();
+        let next = CacheEntry::new(Digest([9; 32]), &folder);
+        assert!(reserve(&folder, &next, 400 << 10, &[Arc::clone(&other)]).is_err());
+        reserve(&folder, &next, 300 << 10, &[other]).unwrap();
+    }
+}

@@ -126,6 +126,13 @@ impl Registry {
             };
             let gpus = plugin_folder::image_has_gpu(&images)
                 .with_context(|| format!("reading {}", images.display()))?;
+            let eager = if gpus { LaunchPlan::eager_reason() } else { None };
+            ensure!(
+                eager.is_none(),
+                "{}: all of its image must be in the cache before it is restored (`rewake cache warm`): {}",
+                images.display(),
+                eager.unwrap_or_default()
+            );
             let server = MemoryServer::Agent { socket, id: id.to_string() };
             Ok(LaunchPlan::from_server(gpus, server))
         };
