@@ -2,10 +2,9 @@
 //! Starts the session's fetcher, and another one when it dies or loses its connection.
 //!
 //! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. The fetcher of an image in the node's cache
-//! is the agent's ([`agent_fetch`]), and the session has a socket to it. Its socket, and a duplicate of its
-//! connection, are in the session's fd store. So it outlives a worker, and the connection ends only when the targets
-//! need nothing more of it or have been killed. A CRIU that dumped its program resumes it then: never while the
-//! targets run.
+//! is the agent's ([`agent_fetch`]). Its socket, and a duplicate of its connection, are in the session's fd store. So it
+//! outlives a worker, and the connection ends only when the targets need nothing more of it or have been killed. A CRIU
+//! that dumped its program resumes it then: never while the targets run.
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;

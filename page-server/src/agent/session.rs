@@ -126,7 +126,7 @@ impl Registry {
             };
             let gpus = plugin_folder::image_has_gpu(&images)
                 .with_context(|| format!("reading {}", images.display()))?;
-            let eager = if gpus { LaunchPlan::eager_reason() } else { None };
+            let eager = if gpus { LaunchPlan::cannot_hold_calls() } else { None };
             ensure!(
                 eager.is_none(),
                 "{}: all of its image must be in the cache before it is restored (`rewake cache warm`): {}",

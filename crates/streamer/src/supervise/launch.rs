@@ -100,7 +100,13 @@ impl LaunchPlan {
                  folder in CRIU_LIBS_DIR)"
             )));
         }
-        Ok(holds_calls().err().map(|error| format!("{error:#}")))
+        Ok(Self::cannot_hold_calls())
+    }
+
+    /// Returns why this kernel cannot hold calls that register missing memory; none if it can.
+    #[must_use]
+    pub fn cannot_hold_calls() -> Option<String> {
+        holds_calls().err().map(|error| format!("{error:#}"))
     }
 
     /// The plan for an image of which a server has memory. The streamer checks the image.
