@@ -91,7 +91,7 @@ fn serve(listener: &UnixListener, requests: &Sender<std::ops::Range<u64>>, answe
         assert!(matches!(next(&mut stream), Some(Request::Hello(_))));
         reply(&mut stream, Reply::Hello(hello()), &[]);
         assert!(matches!(next(&mut stream), Some(Request::Open(_))));
-        let opened = Opened { image_id: ID.0.to_vec(), manifest_length: 1 };
+        let opened = Opened { image_id: ID.0.to_vec(), manifest_length: 1, working_set_length: 0 };
         reply(&mut stream, Reply::Opened(opened), &[]);
         streams.push(stream);
     }
