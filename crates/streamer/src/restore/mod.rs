@@ -110,9 +110,11 @@ impl StreamedRestore {
         let (restore, ledger) = (Arc::clone(self), start.ledger);
         let connected = move || restore.is_connected(ledger);
         let supervisor = Arc::clone(&start.supervisor);
-        // A client asks for the end of a streamer without work, when CRIU has ended.
+        // A client asks for the end of a streamer without work, when CRIU has ended. SIGTERM to one that serves a
+        // session would end the time in which memory is loaded only when it is accessed.
         let stop = move || {
-            if ledger.session().state() != SessionState::Completing {
+            let session = ledger.session();
+            if session.state() != SessionState::Completing && !session.is_under_way() {
                 supervisor.stop_worker();
             }
         };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Serves the session on a worker's control thread: from the first connection to the last page.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -48,6 +49,8 @@ pub struct Worker {
     pub pool: ReactorPool,
     /// Wakes the thread that loads GPU memory, when some has arrived.
     gpu_waker: Notifier,
+    /// Whether it received SIGTERM while processes depend on it.
+    pub(crate) asked_to_stop: Cell<bool>,
 }
 
 /// The result of a session that has ended well.
@@ -73,7 +76,8 @@ impl Worker {
     pub fn start(ledger: Ledger, starter: Starter) -> anyhow::Result<Self> {
         let notes = ledger::root()?;
         let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET)?, ledger)?;
-        Ok(Self { ledger, starter, notes, pool, gpu_waker: Notifier::new()? })
+        let (gpu_waker, asked_to_stop) = (Notifier::new()?, Cell::new(false));
+        Ok(Self { ledger, starter, notes, pool, gpu_waker, asked_to_stop })
     }
 
     /// Returns the eventfds by which a fetcher wakes readers: the reactors, and the thread that loads GPU memory.
@@ -343,7 +347,7 @@ impl Worker {
                 session.changed().await;
             }
         };
-        tokio::join!(park, load, on_demand::load_first(&open.image, session, &self.pool));
+        tokio::join!(park, load, on_demand::load_first(&open.image, session, self));
         Ok(())
     }
 

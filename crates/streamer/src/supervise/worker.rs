@@ -41,7 +41,7 @@ pub fn block_on<T>(start: &Start, work: impl AsyncFnOnce(&Worker) -> anyhow::Res
         let worker = Worker::start(start.ledger, start.starter.clone())?;
         tokio::select! {
             result = work(&worker) => result,
-            () = stop_requests(start.ledger, requests) => Err(AskedToStop.into()),
+            () = stop_requests(&worker, requests) => Err(AskedToStop.into()),
             error = watch_supervisor(start) => Err(error),
             () = beat(start.ledger) => unreachable!("it never returns"),
         }
@@ -69,14 +69,14 @@ pub fn take_requests() -> nix::Result<()> {
 ///
 /// While some do, the worker serves them. SIGTERM may arrive several times: a service manager signals every
 /// process of a group, and the supervisor forwards the signal, too.
-async fn stop_requests(ledger: Ledger, mut requests: unix::Signal) {
-    let mut reported = false;
+async fn stop_requests(worker: &Worker, mut requests: unix::Signal) {
     while requests.recv().await.is_some() {
-        if !ledger.session().is_under_way() {
+        if !worker.ledger.session().is_under_way() {
             break;
         }
-        if !std::mem::replace(&mut reported, true) {
-            info!("SIGTERM: this process ends when all memory of the restore is resident");
+        // A session that is on demand only loads the rest now: else its end might be a day away.
+        if !worker.asked_to_stop.replace(true) {
+            info!("SIGTERM: this process ends when all memory of the restore is resident, which is loaded now");
         }
     }
 }

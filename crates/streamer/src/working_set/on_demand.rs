@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The time at the start of a restore in which nothing is loaded that no thread waits for.
 
+use std::cell::Cell;
 use std::os::fd::AsFd as _;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -9,8 +10,8 @@ use rewake_manifest::WORKING_SET_NAME;
 use tracing::{info, warn};
 
 use super::file;
-use crate::cpu::ReactorPool;
 use crate::session::image::Image;
+use crate::session::serve::Worker;
 use crate::session::{Session, WorkingSetPart};
 use crate::units;
 
@@ -53,27 +54,27 @@ pub(crate) fn prepare(session: Session, image: &Image, options: LoadingOptions) 
 
 /// Waits for what comes before the rest of the memory, of a session whose processes run: the time in which it is loaded
 /// only when it is accessed, or the working set.
-pub(crate) async fn load_first(image: &Image, session: &Session, pool: &ReactorPool) {
+pub(crate) async fn load_first(image: &Image, session: &Session, worker: &Worker) {
     if session.is_on_demand() {
-        wait(session).await;
+        wait(session, &worker.asked_to_stop).await;
         session.end_on_demand();
-        pool.look_again();
+        worker.pool.look_again();
         record(image, session);
     } else if image.working_set_parts().contains(&WorkingSetPart::Cpus) {
-        while !is_over(session) && !pool.is_first_resident(session) {
+        while !is_over(session) && !worker.pool.is_first_resident(session) {
             tokio::time::sleep(FIRST_LOOK).await;
         }
         session.note_working_set(WorkingSetPart::Cpus);
     }
 }
 
-/// Waits for the end of the time in which memory is loaded only when it is accessed.
-async fn wait(session: &Session) {
+/// Waits for the end of the time in which memory is loaded only when it is accessed: SIGTERM ends it early.
+async fn wait(session: &Session, asked_to_stop: &Cell<bool>) {
     let only_for = session.options().on_demand_only;
     let limit = only_for.unwrap_or(RECORDING);
     let began = Instant::now();
     let (mut faults, mut latest) = (0, began);
-    while began.elapsed() < limit && !is_over(session) {
+    while began.elapsed() < limit && !is_over(session) && !asked_to_stop.get() {
         let now = session.stats.faults.load(Ordering::Relaxed);
         if now != faults {
             (faults, latest) = (now, Instant::now());
