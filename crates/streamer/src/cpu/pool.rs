@@ -112,3 +112,32 @@ impl ReactorPool {
         self.shared.attention_all();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use rewake_image_io::DEFAULT_BUDGET;
+
+    use super::*;
+    use crate::ledger::Journal;
+    use crate::uffd_child::{self, UffdChild};
+    use crate::working_set::LoadingOptions;
+
+    #[test]
+    fn a_fork_without_room_ends_the_time_on_demand() {
+        let parent = UffdChild::start(uffd_child::fork_and_touch);
+        let ledger = Ledger::new().unwrap();
+        let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
+        let options = LoadingOptions { on_demand_only: Some(Duration::from_secs(3600)), ..Default::default() };
+        let session = Arc::new(Session::new(PathBuf::new()).with_options(options));
+        let slot = parent.slot(ledger, true);
+        let (space, journal) = (parent.address_space(&session, slot), Journal::create(slot).unwrap());
+        while ledger.take_space().is_some() {}
+        assert!(session.is_on_demand());
+        pool.submit(ReactorRequest::Adopt { space, journal, inherited: None });
+        uffd_child::until(|| !session.is_on_demand());
+        assert!(!session.has_failed() && parent.lives());
+    }
+}

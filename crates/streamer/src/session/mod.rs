@@ -114,9 +114,9 @@ impl Session {
         self.on_demand.load(Ordering::Acquire)
     }
 
-    /// Lets reactors load in the background.
-    pub fn end_on_demand(&self) {
-        self.on_demand.store(false, Ordering::Release);
+    /// Lets reactors load in the background. Returns whether they did not before.
+    pub fn end_on_demand(&self) -> bool {
+        self.on_demand.swap(false, Ordering::AcqRel)
     }
 
     /// Says that a part of the working set is loaded before the rest.

@@ -68,13 +68,15 @@ pub(crate) async fn load_first(image: &Image, session: &Session, worker: &Worker
     }
 }
 
-/// Waits for the end of the time in which memory is loaded only when it is accessed: SIGTERM ends it early.
+/// Waits for the end of the time in which memory is loaded only when it is accessed. SIGTERM ends it early, and so does
+/// a reactor that has no room for a forked child.
 async fn wait(session: &Session, asked_to_stop: &Cell<bool>) {
     let only_for = session.options().on_demand_only;
     let limit = only_for.unwrap_or(RECORDING);
     let began = Instant::now();
     let (mut faults, mut latest) = (0, began);
-    while began.elapsed() < limit && !is_over(session) && !asked_to_stop.get() {
+    let is_on = || session.is_on_demand() && !asked_to_stop.get() && !is_over(session);
+    while began.elapsed() < limit && is_on() {
         let now = session.stats.faults.load(Ordering::Relaxed);
         if now != faults {
             (faults, latest) = (now, Instant::now());

@@ -230,6 +230,12 @@ impl Reactor {
 
     /// Reads events that waited for room: any reactor may have freed slots and descriptors.
     fn read_crowded(&mut self) {
+        // Only an address space that is resident makes room.
+        let waiting = self.homes.iter().filter(|(_, home)| home.crowded);
+        if waiting.fold(false, |ended, (_, home)| home.space.session.end_on_demand() || ended) {
+            warn!("a forked process waits for room: all memory is loaded from now on");
+            self.shared.attention_all();
+        }
         if self.shared.ledger.room() == 0 {
             return;
         }
