@@ -20,6 +20,8 @@ pub struct Stats {
     pub pages_dropped: AtomicU64,
     /// Page faults served.
     pub faults: AtomicU64,
+    /// Page faults that were read and are not served.
+    pub waiting: AtomicU64,
     /// Fills that the kernel refused because the program was changing its layout (EAGAIN).
     pub put_off: AtomicU64,
     /// Fills that the kernel refused for want of memory (ENOMEM), and that are tried again.
@@ -41,6 +43,7 @@ impl Default for Stats {
             pages_zero: AtomicU64::new(0),
             pages_dropped: AtomicU64::new(0),
             faults: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
             put_off: AtomicU64::new(0),
             starved: AtomicU64::new(0),
             events: AtomicU64::new(0),

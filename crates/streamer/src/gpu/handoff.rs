@@ -310,6 +310,10 @@ impl Handoff {
             .map(|(place, buffer)| BufferId { kfd: self.processes[*place].id, buffer: *buffer });
         let accessed = WorkingSet { pages: Vec::new(), buffers: touched.collect() };
         let count = accessed.buffers.len();
+        if count == 0 {
+            info!("{WORKING_SET_NAME}: no buffers are recorded, as CPUs accessed none that was missing");
+            return;
+        }
         let written = self.image_dir().and_then(|images| {
             images.map_or(Ok(()), |images| file::add(images.as_fd(), images.dump_id()?, accessed))
         });

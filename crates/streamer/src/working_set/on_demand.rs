@@ -15,7 +15,8 @@ use crate::session::serve::Worker;
 use crate::session::{Session, WorkingSetPart};
 use crate::units;
 
-/// Without a page fault for this long, the program has accessed what it needs first: the recording ends.
+/// Without a page fault for this long after the first one, the program has accessed what it needs first: the recording
+/// ends.
 const QUIET: Duration = Duration::from_secs(3);
 /// The longest recording of a restore that has no other limit.
 const RECORDING: Duration = Duration::from_secs(30);
@@ -74,17 +75,34 @@ async fn wait(session: &Session, asked_to_stop: &Cell<bool>) {
     let only_for = session.options().on_demand_only;
     let limit = only_for.unwrap_or(RECORDING);
     let began = Instant::now();
-    let (mut faults, mut latest) = (0, began);
+    let [served, waiting] = [&session.stats.faults, &session.stats.waiting];
+    let mut activity = FaultActivity { served: served.load(Ordering::Relaxed), latest: None };
     let is_on = || session.is_on_demand() && !asked_to_stop.get() && !is_over(session);
     while began.elapsed() < limit && is_on() {
-        let now = session.stats.faults.load(Ordering::Relaxed);
-        if now != faults {
-            (faults, latest) = (now, Instant::now());
-        }
-        if only_for.is_none() && latest.elapsed() >= QUIET {
+        let counts = (served.load(Ordering::Relaxed), waiting.load(Ordering::Relaxed));
+        if activity.is_over(counts, Instant::now()) && only_for.is_none() {
             return;
         }
         tokio::time::sleep(LOOK.min(limit.saturating_sub(began.elapsed()))).await;
+    }
+}
+
+/// When the latest page fault was seen.
+#[derive(Debug)]
+struct FaultActivity {
+    served: u64,
+    /// None before the first: CRIU may run scripts and load memory for long before the program runs.
+    latest: Option<Instant>,
+}
+
+impl FaultActivity {
+    /// Returns whether no page fault was seen for [`QUIET`], by the numbers of those served and those that wait. A page
+    /// of another host may take long to arrive.
+    fn is_over(&mut self, (served, waiting): (u64, u64), now: Instant) -> bool {
+        if served != self.served || waiting > 0 {
+            *self = Self { served, latest: Some(now) };
+        }
+        self.latest.is_some_and(|latest| now.duration_since(latest) >= QUIET)
     }
 }
 
@@ -97,6 +115,10 @@ fn record(image: &Image, session: &Session) {
     // A restore that fails says little about others.
     let Some(log) = session.log().filter(|_| !session.has_failed()) else { return };
     let accessed = log.working_set(|pid| image.plan(pid).map(|task| &task.plan));
+    if accessed.is_empty() {
+        warn!("{WORKING_SET_NAME}: no CPU memory is recorded, as none was accessed before the recording ended");
+        return;
+    }
     let bytes = units::bytes(accessed.bytes());
     let add = || -> anyhow::Result<()> {
         let images = image.open_directory(&session.images)?;
@@ -105,5 +127,23 @@ fn record(image: &Image, session: &Session) {
     match add() {
         Ok(()) => info!("{WORKING_SET_NAME}: recorded {bytes} of CPU memory that was accessed"),
         Err(error) => warn!("the working set of CPU memory is not recorded: {error:#}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recording_ends_a_while_after_page_faults() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut activity = FaultActivity { served: 5, latest: None };
+        assert!(!activity.is_over((5, 0), start + 20 * second), "the program does not run yet");
+        assert!(!activity.is_over((6, 0), start + 21 * second));
+        assert!(!activity.is_over((6, 1), start + 23 * second), "a thread waits");
+        assert!(!activity.is_over((6, 1), start + 40 * second));
+        assert!(!activity.is_over((7, 0), start + 41 * second));
+        assert!(!activity.is_over((7, 0), start + 43 * second));
+        assert!(activity.is_over((7, 0), start + 41 * second + QUIET));
     }
 }

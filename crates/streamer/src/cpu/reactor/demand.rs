@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, PAGE, Request};
@@ -11,6 +12,7 @@ use rewake_pager::{Locate, MAX_WINDOW, PAGE_SIZE, Place, ResidencyMap};
 use super::Reactor;
 use super::background::BlockRead;
 use crate::cpu::space::{AddressSpace, Filled};
+use crate::cpu::stats::add;
 
 /// A page fault at `address`, which a thread waits for.
 #[derive(Debug)]
@@ -21,6 +23,19 @@ pub(super) struct Demand {
     pub(super) since: Instant,
     /// File and offset of the read that is in flight for it.
     pub(super) reading: Option<(u32, u64)>,
+}
+
+impl Demand {
+    pub(super) fn new(space: &Arc<AddressSpace>, address: u64, since: Instant) -> Self {
+        add(&space.session.stats.waiting, 1);
+        Self { space: Arc::clone(space), address, since, reading: None }
+    }
+}
+
+impl Drop for Demand {
+    fn drop(&mut self) {
+        self.space.session.stats.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Where a page's bytes are.

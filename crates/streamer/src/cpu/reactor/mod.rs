@@ -367,7 +367,7 @@ impl Reactor {
         }
         let since = Instant::now();
         for address in batch.faults {
-            self.serve(Demand { space: Arc::clone(space), address, since, reading: None });
+            self.serve(Demand::new(space, address, since));
         }
         self.shared.check_finished(space);
     }
