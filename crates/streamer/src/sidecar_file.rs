@@ -3,22 +3,71 @@
 //! and read up to a bound.
 
 use std::fs::File;
-use std::io::Read as _;
-use std::os::fd::BorrowedFd;
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use nix::fcntl::renameat;
+use nix::fcntl::{OFlag, openat, renameat};
+use nix::sys::stat::Mode;
 use rewake_bo_contents::folder;
+use rewake_process::file_lock::acquired;
+
+/// The longest wait for another writer, which needs milliseconds.
+const LOCK_LIMIT: Duration = Duration::from_secs(2);
+/// Time between two attempts to lock.
+const LOCK_PAUSE: Duration = Duration::from_millis(5);
+
+/// Has `change` read and replace files of the directory while no other program does. File systems without locks of
+/// directories let all do it.
+///
+/// # Errors
+/// Another program has the lock for long. Or those of `change`.
+pub(crate) fn alone<T>(
+    images: BorrowedFd<'_>,
+    change: impl FnOnce(BorrowedFd<'_>) -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    // An open file of its own: a copy of the descriptor has the same lock.
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let directory = File::from(openat(images, ".", flags, Mode::empty()).context("open the image directory")?);
+    let began = Instant::now();
+    while let Ok(false) = acquired(directory.try_lock()) {
+        ensure!(began.elapsed() < LOCK_LIMIT, "another program has locked the image directory");
+        std::thread::sleep(LOCK_PAUSE);
+    }
+    change(directory.as_fd())
+}
 
 /// Writes the file and replaces an earlier one.
 ///
 /// # Errors
 /// The directory cannot be written to.
 pub(crate) fn write(images: BorrowedFd<'_>, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
-    // The name until the file is complete; another restore's temporary file has another process id.
-    let part = format!("{name}.{}", std::process::id());
-    folder::write(images, &part, bytes)?;
-    renameat(images, part.as_str(), images, name).with_context(|| format!("rename {part} to {name}"))
+    // The name until the file is complete. Writers of other pid namespaces may have this process's id.
+    let part = format!("{name}.{:016x}", random().context("/dev/urandom")?);
+    let written = write_new(images, &part, bytes).with_context(|| format!("write {part}"));
+    let renamed = written.and_then(|()| {
+        renameat(images, part.as_str(), images, name).with_context(|| format!("rename {part} to {name}"))
+    });
+    if renamed.is_err() {
+        // The first error counts.
+        let _ = folder::remove(images, &part);
+    }
+    renamed
+}
+
+fn random() -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// Writes a file that did not exist. Its bytes are on the disk before its name is.
+fn write_new(images: BorrowedFd<'_>, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
+    let mut file = File::from(openat(images, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?);
+    file.write_all(bytes)?;
+    file.sync_data()
 }
 
 /// Returns the file's bytes, or `None` if the file does not exist.

@@ -5,7 +5,6 @@
 //! refused.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::{Digest, ImageDir};
@@ -18,9 +17,6 @@ use crate::sidecar_file;
 /// What a user can do with a file that is not used.
 pub(crate) const REMEDY: &str = "remove it, or restore with --record for a new one";
 const VERSION: u32 = 2;
-
-/// One writer at a time: the working sets of CPU memory and of GPU memory are recorded by two threads.
-static WRITING: Mutex<()> = Mutex::new(());
 
 /// The file's contents.
 #[derive(Debug, Serialize, Deserialize)]
@@ -91,7 +87,11 @@ pub(crate) fn add(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) ->
     if accessed.is_empty() {
         return Ok(());
     }
-    let _writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
+    // Two threads of this program do it, and those of other restores of the image.
+    sidecar_file::alone(images, |images| add_alone(images, dump, accessed))
+}
+
+fn add_alone(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) -> anyhow::Result<()> {
     let earlier = read(images, dump).ok().flatten().unwrap_or_default();
     let WorkingSet { pages, buffers } = earlier.merged(accessed);
     let file = WorkingSetFile {
@@ -137,6 +137,21 @@ mod tests {
         add(images.as_fd(), DUMP, buffers).unwrap();
         let both = WorkingSet { pages: vec![run(70), run(20), run(0)], buffers: vec![of(7), of(1)] };
         assert_eq!(read(images.as_fd(), DUMP).unwrap(), Some(both));
+        assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing else is left there");
+    }
+
+    #[test]
+    fn recordings_at_once_are_all_added() {
+        let (folder, images) = images();
+        std::thread::scope(|scope| {
+            for buffer in 0..16 {
+                let accessed = WorkingSet { pages: vec![run(10 * buffer as u64)], buffers: vec![of(buffer)] };
+                let images = images.as_fd();
+                scope.spawn(move || add(images, DUMP, accessed).unwrap());
+            }
+        });
+        let read = read(images.as_fd(), DUMP).unwrap().unwrap();
+        assert_eq!((read.pages.len(), read.buffers.len()), (16, 16));
         assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing else is left there");
     }
 
