@@ -178,6 +178,9 @@ fn serve_handoff(
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
     let StreamOptions { cpus, marks, record, fetched, .. } = options;
     let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
+    // Before the processes run: their threads could not be served while the files are read.
+    let working_set = if record { Vec::new() } else { handoff.recorded() };
+    let duplicates = handoff.duplicates();
     for (place, gated) in handoff.go(ledger, marks.as_ref())?.into_iter().enumerate() {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
         gates.push(gated.gate);
@@ -188,10 +191,9 @@ fn serve_handoff(
     info!(processes = gates.len(), "loading GPU memory in the background");
     let processes: Vec<ProcessBuffers<'_>> = handoff.processes().collect();
     let count = gates.len();
-    let working_set = if record { Vec::new() } else { handoff.recorded() };
     let first = working_set.iter().copied().collect();
     let loading = BackgroundLoad::new(&processes, Some(budget))
-        .map(|loading| loading.prioritize(working_set).duplicates(handoff.duplicates()))
+        .map(|loading| loading.prioritize(working_set).duplicates(duplicates))
         .map(|loading| loading.fetched_by(fetched.get().map(FetchedGpuFiles::reader)));
     let loaded = loading
         .map_err(Into::into)

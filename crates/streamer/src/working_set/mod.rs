@@ -109,22 +109,22 @@ impl AddressSets {
     fn add(&mut self, run: AccessedPages) -> Vec<AccessedPages> {
         let Some(Range { start, end }) = run.addresses() else { return Vec::new() };
         let ranges = self.0.entry(run.task).or_default();
+        let before = ranges.range(..=start).next_back().filter(|(_, last)| **last >= start);
+        let from = before.map_or(start, |(first, _)| *first);
+        // One range takes the place of all that it overlaps or continues: each is looked at once more at most.
+        let known: Vec<Range<u64>> = ranges.range(from..=end).map(|(first, last)| *first..*last).collect();
         let (mut at, mut new) = (start, Vec::new());
-        // From the range before the first address on.
-        let before = ranges.range(..=start).next_back().map(|(first, last)| (*first, *last));
-        let after = ranges.range(start + 1..end).map(|(first, last)| (*first, *last));
-        for (first, last) in before.into_iter().chain(after) {
-            if at < first {
-                new.push(at..first);
+        for range in known {
+            ranges.remove(&range.start);
+            if at < range.start {
+                new.push(at..range.start);
             }
-            at = at.max(last);
+            at = at.max(range.end);
         }
         if at < end {
             new.push(at..end);
         }
-        for range in &new {
-            ranges.insert(range.start, range.end);
-        }
+        ranges.insert(from, at.max(end));
         let to_run = |range: Range<u64>| AccessedPages {
             address: range.start,
             pages: (range.end - range.start) / PAGE_SIZE,
@@ -166,6 +166,19 @@ mod tests {
             |list: &[usize]| WorkingSet { buffers: list.iter().map(|at| of(*at)).collect(), pages: vec![] };
         let merged = buffers(&[5, 1]).merged(buffers(&[2, 5, 2, 0]));
         assert_eq!(merged.buffers, [5, 1, 2, 0].map(of));
+    }
+
+    #[test]
+    fn known_ranges_are_joined() {
+        let mut known = AddressSets::default();
+        for page in (0..1000).rev() {
+            assert_eq!(known.add(run(7, 2 * page + 1, 1)), [run(7, 2 * page + 1, 1)]);
+        }
+        assert_eq!(known.add(run(7, 4, 3)), [run(7, 4, 1), run(7, 6, 1)]);
+        assert_eq!(known.0[&7].len(), 998, "pages 3 to 7 are one range");
+        assert_eq!(known.add(run(7, 0, 3000)).len(), 999);
+        assert_eq!(known.0[&7], BTreeMap::from([(0, 3000 * PAGE_SIZE)]));
+        assert!(known.add(run(7, 9, 2000)).is_empty());
     }
 
     #[test]
