@@ -177,7 +177,7 @@ fn the_recorded_working_set_is_loaded_first_in_later_restores() {
         dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(streamer.said().contains("recorded 1 buffers that CPUs accessed"), "{}", streamer.said());
+        assert!(streamer.said().contains("added 1 of 1 buffers that CPUs accessed"), "{}", streamer.said());
         dumped.ends();
         let record = dumped.criu.images().join("rewake-working-set.json");
         let recorded: serde_json::Value =

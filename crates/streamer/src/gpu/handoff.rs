@@ -27,7 +27,7 @@ use super::placeholders::{Placeholders, ReceivedPlaceholders};
 use super::queue_monitor::QueueMonitor;
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
-use crate::working_set::file::{self, REMEDY};
+use crate::working_set::file::{self, AddedToFile, REMEDY};
 use crate::working_set::{BufferId, WorkingSet};
 
 /// The name of the image directory in messages: it arrives as a descriptor without a path.
@@ -315,10 +315,14 @@ impl Handoff {
             return;
         }
         let written = self.image_dir().and_then(|images| {
-            images.map_or(Ok(()), |images| file::add(images.as_fd(), images.dump_id()?, accessed))
+            let add = |images: ImageDir| file::add(images.as_fd(), images.dump_id()?, accessed);
+            images.map_or_else(|| Ok(AddedToFile::default()), add)
         });
         match written {
-            Ok(()) => info!("{WORKING_SET_NAME}: recorded {count} buffers that CPUs accessed"),
+            Ok(added) => {
+                let added = added.buffers;
+                info!("{WORKING_SET_NAME}: added {added} of {count} buffers that CPUs accessed");
+            }
             Err(error) => warn!("the working set of GPU memory is not recorded: {error:#}"),
         }
     }

@@ -10,8 +10,8 @@ use rewake_pager::{PAGE_SIZE, PageIx, Plan};
 
 use super::{AccessedPages, WorkingSet};
 
-/// The most blocks that are noted: 8 GiB of memory.
-const MOST_BLOCKS: usize = 1 << 17;
+/// The most blocks that are noted: 8 GiB of memory. Scattered blocks are a run each: of them the file has fewer.
+pub(crate) const MOST_BLOCKS: usize = 1 << 17;
 /// Blocks whose order does not matter to a program, because they are read in a few tens of milliseconds: 4 MiB.
 /// They are sorted by address, so that they are read in long pieces.
 const GROUP: usize = 64;

@@ -10,9 +10,10 @@ use anyhow::{Context as _, ensure};
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_manifest::{MAX_WORKING_SET, WORKING_SET_NAME};
 use serde::{Deserialize, Serialize};
+use tracing::warn;
 
 use super::{AccessedPages, BufferId, MOST_BUFFERS, MOST_RUNS, WorkingSet};
-use crate::sidecar_file;
+use crate::{sidecar_file, units};
 
 /// What a user can do with a file that is not used.
 pub(crate) const REMEDY: &str = "remove it, or restore with --record for a new one";
@@ -76,24 +77,51 @@ fn parse(text: &[u8], of: Digest) -> anyhow::Result<WorkingSet> {
     }
     let buffers = buffers.into_iter().map(|(kfd, buffer)| BufferId { kfd, buffer }).collect();
     // Each page once: no plan gets longer than its image and this file are.
-    Ok(WorkingSet::default().merged(WorkingSet { pages, buffers }))
+    let mut found = WorkingSet::default().merged(WorkingSet { pages, buffers });
+    // What one run of the file left of another may be several.
+    found.split_off_excess();
+    Ok(found)
 }
 
-/// Adds what was accessed to the working set of an image. A file of another dump, or a damaged one, is replaced.
+/// What a recording added to the file.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AddedToFile {
+    /// Bytes of CPU memory.
+    pub(crate) bytes: u64,
+    pub(crate) buffers: usize,
+}
+
+/// Adds what was accessed to the working set of an image. A file of another dump, or a damaged one, is replaced. Logs a
+/// warning where it has no room for all.
 ///
 /// # Errors
 /// The directory cannot be written to.
-pub(crate) fn add(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) -> anyhow::Result<()> {
+pub(crate) fn add(
+    images: BorrowedFd<'_>,
+    dump: Digest,
+    accessed: WorkingSet,
+) -> anyhow::Result<AddedToFile> {
     if accessed.is_empty() {
-        return Ok(());
+        return Ok(AddedToFile::default());
     }
     // Two threads of this program do it, and those of other restores of the image.
     sidecar_file::alone(images, |images| add_alone(images, dump, accessed))
 }
 
-fn add_alone(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) -> anyhow::Result<()> {
+fn add_alone(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) -> anyhow::Result<AddedToFile> {
     let earlier = read(images, dump).ok().flatten().unwrap_or_default();
-    let WorkingSet { pages, buffers } = earlier.merged(accessed);
+    let (bytes, known) = (earlier.bytes(), earlier.buffers.len());
+    let mut all = earlier.merged(accessed);
+    let excess = all.split_off_excess();
+    if !excess.is_empty() {
+        let (bytes, buffers) = (units::bytes(excess.bytes()), excess.buffers.len());
+        warn!(
+            "{WORKING_SET_NAME}: {bytes} of CPU memory and {buffers} buffers are left out: it has at most {MOST_RUNS} \
+             runs of pages and {MOST_BUFFERS} buffers"
+        );
+    }
+    let added = AddedToFile { bytes: all.bytes() - bytes, buffers: all.buffers.len() - known };
+    let WorkingSet { pages, buffers } = all;
     let file = WorkingSetFile {
         version: VERSION,
         dump: dump.to_string(),
@@ -102,7 +130,8 @@ fn add_alone(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) -> anyh
     };
     let mut text = serde_json::to_vec(&file)?;
     text.push(b'\n');
-    sidecar_file::write(images, WORKING_SET_NAME, &text)
+    sidecar_file::write(images, WORKING_SET_NAME, &text)?;
+    Ok(added)
 }
 
 #[cfg(test)]
@@ -134,7 +163,8 @@ mod tests {
         let pages = WorkingSet { pages: vec![run(70), run(20)], buffers: vec![] };
         add(images.as_fd(), DUMP, pages).unwrap();
         let buffers = WorkingSet { pages: vec![run(20), run(0)], buffers: vec![of(7), of(1)] };
-        add(images.as_fd(), DUMP, buffers).unwrap();
+        let added = add(images.as_fd(), DUMP, buffers).unwrap();
+        assert_eq!(added, AddedToFile { bytes: 3 << 12, buffers: 2 });
         let both = WorkingSet { pages: vec![run(70), run(20), run(0)], buffers: vec![of(7), of(1)] };
         assert_eq!(read(images.as_fd(), DUMP).unwrap(), Some(both));
         assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing else is left there");

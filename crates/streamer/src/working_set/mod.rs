@@ -83,9 +83,14 @@ impl WorkingSet {
         self.pages.extend(later.pages.into_iter().flat_map(|run| known.add(run)));
         let mut seen: BTreeSet<BufferId> = self.buffers.iter().copied().collect();
         self.buffers.extend(later.buffers.into_iter().filter(|buffer| seen.insert(*buffer)));
-        self.pages.truncate(MOST_RUNS);
-        self.buffers.truncate(MOST_BUFFERS);
         self
+    }
+
+    /// Leaves out what is beyond [`MOST_RUNS`] and [`MOST_BUFFERS`]. Returns that.
+    pub(crate) fn split_off_excess(&mut self) -> Self {
+        let pages = self.pages.split_off(self.pages.len().min(MOST_RUNS));
+        let buffers = self.buffers.split_off(self.buffers.len().min(MOST_BUFFERS));
+        Self { pages, buffers }
     }
 
     /// Returns the order of CPU memory by task. Ranks begin at `first`, and are those of all tasks together.
@@ -184,9 +189,10 @@ mod tests {
     #[test]
     fn a_merged_working_set_is_bounded() {
         let many = |from: u64| pages((from..from + MOST_RUNS as u64).map(|at| run(1, 2 * at, 1)).collect());
-        let merged = many(0).merged(many(7));
-        assert_eq!(merged.pages.len(), MOST_RUNS);
+        let mut merged = many(0).merged(many(7));
+        let excess = merged.split_off_excess();
         assert_eq!(merged, many(0));
+        assert_eq!(excess, pages((0..7).map(|at| run(1, 2 * (at + MOST_RUNS as u64), 1)).collect()));
     }
 
     #[test]

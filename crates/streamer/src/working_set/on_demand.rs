@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use rewake_manifest::WORKING_SET_NAME;
 use tracing::{info, warn};
 
-use super::file;
+use super::access_log::MOST_BLOCKS;
+use super::file::{self, AddedToFile};
 use crate::session::image::Image;
 use crate::session::serve::Worker;
 use crate::session::{Session, WorkingSetPart};
@@ -119,13 +120,18 @@ fn record(image: &Image, session: &Session) {
         warn!("{WORKING_SET_NAME}: no CPU memory is recorded, as none was accessed before the recording ended");
         return;
     }
-    let bytes = units::bytes(accessed.bytes());
-    let add = || -> anyhow::Result<()> {
+    if log.blocks() > MOST_BLOCKS {
+        warn!("{WORKING_SET_NAME}: {} blocks were accessed, {MOST_BLOCKS} at most are recorded", log.blocks());
+    }
+    let add = || -> anyhow::Result<AddedToFile> {
         let images = image.open_directory(&session.images)?;
         file::add(images.as_fd(), image.dump(), accessed)
     };
     match add() {
-        Ok(()) => info!("{WORKING_SET_NAME}: recorded {bytes} of CPU memory that was accessed"),
+        Ok(added) => {
+            let bytes = units::bytes(added.bytes);
+            info!("{WORKING_SET_NAME}: added {bytes} of CPU memory that was accessed");
+        }
         Err(error) => warn!("the working set of CPU memory is not recorded: {error:#}"),
     }
 }
