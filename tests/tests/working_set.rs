@@ -183,6 +183,7 @@ fn the_rest_is_loaded_after_the_limit() {
     let scene = sealed(&criu);
     let limit = LIMIT.as_secs().to_string();
     restored(&scene, &scene.images(), &["--on-demand-only", &limit, "--wait", "alive"]);
+    answers(&scene);
     let record = is_right(&scene);
     let elapsed = record["elapsed_us"].as_u64().unwrap();
     assert!(u128::from(elapsed) >= LIMIT.as_micros(), "{record}");

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum as _;
 use nix::sys::signal::Signal;
+use nix::unistd::{AccessFlags, access};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Deadline, interval, sleep_until, timeout};
@@ -39,7 +40,7 @@ use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::record::{files, text};
 use rewake_streamer::supervise::launch::LaunchPlan;
 use rewake_streamer::units;
-use rewake_streamer::working_set::{LoadingOptions, file};
+use rewake_streamer::working_set::{LoadingOptions, WorkingSet, file};
 
 /// Time limit for CRIU to notice that its streamer ended, and for a streamer to notice that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -58,6 +59,8 @@ struct RestoreRequest<'a> {
     plugins: Option<&'a Path>,
     /// How the image is served while its memory arrives from another host.
     from: Option<&'a LaunchPlan>,
+    /// The working set that earlier restores recorded, where this one records, too.
+    earlier: &'a WorkingSet,
 }
 
 impl RestoreRequest<'_> {
@@ -114,9 +117,10 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     if options.wait == WaitFor::WorkingSet {
         check_working_set(&images)?;
     }
-    let plugins = plugins(gpus)?;
+    let earlier = if options.record { earlier_working_set(&images)? } else { WorkingSet::default() };
+    let (plugins, earlier) = (plugins(gpus)?, &earlier);
     let (given, images, plugins) = (&given, &*images, plugins.as_deref());
-    let request = RestoreRequest { options, given, images, gpus, plugins, from: from.as_ref() };
+    let request = RestoreRequest { options, given, images, gpus, plugins, from: from.as_ref(), earlier };
     runtime.block_on(restore(&request))
 }
 
@@ -147,6 +151,14 @@ fn check_working_set(images: &Path) -> anyhow::Result<()> {
         path.display()
     );
     Ok(())
+}
+
+/// Checks that a working set can be recorded. Returns the one that the image has; an unusable one is replaced.
+fn earlier_working_set(images: &Path) -> anyhow::Result<WorkingSet> {
+    access(images, AccessFlags::W_OK).with_context(|| {
+        format!("--record: {}, where {WORKING_SET_NAME} is written; make it writable", images.display())
+    })?;
+    Ok(file::of_image(&ImageDir::open(images)?).ok().flatten().unwrap_or_default())
 }
 
 /// The images directory that was given, and a lease of it. A dump that replaces the image keeps the old one for as long as
@@ -322,10 +334,20 @@ impl RestoreRun<'_> {
     /// Shows what was recorded. The streamer logs it when it could not be written.
     fn show_working_set(&self) {
         let images = ImageDir::open(self.request.images).map_err(anyhow::Error::from);
-        if let Ok(Some(recorded)) = images.and_then(|images| file::of_image(&images)) {
-            let (bytes, buffers) = (units::bytes(recorded.bytes()), recorded.buffers.len());
-            self.view.say(&format!("{WORKING_SET_NAME}: {bytes} of CPU memory, {buffers} buffers of GPUs\n"));
+        let recorded = images.and_then(|images| file::of_image(&images)).ok().flatten().unwrap_or_default();
+        let earlier = self.request.earlier;
+        if recorded == *earlier {
+            self.view.say(&format!("{WORKING_SET_NAME}: this restore added nothing\n"));
+            return;
         }
+        let parts =
+            |bytes, buffers| format!("{} of CPU memory, {buffers} buffers of GPUs", units::bytes(bytes));
+        let all = parts(recorded.bytes(), recorded.buffers.len());
+        let added = parts(
+            recorded.bytes().saturating_sub(earlier.bytes()),
+            recorded.buffers.len().saturating_sub(earlier.buffers.len()),
+        );
+        self.view.say(&format!("{WORKING_SET_NAME}: {all}; this restore added {added}\n"));
     }
 
     async fn criu_ended(&mut self, exit: ExitStatus) {
