@@ -340,10 +340,10 @@ impl ResidencyMap {
         self.schedule.next_rank()
     }
 
-    /// Claims a block with priority and missing pages. Returns none when no such block is free.
+    /// Claims a block with priority and missing pages, of this rank at most. Returns none when no such block is free.
     #[must_use]
-    pub fn claim_first(&self) -> Option<BlockIx> {
-        self.with_missing(|| self.schedule.claim_first())
+    pub fn claim_first(&self, most_rank: u32) -> Option<BlockIx> {
+        self.with_missing(|| self.schedule.claim_first(most_rank))
     }
 
     /// Whether all blocks with priority are resident.

@@ -129,12 +129,12 @@ impl Schedule {
     pub(crate) fn claim(&self) -> Option<BlockIx> {
         let promoted = std::iter::from_fn(|| self.promoted.pop())
             .find(|block| self.claim_in(*block, BlockState::Queued));
-        self.claimed(promoted.or_else(|| self.claim_priority()).or_else(|| self.claim_lowest()))
+        self.claimed(promoted.or_else(|| self.claim_priority(u32::MAX)).or_else(|| self.claim_lowest()))
     }
 
-    /// Claims a block with priority only.
-    pub(crate) fn claim_first(&self) -> Option<BlockIx> {
-        self.claimed(self.claim_priority())
+    /// Claims a block with priority only, of this rank at most.
+    pub(crate) fn claim_first(&self, most_rank: u32) -> Option<BlockIx> {
+        self.claimed(self.claim_priority(most_rank))
     }
 
     fn claimed(&self, block: Option<usize>) -> Option<BlockIx> {
@@ -146,10 +146,11 @@ impl Schedule {
 
     /// Claims a block with priority. A block that is released after its piece was searched is claimed with
     /// the lowest.
-    fn claim_priority(&self) -> Option<usize> {
+    fn claim_priority(&self, most_rank: u32) -> Option<usize> {
         loop {
             let next = self.next_priority.load(Ordering::Acquire);
-            if let Some(claimed) = self.search(self.priority.get(next)?.blocks.clone()) {
+            let piece = self.priority.get(next).filter(|piece| piece.rank <= most_rank)?;
+            if let Some(claimed) = self.search(piece.blocks.clone()) {
                 return Some(claimed);
             }
             // It fails when another thread did it.
@@ -375,8 +376,12 @@ mod tests {
         let mut schedule = Schedule::new(100);
         schedule.set_priority([piece(50..51, 0), piece(7..8, 1)]);
         schedule.promote(BlockIx(20));
-        let first: Vec<usize> = std::iter::from_fn(|| schedule.claim_first()).map(|block| block.0).collect();
-        assert_eq!(first, [50, 7]);
+        let first = |most_rank| -> Vec<usize> {
+            std::iter::from_fn(|| schedule.claim_first(most_rank)).map(|block| block.0).collect()
+        };
+        assert_eq!(first(0), [50]);
+        assert_eq!(schedule.next_rank(), Some(1));
+        assert_eq!(first(1), [7]);
         assert_eq!(schedule.claim(), Some(BlockIx(20)));
         schedule.check(|_| true).unwrap();
     }

@@ -69,7 +69,7 @@ fn prefetched_addresses_are_claimed_first_and_known_to_be_resident() {
     // The last has no page of the image.
     map.set_priority(&[prefetch(5040, 5041, 2), prefetch(1000, 1017, 5), prefetch(9000, 9001, 6)]);
     assert_eq!(map.next_rank(), Some(2));
-    let blocks: Vec<_> = std::iter::from_fn(|| map.claim_first()).map(|block| block.0).collect();
+    let blocks: Vec<_> = std::iter::from_fn(|| map.claim_first(u32::MAX)).map(|block| block.0).collect();
     assert_eq!(blocks, [6, 0, 1]);
     assert_eq!((map.next_rank(), map.is_priority_resident()), (None, false));
     map.set_resident(PageIx(0), 32);

@@ -29,7 +29,8 @@ pub(crate) fn alone<T>(
 ) -> anyhow::Result<T> {
     // An open file of its own: a copy of the descriptor has the same lock.
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-    let directory = File::from(openat(images, ".", flags, Mode::empty()).context("open the image directory")?);
+    let directory =
+        File::from(openat(images, ".", flags, Mode::empty()).context("open the image directory")?);
     let began = Instant::now();
     while let Ok(false) = acquired(directory.try_lock()) {
         ensure!(began.elapsed() < LOCK_LIMIT, "another program has locked the image directory");

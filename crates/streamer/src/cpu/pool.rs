@@ -130,7 +130,8 @@ mod tests {
         let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
-        let options = LoadingOptions { on_demand_only: Some(Duration::from_secs(3600)), ..Default::default() };
+        let options =
+            LoadingOptions { on_demand_only: Some(Duration::from_secs(3600)), ..Default::default() };
         let session = Arc::new(Session::new(PathBuf::new()).with_options(options));
         let slot = parent.slot(ledger, true);
         let (space, journal) = (parent.address_space(&session, slot), Journal::create(slot).unwrap());

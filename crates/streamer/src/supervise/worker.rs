@@ -76,7 +76,9 @@ async fn stop_requests(worker: &Worker, mut requests: unix::Signal) {
         }
         // A session that is on demand only loads the rest now: else its end might be a day away.
         if !worker.asked_to_stop.replace(true) {
-            info!("SIGTERM: this process ends when all memory of the restore is resident, which is loaded now");
+            info!(
+                "SIGTERM: this process ends when all memory of the restore is resident, which is loaded now"
+            );
         }
     }
 }

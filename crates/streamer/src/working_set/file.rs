@@ -96,11 +96,7 @@ pub(crate) struct AddedToFile {
 ///
 /// # Errors
 /// The directory cannot be written to.
-pub(crate) fn add(
-    images: BorrowedFd<'_>,
-    dump: Digest,
-    accessed: WorkingSet,
-) -> anyhow::Result<AddedToFile> {
+pub(crate) fn add(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) -> anyhow::Result<AddedToFile> {
     if accessed.is_empty() {
         return Ok(AddedToFile::default());
     }

@@ -117,11 +117,16 @@ fn record(image: &Image, session: &Session) {
     let Some(log) = session.log().filter(|_| !session.has_failed()) else { return };
     let accessed = log.working_set(|pid| image.plan(pid).map(|task| &task.plan));
     if accessed.is_empty() {
-        warn!("{WORKING_SET_NAME}: no CPU memory is recorded, as none was accessed before the recording ended");
+        warn!(
+            "{WORKING_SET_NAME}: no CPU memory is recorded, as none was accessed before the recording ended"
+        );
         return;
     }
     if log.blocks() > MOST_BLOCKS {
-        warn!("{WORKING_SET_NAME}: {} blocks were accessed, {MOST_BLOCKS} at most are recorded", log.blocks());
+        warn!(
+            "{WORKING_SET_NAME}: {} blocks were accessed, {MOST_BLOCKS} at most are recorded",
+            log.blocks()
+        );
     }
     let add = || -> anyhow::Result<AddedToFile> {
         let images = image.open_directory(&session.images)?;

@@ -8,7 +8,7 @@ use rewake_image_io::io_budget::PIECE;
 use rewake_image_io::{
     Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request, TransferError,
 };
-use rewake_pager::{BLOCK_PAGES, BlockIx, Finish, PageIx, ResidencyMap};
+use rewake_pager::{BLOCK_PAGES, BlockIx, Finish, PageIx};
 
 use super::Reactor;
 use crate::cpu::space::{AddressSpace, Filled, REGISTERED};
@@ -112,8 +112,9 @@ fn next_rank(space: &AddressSpace, held: bool) -> Option<u32> {
 }
 
 fn claim_of(space: &Arc<AddressSpace>, held: bool) -> Option<Claim> {
-    let claim = if only_registered(space, held) { ResidencyMap::claim_first } else { ResidencyMap::claim };
-    let block = claim(&space.layout())?;
+    let layout = space.layout();
+    let block = if only_registered(space, held) { layout.claim_first(REGISTERED) } else { layout.claim() }?;
+    drop(layout);
     Some(Claim { space: Arc::clone(space), block })
 }
 
