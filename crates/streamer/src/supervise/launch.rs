@@ -200,3 +200,19 @@ pub fn program() -> anyhow::Result<PathBuf> {
     let replaced = program.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);
     Ok(replaced.filter(|path| path.is_file()).unwrap_or(program))
 }
+
+#[cfg(test)]
+mod tests {
+    use rewake_criu_images::add_arriving_file;
+
+    use super::*;
+
+    #[test]
+    fn an_image_whose_gpu_memory_arrives_is_not_launched() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("amdgpu-renderD-7.img"), "").unwrap();
+        add_arriving_file(folder.path(), "amdgpu-pages-1-00ab.img").unwrap();
+        let refused = LaunchPlan::of(folder.path()).unwrap_err().to_string();
+        assert!(refused.contains("whose GPU memory was not copied"), "{refused}");
+    }
+}
