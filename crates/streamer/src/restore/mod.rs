@@ -4,12 +4,12 @@
 
 mod own_session;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, ensure};
 use own_session::OwnSession;
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::IoBudget;
@@ -141,10 +141,10 @@ impl StreamedRestore {
         if start.successor {
             // Before anything that takes time: a restore that connects until then would fail.
             self.close();
-            if start.ledger.gates().any() {
+            if let Err(error) = self.expect_gpu_memory(start.ledger) {
                 // Without `block_on`, which closes what the dead worker had: the supervisor waits by these descriptors.
                 *answers = self.answers(start, timeline);
-                bail!("the worker died while it loaded GPU memory: a successor cannot finish that");
+                return Err(error);
             }
         }
         let (mut gpus, mut own) = (None, None);
@@ -194,6 +194,19 @@ impl StreamedRestore {
             warn!("the progress is sampled only when a client asks: {error}");
         }
         self.end_unless_connected(start)
+    }
+
+    /// Checks, in a successor, that no GPU memory is missing that a successor cannot load. An error before GRANT leaves a
+    /// program at its source.
+    fn expect_gpu_memory(&self, ledger: Ledger) -> anyhow::Result<()> {
+        ensure!(
+            !ledger.gates().any(),
+            "the worker died while it loaded GPU memory: a successor cannot finish that"
+        );
+        match &self.options.images {
+            Some(images) if self.plugin.is_some() => expect_loaded(images, ledger),
+            _ => Ok(()),
+        }
     }
 
     fn close(&self) {
@@ -321,6 +334,15 @@ pub fn report(summary: &SessionSummary) {
     );
 }
 
+/// Checks that GPU memory of a migration was loaded: the plugin has handed it to the worker that died, or finds no listener.
+fn expect_loaded(images: &Path, ledger: Ledger) -> anyhow::Result<()> {
+    ensure!(
+        ledger.has_loaded_gpus() || ImageDir::open(images)?.arriving_files()?.is_empty(),
+        "the worker died before GPU memory of a migration had arrived: a successor cannot load it"
+    );
+    Ok(())
+}
+
 /// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was
 /// missing, or CRIU has failed.
 async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<GpuLoad>>) {
@@ -371,4 +393,22 @@ fn gpus(
         if done.held == 0 { "queues resumed" } else { "gates are open, and not all queues are resumed" }
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use rewake_criu_images::add_arriving_file;
+
+    use super::*;
+
+    #[test]
+    fn a_successor_does_not_serve_without_gpu_memory_that_arrives() {
+        let (folder, ledger) = (tempfile::tempdir().unwrap(), Ledger::new().unwrap());
+        expect_loaded(folder.path(), ledger).unwrap();
+        add_arriving_file(folder.path(), "amdgpu-pages-1-00ab.img").unwrap();
+        let why = expect_loaded(folder.path(), ledger).unwrap_err().to_string();
+        assert!(why.contains("a successor cannot load it"), "{why}");
+        ledger.set_gpus_loaded();
+        expect_loaded(folder.path(), ledger).unwrap();
+    }
 }
