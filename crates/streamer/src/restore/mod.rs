@@ -20,6 +20,7 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
+use crate::fetch::Fetch;
 use crate::fetch_peer::FetchPeer;
 use crate::gpu::fetched_files::{FetchedGpuFiles, SessionGpuFiles};
 use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
@@ -239,7 +240,8 @@ impl StreamedRestore {
         };
         timeline.brings(&session.session);
         // Before a restore is started: its plugin finds the session open.
-        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?));
+        let is_image = session.fetch.as_deref().is_some_and(Fetch::is_image);
+        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?, is_image));
         start.ready();
         let outcome = worker.serve(&mut session, over.clone()).await;
         if let Ok(summary) = &outcome {
