@@ -85,20 +85,17 @@ impl LaunchPlan {
 
     /// Returns why all GPU memory of another host must be copied before the processes run; none if it may arrive later:
     /// CRIU's plugin waits for it, and this kernel can hold calls that register missing memory. `plugins` is the folder of
-    /// CRIU's plugins; none: CRIU's own.
+    /// CRIU's plugins; none: CRIU's own. `remedy` says how the user gives another one.
     ///
     /// # Errors
     /// The plugin cannot be read.
-    pub fn eager_reason(plugins: Option<&Path>) -> anyhow::Result<Option<String>> {
+    pub fn eager_reason(plugins: Option<&Path>, remedy: &str) -> anyhow::Result<Option<String>> {
         let is_own = plugins.map_or(Ok(false), |folder| {
             plugin_folder::is_own(folder).with_context(|| format!("reading {}", folder.display()))
         });
         if !is_own? {
             let file = plugin_folder::FILE;
-            return Ok(Some(format!(
-                "CRIU's {file} is not known to be Rewake's of this release (put it beside `rewake`, or name its \
-                 folder in CRIU_LIBS_DIR)"
-            )));
+            return Ok(Some(format!("CRIU's {file} is not known to be Rewake's of this release ({remedy})")));
         }
         Ok(Self::cannot_hold_calls())
     }
