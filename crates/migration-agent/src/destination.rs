@@ -237,6 +237,12 @@ impl DestinationAgent<'_> {
         }
     }
 
+    /// Whether a restore of an agent that was killed is in its last step. It is in the group of its tasks, and ends by itself
+    /// when the program runs, or when its memory cannot be had: only then do the group's processes show which.
+    fn has_left_restore(&self) -> bool {
+        self.restore.is_none() && self.entry.restore.as_ref().is_some_and(ClientProcess::lives)
+    }
+
     /// Reports that the restore waits at its last step, and that files have their space.
     fn ask_for_grant(&mut self) {
         if self.script.is_some() && !self.is_reserving {
@@ -258,8 +264,9 @@ impl DestinationAgent<'_> {
                 false => self.step(DestinationInput::RestoreFailed(failure)),
             }
         }
-        if let Some(input) =
-            self.client.as_mut().and_then(|client| client.end(&self.entry.cgroup, &self.work))
+        if !self.has_left_restore()
+            && let Some(input) =
+                self.client.as_mut().and_then(|client| client.end(&self.entry.cgroup, &self.work))
         {
             self.client = None;
             self.step(input);
@@ -340,8 +347,10 @@ impl DestinationAgent<'_> {
         command.args(["-d", "--lazy-pages", "--manage-cgroups=ignore"]);
         script::add_to(&mut command, self.folder.path())?;
         command.args(&self.criu.options);
-        self.restore = Some(RunningCriu::start(&mut command, "restore", &self.work)?);
-        Ok(())
+        let restore = RunningCriu::start(&mut command, "restore", &self.work)?;
+        let process = Some(ClientProcess::of(restore.pid())?);
+        self.restore = Some(restore);
+        self.write(DestinationEntry { restore: process, ..self.entry.clone() }).map_err(anyhow::Error::msg)
     }
 
     /// Reserves the space of files that arrive later, in another thread: that can take longer than a connection waits.
