@@ -13,8 +13,8 @@ use crate::error::Error;
 use crate::load::DataRange;
 use crate::pipeline::Pipeline;
 
-/// Chunks that are requested for the background at most: 8 MiB, as much as a fetcher has in flight. They have half of the
-/// slots at most, so that a demanded chunk finds one.
+/// Chunks that are requested for the background at most: 8 MiB, as much as a fetcher of an image server has in flight.
+/// They have half of the slots at most, so that a demanded chunk finds one.
 const MAX_BACKGROUND: usize = 4;
 /// Chunks that are requested at most because they were demanded: page faults on CPU memory share the link with them.
 const MAX_DEMANDED: usize = 2;

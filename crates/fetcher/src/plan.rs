@@ -27,7 +27,7 @@ use rewake_page_protocol::{HeaderLayout, file_task};
 
 use crate::queue::BLOCK_PAGES;
 
-const MAGIC: [u8; 8] = *b"rewakefq";
+const MAGIC: [u8; 8] = *b"rewakefr";
 /// Bytes of the longest text of a peer.
 const MAX_PEER: usize = 4096;
 /// Bytes of the longest text of the options of TLS: four paths and a name.

@@ -4,7 +4,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rewake_criu_images::{Digest, ImageError};
+use rewake_criu_images::{ARRIVING_NAME, Digest, ImageError};
 
 use crate::difference::ImageDifference;
 use crate::names::{MANIFEST_NAME, PARTIAL_NAME};
@@ -30,6 +30,16 @@ pub enum ManifestError {
         directory.display()
     )]
     Partial {
+        /// The image directory.
+        directory: PathBuf,
+    },
+    /// GPU memory of the image arrives from another host: files have zeros in the place of what has not arrived.
+    #[error(
+        "{}: the image of a migration, whose GPU memory was not copied ({ARRIVING_NAME}): only the migration can \
+         restore it",
+        directory.display()
+    )]
+    Arriving {
         /// The image directory.
         directory: PathBuf,
     },

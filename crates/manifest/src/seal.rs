@@ -68,14 +68,17 @@ pub fn seal(directory: &Path) -> Result<SealReport> {
     sealed
 }
 
-/// Refuses a directory that an image is being copied into.
+/// Refuses a directory that an image is being copied into, also by a migration.
 ///
 /// # Errors
-/// It is one: [`ManifestError::Partial`].
+/// It is one: [`ManifestError::Partial`], [`ManifestError::Arriving`]. Or it cannot be read.
 pub fn refuse_partial(images: &ImageDir) -> Result<()> {
-    match open(images, PARTIAL_NAME)? {
-        Some(_) => Err(ManifestError::Partial { directory: images.path().to_owned() }),
-        None => Ok(()),
+    if open(images, PARTIAL_NAME)?.is_some() {
+        return Err(ManifestError::Partial { directory: images.path().to_owned() });
+    }
+    match images.arriving_files()?.is_empty() {
+        true => Ok(()),
+        false => Err(ManifestError::Arriving { directory: images.path().to_owned() }),
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use rewake_criu_images::{Generation, Inventory, MemoryPlace, PageFlags, Pagemap, write};
+use rewake_criu_images::{Generation, Inventory, MemoryPlace, PageFlags, Pagemap, add_arriving_file, write};
 use rewake_manifest::{
     ImageDifference, MANIFEST_NAME, ManifestError, PARTIAL_NAME, SealReport, VerifyReport, seal, verify,
 };
@@ -253,6 +253,18 @@ fn a_partial_copy_is_neither_sealed_nor_verified() {
     fs::copy(&partial, &whole).unwrap();
     let error = verify(dir.path(), |_| ()).unwrap_err();
     assert!(matches!(error, ManifestError::Partial { .. }), "{error}");
+}
+
+#[test]
+fn an_image_whose_gpu_memory_arrives_is_neither_sealed_nor_verified() {
+    let dir = image(4);
+    add_arriving_file(dir.path(), "amdgpu-pages-1-00ab.img").unwrap();
+    let error = seal(dir.path()).unwrap_err();
+    assert!(matches!(error, ManifestError::Arriving { .. }), "{error}");
+    let dir = sealed(4);
+    add_arriving_file(dir.path(), "amdgpu-pages-1-00ab.img").unwrap();
+    let error = verify(dir.path(), |_| ()).unwrap_err();
+    assert!(matches!(error, ManifestError::Arriving { .. }), "{error}");
 }
 
 #[test]

@@ -19,6 +19,8 @@ use crate::image_files::place;
 const PAGE: u64 = 4096;
 /// Pages of one answer at most.
 const MAX_PAGES: u64 = 1024;
+/// Bytes that are reserved at once: a file cannot be written meanwhile.
+const RESERVED_PIECE: i64 = 64 << 20;
 
 /// The open files of a source's image that a destination may request, by their numbers.
 #[derive(Debug, Default)]
@@ -72,8 +74,9 @@ impl ArrivingFiles {
     }
 }
 
-/// Makes a file of a destination's image that arrives later, and reserves its space. The first one begins the list.
-pub(crate) fn reserve(images: &Path, number: u32, len: u64, name: &str, head: &[u8]) -> anyhow::Result<()> {
+/// Makes a file of a destination's image that arrives later. The first one begins the list. A file that an earlier
+/// connection has made stays.
+pub(crate) fn make(images: &Path, number: u32, len: u64, name: &str, head: &[u8]) -> anyhow::Result<()> {
     let path = place(images, name)?;
     ensure!(
         is_gpu_pages_file(name) && head.len() as u64 <= len,
@@ -85,23 +88,45 @@ pub(crate) fn reserve(images: &Path, number: u32, len: u64, name: &str, head: &[
     }
     let listed = ImageDir::open(images)?.arriving_files()?.len();
     ensure!(listed == number as usize, "file {number} of GPU memory after {listed} others");
-    let making = || format!("reserving {len} bytes for {}", path.display());
-    let file = File::options().create(true).write(true).truncate(true).mode(0o600).open(&path);
+    let making = || format!("making {} with {len} bytes", path.display());
+    let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
     let file = file.with_context(making)?;
     file.set_len(len).with_context(making)?;
-    let signed = i64::try_from(len).with_context(making)?;
-    match fallocate(&file, FallocateFlags::empty(), 0, signed) {
-        // This file system cannot reserve space: a write may fail later, and then the program is killed.
-        Ok(()) | Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => {}
-        Err(Errno::EINVAL) if len == 0 => {}
-        Err(errno) => return Err(errno).with_context(making),
-    }
     file.write_all_at(head, 0).with_context(making)?;
     Ok(add_arriving_file(images, name)?)
 }
 
+/// Reserves the space of all files that arrive later.
+pub(crate) fn reserve(images: &Path) -> anyhow::Result<()> {
+    for name in ImageDir::open(images)?.arriving_files()? {
+        let path = images.join(name);
+        let reserving = || format!("reserving space for {}", path.display());
+        let file = File::options().write(true).open(&path).with_context(reserving)?;
+        let len = i64::try_from(file.metadata().with_context(reserving)?.len()).with_context(reserving)?;
+        let mut offset = 0;
+        while offset < len {
+            let piece = RESERVED_PIECE.min(len - offset);
+            match fallocate(&file, FallocateFlags::empty(), offset, piece) {
+                Ok(()) => offset += piece,
+                Err(Errno::EINTR) => {}
+                Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => {
+                    let path = path.display();
+                    tracing::warn!(
+                        "{path}: its file system reserves no space: the program is lost if it gets full"
+                    );
+                    break;
+                }
+                Err(errno) => return Err(errno).with_context(|| format!("{}, {len} bytes", reserving())),
+            }
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
 
     const NAMES: [&str; 2] = ["amdgpu-pages-1-00ab.img", "amdgpu-pages-2-00ab.img"];
@@ -135,15 +160,15 @@ mod tests {
     }
 
     #[test]
-    fn a_destination_reserves_files_and_lists_them_in_their_order() {
+    fn a_destination_makes_files_and_lists_them_in_their_order() {
         let folder = tempfile::tempdir().unwrap();
         let images = folder.path();
         let list = || ImageDir::open(images).unwrap().arriving_files().unwrap();
         // The second connection begins again.
         for _ in 0..2 {
-            reserve(images, 0, 8200, NAMES[0], &[9; 8]).unwrap();
+            make(images, 0, 8200, NAMES[0], &[9; 8]).unwrap();
             assert_eq!(list(), NAMES[..1]);
-            reserve(images, 1, 0, NAMES[1], &[]).unwrap();
+            make(images, 1, 0, NAMES[1], &[]).unwrap();
             assert_eq!(list(), NAMES);
         }
         let bytes = fs::read(images.join(NAMES[0])).unwrap();
@@ -155,8 +180,23 @@ mod tests {
             (2, 4, "amdgpu-pages-3-1.img", &[0; 8]),
             (2, u64::MAX, "amdgpu-pages-3-1.img", &[]),
         ] {
-            assert!(reserve(images, number, len, name, head).is_err(), "{number} {len} {name}");
+            assert!(make(images, number, len, name, head).is_err(), "{number} {len} {name}");
         }
         assert_eq!(list(), NAMES);
+    }
+
+    #[test]
+    fn reserved_space_is_kept_on_the_next_connection() {
+        let folder = tempfile::tempdir().unwrap();
+        let (images, len) = (folder.path(), (96 << 20) + 8);
+        reserve(images).unwrap();
+        make(images, 0, len, NAMES[0], &[9; 8]).unwrap();
+        make(images, 1, 0, NAMES[1], &[]).unwrap();
+        let reserved = || fs::metadata(images.join(NAMES[0])).unwrap().blocks() * 512;
+        assert!(reserved() < 1 << 20, "{}", reserved());
+        reserve(images).unwrap();
+        assert!(reserved() >= len, "{}", reserved());
+        make(images, 0, len, NAMES[0], &[9; 8]).unwrap();
+        assert!(reserved() >= len, "{}", reserved());
     }
 }

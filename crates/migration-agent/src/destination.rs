@@ -21,6 +21,7 @@ use rewake_migration::message::FromDestination;
 use rewake_migration::record::DestinationRecord;
 use rewake_peer_stream::Admission;
 
+use crate::arriving_files;
 use crate::criu::{CriuChoice, RunningCriu};
 use crate::destination_link::{ConnectionState, DestinationEvent, accept};
 use crate::destination_place::DestinationPlace;
@@ -119,6 +120,8 @@ pub fn receive(
         lost_since: is_left.then(Instant::now),
         lost_limit: LOST_LIMIT,
         restore: None,
+        is_reserving: false,
+        gpu_on_demand,
         client,
         script: None,
         is_released: is_left,
@@ -154,6 +157,10 @@ struct DestinationAgent<'a> {
     lost_since: Option<Instant>,
     lost_limit: Duration,
     restore: Option<RunningCriu>,
+    /// Space is being reserved for files that arrive later: GRANT waits for it.
+    is_reserving: bool,
+    /// GPU memory may arrive here while the program runs.
+    gpu_on_demand: bool,
     /// The lazy-pages client, until all memory is resident.
     client: Option<PageClient>,
     script: Option<WaitingScript>,
@@ -215,14 +222,31 @@ impl DestinationAgent<'_> {
             DestinationEvent::Disconnected(_) | DestinationEvent::Received(..) => {}
             DestinationEvent::Script(CriuMoment::PostRestore, script) => {
                 self.script = Some(script);
-                self.step(DestinationInput::RestoreWaits);
+                self.ask_for_grant();
             }
             DestinationEvent::Script(CriuMoment::PostResume, _) => self.step(DestinationInput::Running),
             DestinationEvent::Script(CriuMoment::PreDump | CriuMoment::PostDump, _) => {}
             DestinationEvent::Compared(offer, refusals) => self.compared(&offer, &refusals),
             DestinationEvent::MemoryLost(reason) => self.step(DestinationInput::MemoryLost(reason)),
             DestinationEvent::AllArrived => self.step(DestinationInput::AllArrived),
+            DestinationEvent::Reserved => {
+                self.is_reserving = false;
+                self.ask_for_grant();
+            }
             DestinationEvent::Abort => self.step(DestinationInput::Abort),
+        }
+    }
+
+    /// Whether a restore of an agent that was killed is in its last step. It is in the group of its tasks, and ends by itself
+    /// when the program runs, or when its memory cannot be had: only then do the group's processes show which.
+    fn has_left_restore(&self) -> bool {
+        self.restore.is_none() && self.entry.restore.as_ref().is_some_and(ClientProcess::lives)
+    }
+
+    /// Reports that the restore waits at its last step, and that files have their space.
+    fn ask_for_grant(&mut self) {
+        if self.script.is_some() && !self.is_reserving {
+            self.step(DestinationInput::RestoreWaits);
         }
     }
 
@@ -240,13 +264,14 @@ impl DestinationAgent<'_> {
                 false => self.step(DestinationInput::RestoreFailed(failure)),
             }
         }
-        if let Some(input) =
-            self.client.as_mut().and_then(|client| client.end(&self.entry.cgroup, &self.work))
+        if !self.has_left_restore()
+            && let Some(input) =
+                self.client.as_mut().and_then(|client| client.end(&self.entry.cgroup, &self.work))
         {
             self.client = None;
             self.step(input);
         }
-        let has_asked_for_grant = self.script.is_some();
+        let has_asked_for_grant = self.script.is_some() && !self.is_reserving;
         let limit = if self.is_released || has_asked_for_grant { GIVE_UP_LIMIT } else { self.lost_limit };
         if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
             self.step(DestinationInput::TimedOut(format!("no connection for {} s", limit.as_secs())));
@@ -306,12 +331,13 @@ impl DestinationAgent<'_> {
         if let Ok(offer) = HostOffer::read(offer)
             && refusals.is_empty()
         {
-            *self.state.intake() = Intake::open(offer.size, offer.uses_gpus());
+            *self.state.intake() = Intake::open(offer.size, offer.uses_gpus(), self.gpu_on_demand);
         }
         self.step(DestinationInput::Compared(dry_run::as_result(refusals)));
     }
 
     fn start_restore(&mut self) -> anyhow::Result<()> {
+        self.reserve();
         self.start_client()?;
         let criu = self.criu.command("restore", &self.folder.images(), &self.work);
         let mut command = Command::new("/bin/sh");
@@ -321,8 +347,23 @@ impl DestinationAgent<'_> {
         command.args(["-d", "--lazy-pages", "--manage-cgroups=ignore"]);
         script::add_to(&mut command, self.folder.path())?;
         command.args(&self.criu.options);
-        self.restore = Some(RunningCriu::start(&mut command, "restore", &self.work)?);
-        Ok(())
+        let restore = RunningCriu::start(&mut command, "restore", &self.work)?;
+        let process = Some(ClientProcess::of(restore.pid())?);
+        self.restore = Some(restore);
+        self.write(DestinationEntry { restore: process, ..self.entry.clone() }).map_err(anyhow::Error::msg)
+    }
+
+    /// Reserves the space of files that arrive later, in another thread: that can take longer than a connection waits.
+    fn reserve(&mut self) {
+        self.is_reserving = true;
+        let (images, sender) = (self.folder.images(), self.sender.clone());
+        thread::spawn(move || {
+            // The agent may have ended.
+            let _ = sender.send(match arriving_files::reserve(&images) {
+                Ok(()) => DestinationEvent::Reserved,
+                Err(error) => DestinationEvent::MemoryLost(format!("{error:#}")),
+            });
+        });
     }
 
     /// Starts the process that serves the restore's page faults, with this agent as its page server. If it or this agent

@@ -41,6 +41,8 @@ pub(crate) enum DestinationEvent {
     Compared(String, Vec<String>),
     MemoryLost(String),
     AllArrived,
+    /// Files that arrive later have their space.
+    Reserved,
     Abort,
 }
 
@@ -177,19 +179,22 @@ fn read_frames(
         ensure!(*newest == number, "a newer connection has taken its place");
         let stored = match frame {
             Frame::Source(message) => {
-                if let FromSource::Metadata { .. } = message {
-                    state.intake().close();
+                let taken = match message {
+                    FromSource::Metadata { all_first } => state.intake().complete(all_first),
+                    _ => Ok(()),
+                };
+                if taken.is_ok() {
+                    sender.send(DestinationEvent::Received(number, message))?;
                 }
-                sender.send(DestinationEvent::Received(number, message))?;
-                Ok(())
+                taken
             }
             Frame::File { name, offset, bytes } => {
                 let taken = state.intake().file(bytes.len() as u64);
                 taken.and_then(|()| image_files::store(&state.images, &name, offset, &bytes))
             }
             Frame::ArrivingFile { number, len, name, head } => {
-                let taken = state.intake().file(len);
-                taken.and_then(|()| arriving_files::reserve(&state.images, number, len, &name, &head))
+                let taken = state.intake().arriving_file(len);
+                taken.and_then(|()| arriving_files::make(&state.images, number, len, &name, &head))
             }
             Frame::Pages { pid, vaddr, parts } => {
                 state.relay().context("the source sent pages without a request")?.answer(pid, vaddr, parts)

@@ -62,6 +62,7 @@ impl DestinationPlace {
             id: None,
             peer: None,
             client: None,
+            restore: None,
             cgroup,
         };
         if let Err(error) = folder.write(&WrittenRecord::Destination(entry.clone())) {

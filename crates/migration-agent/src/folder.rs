@@ -57,6 +57,8 @@ pub(crate) struct DestinationEntry {
     pub(crate) peer: Option<CertificateDigest>,
     /// The process that serves page faults, once it listens.
     pub(crate) client: Option<ClientProcess>,
+    /// CRIU's restore, once it is started.
+    pub(crate) restore: Option<ClientProcess>,
     pub(crate) cgroup: TreeCgroup,
 }
 

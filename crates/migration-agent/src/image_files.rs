@@ -9,7 +9,6 @@ use anyhow::{Context as _, ensure};
 use rewake_criu_images::{ImageDir, is_gpu_pages_file};
 use rewake_page_protocol::PageRun;
 
-use crate::arriving_files::ArrivingFiles;
 use crate::frame::{FILE_PIECE, Frame, FrameWriter};
 
 /// Why files were not sent.
@@ -27,14 +26,10 @@ impl From<anyhow::Error> for SendFailure {
     }
 }
 
-/// Sends all files of a folder. Those that arrive later are named only.
-pub(crate) fn send(
-    images: &Path,
-    link: &FrameWriter,
-    arriving: Option<&ArrivingFiles>,
-) -> Result<(), SendFailure> {
-    for frame in arriving.map_or(Ok(Vec::new()), ArrivingFiles::frames)? {
-        link.send(&frame).map_err(SendFailure::Disconnected)?;
+/// Sends all files of a folder. With `arriving`, files with GPU memory are not sent, and these frames name them.
+pub(crate) fn send(images: &Path, link: &FrameWriter, arriving: Option<&[Frame]>) -> Result<(), SendFailure> {
+    for frame in arriving.unwrap_or_default() {
+        link.send(frame).map_err(SendFailure::Disconnected)?;
     }
     let listing = || format!("listing {}", images.display());
     for entry in fs::read_dir(images).with_context(listing)? {
@@ -66,11 +61,17 @@ pub(crate) fn send(
     Ok(())
 }
 
-/// The bytes of all files of a folder.
-pub(crate) fn size(images: &Path) -> anyhow::Result<u64> {
+/// The bytes of all files of a folder; without GPU memory if that arrives later.
+pub(crate) fn size(images: &Path, gpu_on_demand: bool) -> anyhow::Result<u64> {
     let listing = || format!("listing {}", images.display());
-    let sizes = fs::read_dir(images).with_context(listing)?.map(|entry| Ok(entry?.metadata()?.len()));
-    sizes.sum::<std::io::Result<u64>>().with_context(listing)
+    let mut size = 0;
+    for entry in fs::read_dir(images).with_context(listing)? {
+        let entry = entry.with_context(listing)?;
+        if !gpu_on_demand || !entry.file_name().to_str().is_some_and(is_gpu_pages_file) {
+            size += entry.metadata().with_context(listing)?.len();
+        }
+    }
+    Ok(size)
 }
 
 /// Writes a part of a file that was received.
@@ -108,6 +109,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+    use crate::arriving_files::ArrivingFiles;
 
     #[test]
     fn files_that_cannot_be_read_are_no_lost_connection() {
@@ -117,7 +119,7 @@ mod tests {
         assert!(matches!(unreadable, SendFailure::Unreadable(_)), "{unreadable:?}");
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("core-1.img"), "x").unwrap();
-        assert_eq!(size(folder.path()).unwrap(), 1);
+        assert_eq!(size(folder.path(), false).unwrap(), 1);
         send(folder.path(), &link, None).unwrap();
         link.close();
         let lost = send(folder.path(), &link, None).unwrap_err();
@@ -131,8 +133,9 @@ mod tests {
         let name = "amdgpu-pages-1-00ab.img";
         fs::write(folder.path().join("core-1.img"), "x").unwrap();
         fs::write(folder.path().join(name), [3; 8200]).unwrap();
-        let files = ArrivingFiles::open(folder.path()).unwrap();
-        for arriving in [None, Some(&files)] {
+        assert_eq!([false, true].map(|later| size(folder.path(), later).unwrap()), [8201, 1]);
+        let files = ArrivingFiles::open(folder.path()).unwrap().frames().unwrap();
+        for arriving in [None, Some(files.as_slice())] {
             let link = FrameWriter::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap().into());
             send(folder.path(), &link, arriving).unwrap();
             drop(link);

@@ -27,27 +27,40 @@ pub(crate) enum Intake {
         files: u64,
         /// How many of them have arrived.
         arrived: u64,
+        /// Files with GPU memory may arrive later.
+        gpu_on_demand: bool,
+        /// Some do.
+        has_later: bool,
     },
 }
 
 impl Intake {
     /// For a tree of this size. Files of GPU memory are bounded by their file system only.
-    pub(crate) fn open(size: TreeSize, has_gpus: bool) -> Self {
+    pub(crate) fn open(size: TreeSize, has_gpus: bool, gpu_on_demand: bool) -> Self {
         let pages = (size.anonymous / PAGE).saturating_mul(GROWTH).saturating_add(MORE_PAGES);
         let files = size.resident.saturating_mul(GROWTH).saturating_add(MORE_FILES);
-        Self::Open { pages, files: if has_gpus { u64::MAX } else { files }, arrived: 0 }
+        let files = if has_gpus { u64::MAX } else { files };
+        Self::Open { pages, files, arrived: 0, gpu_on_demand: has_gpus && gpu_on_demand, has_later: false }
     }
 
     /// A new connection: all files are sent again.
     pub(crate) fn restart(&mut self) {
-        if let Self::Open { arrived, .. } = self {
-            *arrived = 0;
+        if let Self::Open { arrived, has_later, .. } = self {
+            (*arrived, *has_later) = (0, false);
         }
     }
 
-    /// The image is complete.
-    pub(crate) fn close(&mut self) {
-        *self = Self::Closed;
+    /// The image is complete. With `all_first` no file arrives later.
+    ///
+    /// # Errors
+    /// One does.
+    pub(crate) fn complete(&mut self, all_first: bool) -> anyhow::Result<()> {
+        let left = std::mem::take(self);
+        ensure!(
+            !all_first || !matches!(left, Self::Open { has_later: true, .. }),
+            "the source promised all memory before GRANT, and sent no GPU memory"
+        );
+        Ok(())
     }
 
     /// Takes a candidate, where so many blocks and pages are stored.
@@ -73,6 +86,22 @@ impl Intake {
         ensure!(*arrived <= *files, "the source sent more than {files} bytes of files: its program has less");
         Ok(())
     }
+
+    /// Takes a file of so many bytes with GPU memory that arrives later.
+    ///
+    /// # Errors
+    /// As for [`Intake::file`]. Or this host has not offered to wait for it.
+    pub(crate) fn arriving_file(&mut self, bytes: u64) -> anyhow::Result<()> {
+        self.file(bytes)?;
+        if let Self::Open { gpu_on_demand, has_later, .. } = self {
+            ensure!(
+                *gpu_on_demand,
+                "the source sent no GPU memory, and this host has not offered to wait for it"
+            );
+            *has_later = true;
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -84,7 +113,7 @@ mod tests {
         let mut intake = Intake::default();
         assert!(intake.file(1).is_err() && intake.candidate((0, 0)).is_err());
         let size = TreeSize { resident: 1 << 20, anonymous: 1 << 20, shared: 0 };
-        intake = Intake::open(size, false);
+        intake = Intake::open(size, false, true);
         let most = (1 << 14) + 512;
         intake.candidate((most, most)).unwrap();
         assert!(intake.candidate((0, most + 1)).is_err() && intake.candidate((most + 1, 0)).is_err());
@@ -92,9 +121,26 @@ mod tests {
         assert!(intake.file(1).is_err());
         intake.restart();
         intake.file(1 << 30).unwrap();
-        intake.close();
+        assert!(intake.arriving_file(0).is_err());
+        intake.complete(false).unwrap();
         assert!(intake.file(0).is_err() && intake.candidate((0, 0)).is_err());
-        let mut with_gpus = Intake::open(size, true);
+        let mut with_gpus = Intake::open(size, true, false);
         with_gpus.file(1 << 40).unwrap();
+        assert!(with_gpus.arriving_file(1).is_err());
+    }
+
+    #[test]
+    fn no_gpu_memory_is_later_where_all_memory_is_first() {
+        let size = TreeSize { resident: 1 << 20, anonymous: 1 << 20, shared: 0 };
+        for (all_first, restarts, is_taken) in
+            [(true, false, false), (true, true, true), (false, false, true)]
+        {
+            let mut intake = Intake::open(size, true, true);
+            intake.arriving_file(1 << 40).unwrap();
+            if restarts {
+                intake.restart();
+            }
+            assert_eq!(intake.complete(all_first).is_ok(), is_taken, "{all_first} {restarts}");
+        }
     }
 }

@@ -12,7 +12,6 @@ use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 
-use crate::arriving_files::ArrivingFiles;
 use crate::criu::CriuChoice;
 use crate::file_look::FILES_LIMIT;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
@@ -391,9 +390,14 @@ impl SourceAgent<'_> {
         self.open_memory()
     }
 
+    /// Whether GPU memory travels while the program runs at the destination.
+    fn gpu_is_later(&self) -> bool {
+        self.gpu_on_demand && !self.options.goal.all_first
+    }
+
     /// Bytes that travel before GRANT.
     fn travels_frozen(&self) -> anyhow::Result<u64> {
-        let files = image_files::size(&self.folder.images())?;
+        let files = image_files::size(&self.folder.images(), self.gpu_is_later())?;
         Ok(files + if self.options.goal.all_first { self.shared.pre_copy.total() } else { 0 })
     }
 
@@ -415,14 +419,13 @@ impl SourceAgent<'_> {
     fn send_metadata(&mut self) {
         let Some(link) = self.link.clone() else { return };
         let (images, sender) = (self.folder.images(), self.sender.clone());
-        let all_first = self.options.goal.all_first;
-        let metadata = Frame::Source(FromSource::Metadata { all_first });
-        let on_demand = self.gpu_on_demand && !all_first;
+        let metadata = Frame::Source(FromSource::Metadata { all_first: self.options.goal.all_first });
+        let (gpu_is_later, shared) = (self.gpu_is_later(), self.shared.clone());
         thread::spawn(move || {
-            let arriving = on_demand.then(|| ArrivingFiles::open(&images)).transpose();
+            let arriving = gpu_is_later.then(|| shared.arriving_files()).transpose();
             let sent = arriving
                 .map_err(SendFailure::Unreadable)
-                .and_then(|arriving| image_files::send(&images, &link, arriving.as_ref()))
+                .and_then(|arriving| image_files::send(&images, &link, arriving.as_deref()))
                 .and_then(|()| link.send(&metadata).map_err(SendFailure::Disconnected));
             match sent {
                 Ok(()) => {}

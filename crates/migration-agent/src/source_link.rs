@@ -51,6 +51,11 @@ impl SharedMemory {
         self.frozen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns what names files with GPU memory that arrive later.
+    pub(crate) fn arriving_files(&self) -> anyhow::Result<Vec<Frame>> {
+        self.frozen().as_ref().context("the tree is not frozen")?.arriving_files()
+    }
+
     /// Bytes of pages that were answered by their digests, or as zeros.
     pub(crate) fn spared(&self) -> u64 {
         self.spared.load(Ordering::Relaxed)

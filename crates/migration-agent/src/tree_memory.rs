@@ -71,6 +71,11 @@ impl TreeMemory {
         }
     }
 
+    /// Returns what names files with GPU memory to a destination that requests them.
+    pub(crate) fn arriving_files(&self) -> anyhow::Result<Vec<Frame>> {
+        self.files.frames()
+    }
+
     fn task(&self, pid: u32) -> anyhow::Result<&TaskMemory> {
         self.tasks.get(&pid).with_context(|| format!("the frozen tree has no task {pid}"))
     }

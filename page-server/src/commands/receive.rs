@@ -41,7 +41,8 @@ const OURS: [&str; 18] = [
 
 /// Whether GPU memory may arrive while the program runs. If not, one line says why.
 fn gpu_memory_may_arrive(plugins: Option<&Path>) -> anyhow::Result<bool> {
-    let reason = LaunchPlan::eager_reason(plugins)?;
+    let remedy = "put it beside `rewake`, or name its folder in CRIU_LIBS_DIR";
+    let reason = LaunchPlan::eager_reason(plugins, remedy)?;
     if let Some(reason) = &reason {
         tracing::warn!("GPU memory of a program is copied before it runs here: {reason}");
     }

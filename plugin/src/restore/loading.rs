@@ -12,7 +12,7 @@ use nix::sys::socket::{
     setsockopt, socketpair, sockopt,
 };
 use rewake_bo_contents::{GpuPagesFile, ProcessBuffers};
-use rewake_criu_images::{ARRIVING_NAME, ImageDir};
+use rewake_criu_images::{ARRIVING_NAME, ImageDir, ImageError};
 use rewake_criu_plugin::{Answer, Host};
 use rewake_manifest::read_checksums;
 use rewake_plugin_protocol::MAX_DESCRIPTORS;
@@ -35,6 +35,8 @@ enum HandoverError {
          the migration can restore this image"
     )]
     NotArrived(&'static str),
+    #[error(transparent)]
+    List(#[from] ImageError),
     #[error("the message with the buffers of process {0} is malformed: report this fault of the plugin")]
     Garbled(u32),
     #[error(
@@ -76,11 +78,6 @@ impl Restore {
     /// In the main process: loads the memory of all buffers, except those that the streamer loads.
     pub(super) fn load(&self, host: &Host) -> Answer {
         let mut memory = self.receive_all(host)?;
-        // Without checksums nothing else would find zeros in the place of memory.
-        let arrives = memory.iter().any(|of| of.may_be_missing && !of.is_sealed);
-        if arrives && self.streamer.is_none() {
-            return Err(HandoverError::NotArrived(ARRIVING_NAME).into());
-        }
         if let Some(streamer) = &self.streamer {
             streamer.hand_over(host, self, &mut memory)?;
         }
@@ -93,7 +90,6 @@ impl Restore {
         let images = ImageDir::of(folder.try_clone_to_owned()?, "the image directory")?;
         let sealed = read_checksums(&images)?;
         let arriving = images.arriving_files()?;
-        let is_sealed = sealed.is_some();
         let may_be_missing = !arriving.is_empty() || sealed.as_ref().is_some_and(|sealed| sealed.is_partial);
         let verify = |file: &GpuPagesFile| {
             if arriving.iter().any(|name| name == file.name()) {
@@ -111,17 +107,31 @@ impl Restore {
             }
             let dmabufs = receive(&host.stored_fd(stored)?, image.buffers.len())?;
             let dmabufs = dmabufs.ok_or(HandoverError::Garbled(image.pid))?;
-            memory.push(UnloadedBuffers { process: Some(index), files, dmabufs, may_be_missing, is_sealed });
+            memory.push(UnloadedBuffers { process: Some(index), files, dmabufs, may_be_missing });
         }
         for (index, node) in self.nodes.iter().enumerate() {
             let Some(stored) = self.shared_state.node_contents(index) else { continue };
             let dmabufs = receive(&host.stored_fd(stored)?, node.contents.buffers.len())?;
             let dmabufs = dmabufs.ok_or(HandoverError::NodeGarbled(node.id))?;
             let files = node.files(folder, &dmabufs)?;
-            memory.push(UnloadedBuffers { process: None, files, dmabufs, may_be_missing, is_sealed });
+            memory.push(UnloadedBuffers { process: None, files, dmabufs, may_be_missing });
         }
         memory.iter().flat_map(|of| &of.files).try_for_each(verify)?;
         Ok(memory)
+    }
+}
+
+/// Refuses an image whose GPU memory arrives from another host, where no streamer brings it: nothing else would find
+/// zeros in the place of memory.
+pub(super) fn refuse_arriving_files(host: &Host) -> Answer {
+    let images = ImageDir::of(host.image_dir()?.try_clone_to_owned()?, "the image directory")?;
+    Ok(expect_no_arriving_files(&images)?)
+}
+
+fn expect_no_arriving_files(images: &ImageDir) -> Result<(), HandoverError> {
+    match images.arriving_files()?.is_empty() {
+        true => Ok(()),
+        false => Err(HandoverError::NotArrived(ARRIVING_NAME)),
     }
 }
 
@@ -134,8 +144,6 @@ pub(super) struct UnloadedBuffers {
     pub(super) dmabufs: Vec<Option<OwnedFd>>,
     /// Whether some of their bytes may be on another host.
     pub(super) may_be_missing: bool,
-    /// Whether their bytes are checked.
-    is_sealed: bool,
 }
 
 impl UnloadedBuffers {
@@ -178,5 +186,22 @@ fn receive(from: &OwnedFd, count: usize) -> Answer<Option<Vec<Option<OwnedFd>>>>
             let Some(place) = dmabufs.get_mut(u32::from_le_bytes(*number) as usize) else { return Ok(None) };
             *place = Some(fd);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rewake_criu_images::add_arriving_file;
+
+    use super::*;
+
+    #[test]
+    fn an_image_with_files_that_arrive_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let images = ImageDir::open(folder.path()).unwrap();
+        expect_no_arriving_files(&images).unwrap();
+        add_arriving_file(folder.path(), "amdgpu-pages-1-00ab.img").unwrap();
+        let refused = expect_no_arriving_files(&images);
+        assert!(matches!(refused, Err(HandoverError::NotArrived(ARRIVING_NAME))), "{refused:?}");
     }
 }

@@ -100,6 +100,9 @@ impl Restore {
             true => None,
             false => StreamerConnection::connect_in_work_dir(host, buffers.iter().any(Buffers::has_any))?,
         };
+        if streamer.is_none() {
+            loading::refuse_arriving_files(host)?;
+        }
         let lazy_plan = match streamer {
             Some(_) => LazyBufferPlan::of(host, &images.kfd, &buffers, &sharing)?,
             None => LazyBufferPlan::eager(&images.kfd),

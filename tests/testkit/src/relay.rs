@@ -22,13 +22,23 @@ const PIECE: usize = 16 << 10;
 #[derive(Debug)]
 pub struct SlowLink {
     port: u16,
-    /// Bytes a second: to the server, and from it.
-    rates: [Arc<AtomicU64>; 2],
+    /// To the server, and from it.
+    rates: [Arc<PassRate>; 2],
     streams: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     passed: Arc<AtomicU64>,
     sent: Arc<AtomicU64>,
     lies: Arc<AtomicBool>,
     is_cut: Arc<AtomicBool>,
+}
+
+/// The bytes a second of one direction.
+#[derive(Debug)]
+struct PassRate {
+    /// Until so many bytes have passed.
+    until: AtomicU64,
+    rate: AtomicU64,
+    /// From then on.
+    later: AtomicU64,
 }
 
 impl SlowLink {
@@ -72,7 +82,7 @@ impl SlowLink {
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
         let lies = Arc::new(AtomicBool::new(false));
         let is_cut = Arc::new(AtomicBool::new(false));
-        let rates = [up, down].map(|rate| Arc::new(AtomicU64::new(rate)));
+        let rates = [up, down].map(|rate| Arc::new(PassRate::of(rate)));
         let carried = rates.clone();
         let sent = Arc::new(AtomicU64::new(0));
         let count_sent = Arc::clone(&sent);
@@ -116,7 +126,14 @@ impl SlowLink {
 
     /// Has both directions carry so many bytes a second from now on.
     pub fn slow_to(&self, rate: u64) {
-        self.rates.iter().for_each(|of| of.store(rate, Ordering::Relaxed));
+        self.rates.iter().for_each(|of| of.set(rate));
+    }
+
+    /// Has the link carry so many bytes to the server from now on, and then this rate.
+    pub fn slow_after(&self, bytes: u64, rate: u64) {
+        let [up, _] = &self.rates;
+        up.later.store(rate, Ordering::Relaxed);
+        up.until.store(self.sent() + bytes, Ordering::Relaxed);
     }
 
     /// The bytes that its clients have received.
@@ -156,7 +173,24 @@ impl SlowLink {
     }
 }
 
-fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: &AtomicU64, passed: &AtomicU64, lies: &AtomicBool) {
+impl PassRate {
+    fn of(rate: u64) -> Self {
+        Self { until: AtomicU64::new(u64::MAX), rate: AtomicU64::new(rate), later: AtomicU64::new(rate) }
+    }
+
+    fn set(&self, rate: u64) {
+        self.rate.store(rate, Ordering::Relaxed);
+        self.later.store(rate, Ordering::Relaxed);
+    }
+
+    /// The rate after so many bytes.
+    fn after(&self, passed: u64) -> u64 {
+        let of = if passed < self.until.load(Ordering::Relaxed) { &self.rate } else { &self.later };
+        of.load(Ordering::Relaxed)
+    }
+}
+
+fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: &PassRate, passed: &AtomicU64, lies: &AtomicBool) {
     let mut buffer = vec![0; PIECE];
     loop {
         match from.read(&mut buffer) {
@@ -171,8 +205,7 @@ fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: &AtomicU64, passed: &At
                     break;
                 }
                 let len = len as u64;
-                passed.fetch_add(len, Ordering::Relaxed);
-                let rate = rate.load(Ordering::Relaxed);
+                let rate = rate.after(passed.fetch_add(len, Ordering::Relaxed) + len);
                 sleep(Duration::from_nanos(len.saturating_mul(1_000_000_000) / rate));
             }
         }

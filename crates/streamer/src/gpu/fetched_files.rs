@@ -26,20 +26,34 @@ const FULL_MS: u16 = 1;
 
 /// What must arrive in each progress time while the plugin waits: a link of 100 kbit/s brings more.
 const MIN_PROGRESS: u64 = 1 << 20;
-/// Longer than a fetcher needs that waits for an answer, ends, and is started again.
-const PROGRESS_TIME: Duration = Duration::from_secs(120);
-/// The same for a migration, whose program is lost when the wait ends: longer than its agents wait for a lost connection,
-/// 330 s.
-const MIGRATION_PROGRESS_TIME: Duration = Duration::from_secs(600);
+/// For an image: longer than a fetcher needs that waits for an answer, ends, and is started again.
+const OF_IMAGE: ArrivalLimit = ArrivalLimit {
+    time: Duration::from_secs(120),
+    then: "check the link and the other host, then start the restore again: it continues the copy",
+};
+/// For a migration: longer than its agents wait for a lost connection, 330 s.
+const OF_MIGRATION: ArrivalLimit = ArrivalLimit {
+    time: Duration::from_secs(600),
+    then: "the program is lost; check the link and the other host before the next migration",
+};
 
 /// The session's [`FetchedGpuFiles`], when it is open.
 pub(crate) type SessionGpuFiles = Arc<OnceLock<FetchedGpuFiles>>;
+
+/// How long the plugin waits for [`MIN_PROGRESS`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ArrivalLimit {
+    time: Duration,
+    /// What the user is to know and do when it has passed.
+    then: &'static str,
+}
 
 /// The files of an image with GPU memory that a fetcher writes, and the reader that waits for them.
 #[derive(Debug)]
 pub struct FetchedGpuFiles {
     files: BTreeMap<String, Arc<ImageFile>>,
     reader: FetchReader,
+    limit: ArrivalLimit,
 }
 
 /// Bytes of a file that must arrive.
@@ -50,13 +64,15 @@ struct NeededBytes<'a> {
 }
 
 impl FetchedGpuFiles {
-    /// Finds the files of a session's image: none if all bytes of it are here.
-    pub(crate) fn new(image: &Image, reader: FetchReader) -> Self {
+    /// Finds the files of a session's image: none if all bytes of it are here. Without `is_image` they are those of a
+    /// migration.
+    pub(crate) fn new(image: &Image, reader: FetchReader, is_image: bool) -> Self {
         let named = image.files().iter().filter(|file| file.source().is_some()).filter_map(|file| {
             let name = file.name().file_name()?.to_str()?;
             is_gpu_pages_file(name).then(|| (name.to_owned(), Arc::clone(file)))
         });
-        Self { files: named.collect(), reader }
+        let limit = if is_image { OF_IMAGE } else { OF_MIGRATION };
+        Self { files: named.collect(), reader, limit }
     }
 
     /// Returns a file by its name.
@@ -74,16 +90,10 @@ impl FetchedGpuFiles {
     /// # Errors
     /// They are beyond the end of a file. Or no more bytes arrive, or less than [`MIN_PROGRESS`] in a progress time.
     pub(super) fn wait_for(&self, needed: &[proto::Needed]) -> anyhow::Result<()> {
-        self.wait_with_limit(needed, self.progress_time())
+        self.wait_with_limit(needed, self.limit)
     }
 
-    fn progress_time(&self) -> Duration {
-        // Only the files of a migration have no checksums.
-        let is_image = self.files.values().all(|file| file.is_sealed());
-        if is_image { PROGRESS_TIME } else { MIGRATION_PROGRESS_TIME }
-    }
-
-    fn wait_with_limit(&self, needed: &[proto::Needed], limit: Duration) -> anyhow::Result<()> {
+    fn wait_with_limit(&self, needed: &[proto::Needed], limit: ArrivalLimit) -> anyhow::Result<()> {
         let mut rest = self.needed_bytes(needed)?.into_iter().filter(|bytes| !bytes.has_arrived());
         let mut awaited: Vec<NeededBytes<'_>> = Vec::new();
         let mut rate = self.files.values().next().and_then(|file| ArrivalRate::of(file, limit));
@@ -128,20 +138,20 @@ impl FetchedGpuFiles {
 /// Checks that bytes arrive fast enough.
 struct ArrivalRate<'a> {
     source: &'a FetchSource,
-    limit: Duration,
+    limit: ArrivalLimit,
     since: Instant,
     /// Pages that had arrived then.
     arrived: u64,
 }
 
 impl<'a> ArrivalRate<'a> {
-    fn of(file: &'a ImageFile, limit: Duration) -> Option<Self> {
+    fn of(file: &'a ImageFile, limit: ArrivalLimit) -> Option<Self> {
         let source = &*file.source()?.source;
         Some(Self { source, limit, since: Instant::now(), arrived: source.presence().arrived() })
     }
 
     fn check(&mut self) -> anyhow::Result<()> {
-        if self.since.elapsed() < self.limit {
+        if self.since.elapsed() < self.limit.time {
             return Ok(());
         }
         let now = self.source.presence().arrived();
@@ -149,10 +159,11 @@ impl<'a> ArrivalRate<'a> {
         ensure!(
             bytes >= MIN_PROGRESS,
             "GPU memory that must arrive before the program runs: {} KiB of it arrived in {} s, and {} KiB are the \
-             least: check the link and the other host; another `rewake restore --from` continues the copy",
+             least: {}",
             bytes >> 10,
-            self.limit.as_secs(),
-            MIN_PROGRESS >> 10
+            self.limit.time.as_secs(),
+            MIN_PROGRESS >> 10,
+            self.limit.then
         );
         (self.since, self.arrived) = (Instant::now(), now);
         Ok(())
@@ -223,7 +234,8 @@ mod tests {
         let fetched = FetchedFile { source: Arc::clone(&source), first: 0 };
         let file = ImageFile::fetched(file, NAME, fetched).unwrap();
         let reader = FetchReader { number: 3, waker: Notifier::new().unwrap() };
-        let files = FetchedGpuFiles { files: BTreeMap::from([(NAME.to_owned(), file)]), reader };
+        let files =
+            FetchedGpuFiles { files: BTreeMap::from([(NAME.to_owned(), file)]), reader, limit: OF_IMAGE };
         Scene { files, source, presence: PresenceWriter::open(memory.as_fd(), LEN).unwrap(), fetcher, socket }
     }
 
@@ -239,7 +251,7 @@ mod tests {
     impl Scene {
         /// Waits, and ends also when a test fails.
         fn wait(&self, needed: &[proto::Needed]) -> anyhow::Result<()> {
-            self.files.wait_with_limit(needed, LIMIT)
+            self.files.wait_with_limit(needed, ArrivalLimit { time: LIMIT, ..OF_IMAGE })
         }
 
         /// The next request: its pages.
@@ -336,20 +348,15 @@ mod tests {
     }
 
     #[test]
-    fn the_wait_of_a_migration_is_longer_than_its_agents_wait() {
-        assert_eq!(scene().files.progress_time(), MIGRATION_PROGRESS_TIME);
-        assert!(MIGRATION_PROGRESS_TIME > Duration::from_secs(330));
-        let none = FetchedGpuFiles { files: BTreeMap::new(), ..scene().files };
-        assert_eq!(none.progress_time(), PROGRESS_TIME);
-    }
-
-    #[test]
     fn a_source_that_brings_too_little_ends_the_wait() {
         let scene = scene();
-        let limit = Duration::from_millis(300);
         // A block is too little.
         scene.presence.set(0, 16);
-        let why = scene.files.wait_with_limit(&needed(0..LEN), limit).unwrap_err().to_string();
-        assert!(why.contains("0 KiB of it arrived in 0 s, and 1024 KiB are the least"), "{why}");
+        for (kind, then) in [(OF_IMAGE, "start the restore again"), (OF_MIGRATION, "the program is lost")] {
+            let limit = ArrivalLimit { time: Duration::from_millis(300), ..kind };
+            let why = scene.files.wait_with_limit(&needed(0..LEN), limit).unwrap_err().to_string();
+            assert!(why.contains("0 KiB of it arrived in 0 s, and 1024 KiB are the least"), "{why}");
+            assert!(why.contains(then), "{why}");
+        }
     }
 }

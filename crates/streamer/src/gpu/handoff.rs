@@ -134,7 +134,7 @@ impl Handoff {
                 to_server::What::Image(_) => {
                     self.images = with.pop();
                     check_image(self.images.as_ref(), images)?;
-                    sealed = self.open_image()?;
+                    sealed = self.open_image(fetched.get())?;
                 }
                 to_server::What::Process(process) => {
                     let folder = self
@@ -181,9 +181,10 @@ impl Handoff {
     }
 
     /// Leases the image, and reads the checksums of its memory.
-    fn open_image(&mut self) -> anyhow::Result<Option<ImageChecksums>> {
+    fn open_image(&mut self, fetched: Option<&FetchedGpuFiles>) -> anyhow::Result<Option<ImageChecksums>> {
         let Some(folder) = &self.images else { return Ok(None) };
         let images = ImageDir::of(folder.try_clone()?, path_of(folder))?;
+        expect_fetcher(&images, fetched)?;
         self.lease = ImageLease::of(&images)?;
         Ok(read_checksums(&images)?)
     }
@@ -440,6 +441,18 @@ fn check_image(handed: Option<&OwnedFd>, served: Option<&ImageDir>) -> anyhow::R
     Ok(())
 }
 
+/// Checks that a fetcher brings the files of an image that arrive: without one their memory would be zeros.
+fn expect_fetcher(images: &ImageDir, fetched: Option<&FetchedGpuFiles>) -> anyhow::Result<()> {
+    let is_fetched = |name: &String| fetched.is_some_and(|fetched| fetched.file(name).is_some());
+    if let Some(name) = images.arriving_files()?.iter().find(|name| !is_fetched(name)) {
+        bail!(
+            "{name}: GPU memory of a migration, and this streamer has no fetcher that brings it: only the migration \
+             can restore the image"
+        );
+    }
+    Ok(())
+}
+
 /// The path of an open directory, for messages.
 fn path_of(directory: &OwnedFd) -> PathBuf {
     std::fs::read_link(format!("/proc/self/fd/{}", directory.as_raw_fd())).unwrap_or_default()
@@ -453,7 +466,7 @@ fn unexpected(expected: &str, found: &to_server::What) -> String {
 mod tests {
     use std::thread;
 
-    use rewake_criu_images::{Inventory, write};
+    use rewake_criu_images::{Inventory, add_arriving_file, write};
     use rewake_plugin_protocol::{SOCKET, connect};
 
     use super::*;
@@ -515,6 +528,16 @@ mod tests {
         let why = check_image(Some(&handed(&other)), Some(&dir)).unwrap_err().to_string();
         let path = other.path().display().to_string();
         assert!(why.contains(&path) && why.contains("give both the same directory"), "{why}");
+    }
+
+    #[test]
+    fn an_image_whose_files_arrive_needs_a_fetcher() {
+        let folder = image(7);
+        let images = ImageDir::open(folder.path()).unwrap();
+        expect_fetcher(&images, None).unwrap();
+        add_arriving_file(folder.path(), "amdgpu-pages-1-00ab.img").unwrap();
+        let why = expect_fetcher(&images, None).unwrap_err().to_string();
+        assert!(why.starts_with("amdgpu-pages-1-00ab.img: GPU memory of a migration"), "{why}");
     }
 
     /// An image directory with an inventory only.

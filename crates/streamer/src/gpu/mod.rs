@@ -203,6 +203,7 @@ fn serve_handoff(
         ledger.gates().end_all();
     }
     let (loaded, trace, opened) = loaded?;
+    ledger.set_gpus_loaded();
     if record {
         handoff.record(&trace.buffers);
     }

@@ -45,7 +45,7 @@ pub const MAX_MESSAGES: usize = 32;
 pub const MAX_PATH: usize = 2048;
 
 /// First bytes of a ledger: a program maps only ledgers of its own layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"rewake-2");
+const MAGIC: u64 = u64::from_le_bytes(*b"rewake-3");
 
 const FREE: u32 = 0;
 const LIVE: u32 = 1;
@@ -75,6 +75,8 @@ struct Layout {
     /// How often a worker was started; the first worker has 1.
     generation: AtomicU32,
     ready: AtomicU32,
+    /// 1: all GPU memory that the plugin handed over is resident.
+    gpus_loaded: AtomicU32,
     /// When a worker last noted that it serves: nanoseconds since boot (CLOCK_BOOTTIME).
     served_at: AtomicU64,
     /// Descriptors that hold calls that register memory, each as its number plus one. 0 is none.
@@ -297,6 +299,17 @@ impl Ledger {
             .chain(self.live_spaces().flat_map(move |(_, slot)| of_space(slot)))
             .chain(self.0.holds.iter().map(|hold| hold.load(Ordering::Acquire) - 1))
             .filter(|&fd| fd != NO_FD)
+    }
+
+    /// Notes that all GPU memory is resident that the plugin handed over.
+    pub fn set_gpus_loaded(&self) {
+        self.0.gpus_loaded.store(1, Ordering::Release);
+    }
+
+    /// Returns true once all GPU memory is resident that the plugin handed over.
+    #[must_use]
+    pub fn has_loaded_gpus(&self) -> bool {
+        self.0.gpus_loaded.load(Ordering::Acquire) == 1
     }
 
     /// Returns the processes whose gates are closed.

@@ -4,12 +4,12 @@
 
 mod own_session;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, ensure};
 use own_session::OwnSession;
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::IoBudget;
@@ -20,6 +20,7 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
+use crate::fetch::Fetch;
 use crate::fetch_peer::FetchPeer;
 use crate::gpu::fetched_files::{FetchedGpuFiles, SessionGpuFiles};
 use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
@@ -143,10 +144,10 @@ impl StreamedRestore {
         if start.successor {
             // Before anything that takes time: a restore that connects until then would fail.
             self.close();
-            if start.ledger.gates().any() {
+            if let Err(error) = self.expect_gpu_memory(start.ledger) {
                 // Without `block_on`, which closes what the dead worker had: the supervisor waits by these descriptors.
                 *answers = self.answers(start, timeline);
-                bail!("the worker died while it loaded GPU memory: a successor cannot finish that");
+                return Err(error);
             }
         }
         let (mut gpus, mut own) = (None, None);
@@ -198,6 +199,19 @@ impl StreamedRestore {
         self.end_unless_connected(start)
     }
 
+    /// Checks, in a successor, that no GPU memory is missing that a successor cannot load. An error before GRANT leaves a
+    /// program at its source.
+    fn expect_gpu_memory(&self, ledger: Ledger) -> anyhow::Result<()> {
+        ensure!(
+            !ledger.gates().any(),
+            "the worker died while it loaded GPU memory: a successor cannot finish that"
+        );
+        match &self.options.images {
+            Some(images) if self.plugin.is_some() => expect_loaded(images, ledger),
+            _ => Ok(()),
+        }
+    }
+
     fn close(&self) {
         if let Some(plugin) = &self.plugin {
             plugin.close();
@@ -228,7 +242,8 @@ impl StreamedRestore {
         };
         timeline.brings(&session.session);
         // Before a restore is started: its plugin finds the session open.
-        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?));
+        let is_image = session.fetch.as_deref().is_some_and(Fetch::is_image);
+        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?, is_image));
         start.ready();
         let outcome = worker.serve(&mut session, over.clone()).await;
         if let Ok(summary) = &outcome {
@@ -323,6 +338,15 @@ pub fn report(summary: &SessionSummary) {
     );
 }
 
+/// Checks that GPU memory of a migration was loaded: the plugin has handed it to the worker that died, or finds no listener.
+fn expect_loaded(images: &Path, ledger: Ledger) -> anyhow::Result<()> {
+    ensure!(
+        ledger.has_loaded_gpus() || ImageDir::open(images)?.arriving_files()?.is_empty(),
+        "the worker died before GPU memory of a migration had arrived: a successor cannot load it"
+    );
+    Ok(())
+}
+
 /// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was
 /// missing, or CRIU has failed.
 async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<GpuLoad>>) {
@@ -373,4 +397,22 @@ fn gpus(
         if done.held == 0 { "queues resumed" } else { "gates are open, and not all queues are resumed" }
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use rewake_criu_images::add_arriving_file;
+
+    use super::*;
+
+    #[test]
+    fn a_successor_does_not_serve_without_gpu_memory_that_arrives() {
+        let (folder, ledger) = (tempfile::tempdir().unwrap(), Ledger::new().unwrap());
+        expect_loaded(folder.path(), ledger).unwrap();
+        add_arriving_file(folder.path(), "amdgpu-pages-1-00ab.img").unwrap();
+        let why = expect_loaded(folder.path(), ledger).unwrap_err().to_string();
+        assert!(why.contains("a successor cannot load it"), "{why}");
+        ledger.set_gpus_loaded();
+        expect_loaded(folder.path(), ledger).unwrap();
+    }
 }

@@ -85,20 +85,17 @@ impl LaunchPlan {
 
     /// Returns why all GPU memory of another host must be copied before the processes run; none if it may arrive later:
     /// CRIU's plugin waits for it, and this kernel can hold calls that register missing memory. `plugins` is the folder of
-    /// CRIU's plugins; none: CRIU's own.
+    /// CRIU's plugins; none: CRIU's own. `remedy` says how the user gives another one.
     ///
     /// # Errors
     /// The plugin cannot be read.
-    pub fn eager_reason(plugins: Option<&Path>) -> anyhow::Result<Option<String>> {
+    pub fn eager_reason(plugins: Option<&Path>, remedy: &str) -> anyhow::Result<Option<String>> {
         let is_own = plugins.map_or(Ok(false), |folder| {
             plugin_folder::is_own(folder).with_context(|| format!("reading {}", folder.display()))
         });
         if !is_own? {
             let file = plugin_folder::FILE;
-            return Ok(Some(format!(
-                "CRIU's {file} is not known to be Rewake's of this release (put it beside `rewake`, or name its \
-                 folder in CRIU_LIBS_DIR)"
-            )));
+            return Ok(Some(format!("CRIU's {file} is not known to be Rewake's of this release ({remedy})")));
         }
         Ok(Self::cannot_hold_calls())
     }
@@ -199,4 +196,20 @@ pub fn program() -> anyhow::Result<PathBuf> {
     // The kernel appends this to the path of a removed file (`d_path` of fs/d_path.c).
     let replaced = program.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);
     Ok(replaced.filter(|path| path.is_file()).unwrap_or(program))
+}
+
+#[cfg(test)]
+mod tests {
+    use rewake_criu_images::add_arriving_file;
+
+    use super::*;
+
+    #[test]
+    fn an_image_whose_gpu_memory_arrives_is_not_launched() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("amdgpu-renderD-7.img"), "").unwrap();
+        add_arriving_file(folder.path(), "amdgpu-pages-1-00ab.img").unwrap();
+        let refused = LaunchPlan::of(folder.path()).unwrap_err().to_string();
+        assert!(refused.contains("whose GPU memory was not copied"), "{refused}");
+    }
 }

@@ -13,6 +13,7 @@ use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::LaunchPlan;
 use rewake_streamer::units;
 
+use super::PLUGIN_REMEDY;
 use super::view::View;
 use crate::cli::RestoreArgs;
 use crate::commands::control_socket;
@@ -53,7 +54,7 @@ pub(super) async fn acquire(
     }
     if missing > 0
         && has_gpus(&directory)?
-        && let Some(reason) = LaunchPlan::eager_reason(plugins(true)?.as_deref())?
+        && let Some(reason) = LaunchPlan::eager_reason(plugins(true)?.as_deref(), PLUGIN_REMEDY)?
     {
         view.say(&format!("all of the image is copied before the processes run: {reason}\n"));
         acquire.whole = true;

@@ -47,6 +47,8 @@ const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// Options that are for `rewake restore` itself, not for CRIU.
 const OURS: [&str; 4] = ["-D", "--images-dir", "-W", "--work-dir"];
+/// How a user gives CRIU's plugin.
+const PLUGIN_REMEDY: &str = "name ours with --plugin-dir";
 
 /// The image of a restore, and its options.
 #[derive(Debug, Clone, Copy)]

@@ -15,6 +15,7 @@ use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{ImageServerAddress, LaunchPlan, MemoryServer};
 use rewake_streamer::units;
 
+use super::PLUGIN_REMEDY;
 use super::view::View;
 use crate::cli::{RemoteImage, RestoreArgs, TlsArgs};
 use crate::commands::pull::{connect, warn_unencrypted};
@@ -65,7 +66,7 @@ pub(super) fn prepare(
     view.say(&format!("{sent} were sent; the program runs while {left} arrive\n"));
     let gpus = plugin_folder::image_has_gpu(directory)
         .with_context(|| format!("reading {}", directory.display()))?;
-    if gpus && let Some(reason) = LaunchPlan::eager_reason(plugins(true)?.as_deref())? {
+    if gpus && let Some(reason) = LaunchPlan::eager_reason(plugins(true)?.as_deref(), PLUGIN_REMEDY)? {
         view.say(&format!("all of the image is copied before the processes run: {reason}\n"));
         pull(&mut source, directory, id).with_context(|| what.clone())?;
         return Ok(None);

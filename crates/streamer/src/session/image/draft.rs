@@ -106,11 +106,6 @@ impl Draft {
         let parents = images.ancestors();
         let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
         chain.iter().try_for_each(|images| refuse_partial(images))?;
-        ensure!(
-            images.arriving_files()?.is_empty(),
-            "{}: the image of a migration, whose GPU memory was not copied: only the migration can restore it",
-            images.path().display()
-        );
         let mut draft = Self { leases: leases(&chain)?, ..Self::of(images)? }.tasks(images)?;
         draft.add_checksums(read_chain(&chain)?)?;
         Ok(draft)
