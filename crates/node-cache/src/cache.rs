@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::Digest;
@@ -278,14 +278,15 @@ impl NodeCache {
         (!matches!(entry.phase(), EntryPhase::Complete)).then_some(id)
     }
 
-    /// Notes that a restore has found a wrong block in the image of this directory.
-    pub fn doubt(&self, path: &Path) {
+    /// Notes that a restore, which has begun at a time, has found a wrong block in the image of this directory.
+    pub fn doubt(&self, path: &Path, began: Instant) {
         let Some(id) = self.folder.image_at(path) else { return };
         let Some(entry) = self.entries().get(&id).cloned() else { return };
-        warn!(
-            "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used again"
-        );
-        entry.doubt();
+        if entry.doubt(began) {
+            warn!(
+                "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used again"
+            );
+        }
     }
 
     /// Lists the images, the one that was used last first.

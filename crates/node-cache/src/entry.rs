@@ -2,7 +2,7 @@
 //! One image of the cache, and how far it is. One thread at a time makes it; the others that want it wait for that.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use rewake_criu_images::Digest;
@@ -13,6 +13,9 @@ use crate::folder::CacheFolder;
 
 /// Time between two looks at a fetcher that may have failed.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// Why an image is not fetched any more.
+const WRONG_BLOCK: &str = "a restore has found a wrong block, and all blocks are compared again: try again";
 
 /// An image of the cache.
 #[derive(Debug)]
@@ -36,6 +39,8 @@ struct EntryState {
     reserved: u64,
     /// A restore has found a wrong block, or a chunk is wrong: all bytes are compared before the next restore.
     doubted: bool,
+    /// When what it had was compared; none: an earlier agent has done so.
+    compared: Option<Instant>,
 }
 
 /// How far an image is.
@@ -74,6 +79,7 @@ impl CacheEntry {
             pinned: None,
             reserved: 0,
             doubted: false,
+            compared: None,
         };
         Self { id, state: Mutex::new(state), changed: Condvar::new() }
     }
@@ -223,21 +229,27 @@ impl CacheEntry {
         self.changed.notify_all();
     }
 
-    /// Notes that a restore has found a wrong block. What has arrived is compared again before the next restore, and for
-    /// those that run.
-    pub(crate) fn doubt(&self) {
+    /// Notes that a restore, which has begun at a time, has found a wrong block. What has arrived is compared again before
+    /// the next restore, and for those that run. Returns false if that was done since then: several restores report the
+    /// same block.
+    pub(crate) fn doubt(&self, began: Instant) -> bool {
         let mut state = self.lock();
+        if state.compared.is_some_and(|compared| compared > began) {
+            return false;
+        }
         match state.phase.clone() {
             EntryPhase::Complete => state.doubted = true,
             EntryPhase::Partial(memory) => {
+                WRONG_BLOCK.clone_into(&mut state.reason);
                 state.phase = EntryPhase::Ending;
                 drop(state);
                 memory.stop();
                 self.lock().phase = EntryPhase::Idle;
                 self.changed.notify_all();
             }
-            EntryPhase::Idle | EntryPhase::Making | EntryPhase::Ending => {}
+            EntryPhase::Idle | EntryPhase::Making | EntryPhase::Ending => return false,
         }
+        true
     }
 
     /// Removes it. Returns false, and leaves it, if a restore uses it.
@@ -281,7 +293,7 @@ impl Drop for MakingGuard<'_> {
                 if matches!(phase, EntryPhase::Complete) {
                     (state.reserved, state.pinned) = (0, None);
                 }
-                (state.phase, state.doubted) = (phase, false);
+                (state.phase, state.doubted, state.compared) = (phase, false, Some(Instant::now()));
             }
             Err((before, reason)) => {
                 (state.phase, state.reason, state.reserved) = (before, reason, 0);
@@ -353,8 +365,8 @@ mod tests {
         let (_dir, folder) = folder(1 << 20);
         let entry = CacheEntry::new(image(&folder, 1, 100), &folder);
         assert!(entry.is_usable());
-        entry.doubt();
-        assert!(!entry.is_usable());
+        let began = Instant::now();
+        assert!(entry.doubt(began) && !entry.is_usable());
         entry.ensure(Remake::Left, |_| panic!("a restore that runs reads what is right")).unwrap();
         entry
             .ensure(Remake::Unusable, |doubted| {
@@ -363,6 +375,8 @@ mod tests {
             })
             .unwrap();
         assert!(entry.is_usable());
+        assert!(!entry.doubt(began) && entry.is_usable(), "another restore has read the same block");
+        assert!(entry.doubt(Instant::now()) && !entry.is_usable());
     }
 
     #[test]

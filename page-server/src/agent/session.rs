@@ -180,8 +180,8 @@ impl Registry {
             && let Some(cache) = self.cache.0.clone()
         {
             // It waits for the fetcher's end.
-            let images = live.entry.images();
-            drop(tokio::task::spawn_blocking(move || cache.doubt(&images)));
+            let (images, began) = (live.entry.images(), live.since);
+            drop(tokio::task::spawn_blocking(move || cache.doubt(&images, began)));
         }
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);
