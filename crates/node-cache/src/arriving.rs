@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, Shutdown, SockFlag, SockType, shutdown, socketpair};
@@ -40,6 +40,11 @@ pub struct SharedSockets {
     /// Where the files are in the presence map.
     pub layout: u64,
 }
+
+/// Why no more memory of an image arrives. Restores that wait for it end: asking again does not help.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct MemoryLost(pub(crate) String);
 
 /// The missing memory of an image.
 #[derive(Debug)]
@@ -125,7 +130,9 @@ impl ArrivingMemory {
                 return Ok(sockets);
             }
             if let Some(reason) = &run.failure {
-                bail!("{reason}");
+                // After a stop it may be brought again.
+                ensure!(!run.stopped, "{reason}");
+                return Err(MemoryLost(reason.clone()).into());
             }
             if let Some(socket) = &run.socket
                 && channel::send_client(socket.as_fd(), its.as_fd()).is_ok()

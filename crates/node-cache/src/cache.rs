@@ -14,7 +14,7 @@ use rewake_image_store::{ImageStore, ImageUrl, PinnedImage, StoreSource, StoredI
 use tokio::runtime::Runtime;
 use tracing::{info, warn};
 
-use crate::arriving::{ArrivingMemory, SharedSockets};
+use crate::arriving::{ArrivingMemory, MemoryLost, SharedSockets};
 use crate::entry::{CacheEntry, EntryPhase, Remake};
 use crate::folder::CacheFolder;
 use crate::{images_served, space};
@@ -193,7 +193,10 @@ impl NodeCache {
             let bring = || {
                 let (store, stored) = found.map_or_else(|| self.find(url), Ok)?;
                 let (id, now) = (entry.id, stored.id);
-                ensure!(now == id, "the store has image {now:.16} under this name by now, not {id:.16}");
+                if now != id {
+                    let reason = format!("the store has image {now:.16} under this name by now, not {id:.16}");
+                    return Err(MemoryLost(reason).into());
+                }
                 let pinned = Arc::new(self.runtime.block_on(PinnedImage::of(&store, stored))?);
                 entry.set_pinned(Arc::clone(&pinned));
                 self.bring(entry, url, &pinned, doubted)

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use rewake_node_cache::{CachePin, CachedImageState, NodeCache, SharedSockets};
+use rewake_node_cache::{CachePin, CachedImageState, MemoryLost, NodeCache, SharedSockets};
 use rewake_streamer::control::WAITING;
 use rewake_streamer::control::descriptors::send_descriptors;
 use rewake_streamer::control::frame::FrameError;
@@ -69,7 +69,11 @@ impl AgentCache {
     pub(super) async fn fetch(&self, stream: &mut UnixStream, fetch: proto::Fetch) -> Result<(), FrameError> {
         let fetched = |complete, layout| reply::Kind::Fetched(proto::Fetched { complete, layout });
         match self.run(stream, move |cache| cache.fetch(&fetch.image_id)).await? {
-            Err(error) => answer(stream, failure(format!("{error:#}"))).await,
+            Err(error) => {
+                let lasting = error.downcast_ref::<MemoryLost>().is_some();
+                let reason = format!("{error:#}");
+                answer(stream, reply::Kind::Failure(proto::Failure { reason, lasting })).await
+            }
             Ok(None) => answer(stream, fetched(true, 0)).await,
             Ok(Some(SharedSockets { presence, socket, layout })) => {
                 answer(stream, fetched(false, layout)).await?;
