@@ -14,6 +14,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, Shutdown, SockFlag, SockType, shutdown, socketpair};
 use rewake_criu_images::Digest;
+use rewake_fetcher::MAX_FETCH_CLIENTS;
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::PagePeer;
 use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
@@ -61,6 +62,8 @@ pub(crate) struct ArrivingMemory {
 struct FetcherRun {
     /// The socket to it; none while none runs.
     socket: Option<OwnedFd>,
+    /// Its ends of the sockets of streamers, which it shuts down when it does not serve one any more.
+    clients: Vec<OwnedFd>,
     /// Why no more memory arrives.
     failure: Option<String>,
     stopped: bool,
@@ -115,7 +118,7 @@ impl ArrivingMemory {
     /// Gives a streamer a part in the fetcher.
     ///
     /// # Errors
-    /// No more memory arrives.
+    /// No more memory arrives, or too many streamers share the fetcher.
     pub(crate) fn join(&self) -> anyhow::Result<SharedSockets> {
         let (socket, its) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
@@ -134,9 +137,13 @@ impl ArrivingMemory {
                 ensure!(!run.stopped, "{reason}");
                 return Err(MemoryLost(reason.clone()).into());
             }
+            run.clients.retain(is_served);
+            let served = run.clients.len();
+            ensure!(served < MAX_FETCH_CLIENTS, "{served} restores of this image wait for its memory: try again");
             if let Some(socket) = &run.socket
                 && channel::send_client(socket.as_fd(), its.as_fd()).is_ok()
             {
+                run.clients.push(its);
                 return Ok(sockets);
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -212,7 +219,12 @@ impl ArrivingMemory {
             self.changed.notify_all();
             self.follow(&socket)
         });
-        self.run().socket = None;
+        {
+            let mut run = self.run();
+            run.socket = None;
+            // Streamers see the ends of their sockets.
+            run.clients.clear();
+        }
         drop(socket);
         reap(&mut child);
         followed
@@ -242,8 +254,35 @@ impl ArrivingMemory {
     }
 }
 
+/// Whether a streamer and the fetcher have both ends of a socket: this process has a copy of the fetcher's.
+fn is_served(socket: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+    let ended = PollFlags::POLLHUP | PollFlags::POLLERR;
+    poll(&mut polled, PollTimeout::ZERO).is_ok()
+        && !polled[0].revents().is_some_and(|events| events.intersects(ended))
+}
+
 /// Takes the status of a fetcher, which has closed its socket: it has ended, or hangs in the kernel.
 fn reap(child: &mut Child) {
     let _ = child.kill();
     let _ = child.wait();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_streamer_is_served_until_it_or_the_fetcher_ends_its_socket() {
+        let pair =
+            || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+        let (streamer, fetcher) = pair();
+        assert!(is_served(&fetcher));
+        drop(streamer);
+        assert!(!is_served(&fetcher));
+        let (_streamer, fetcher) = pair();
+        let its = fetcher.try_clone().unwrap();
+        shutdown(its.as_raw_fd(), Shutdown::Both).unwrap();
+        assert!(!is_served(&fetcher));
+    }
 }
