@@ -110,6 +110,11 @@ impl ArrivingMemory {
         self.fetch.missing()
     }
 
+    /// Returns whether all bytes have arrived.
+    pub(crate) fn has_arrived(&self) -> bool {
+        self.fetch.is_closed()
+    }
+
     /// Returns why no more memory arrives; none while it does.
     pub(crate) fn failure(&self) -> Option<String> {
         self.run().failure.clone()
@@ -162,8 +167,8 @@ impl ArrivingMemory {
         run.stopped = true;
         run.failure.get_or_insert_with(|| "the agent has ended the fetcher of this image".to_owned());
         if let Some(socket) = &run.socket {
-            // It sees the end of its owner.
-            let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
+            // The thread of the fetchers sees the end of the socket, and kills it.
+            let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
         }
         drop(run);
         self.changed.notify_all();

@@ -76,6 +76,14 @@ impl CachePin {
         &self.path
     }
 
+    /// Returns whether all of the image is here.
+    ///
+    /// # Errors
+    /// Its memory has stopped to arrive.
+    pub fn is_complete(&self) -> anyhow::Result<bool> {
+        self.entry.is_complete()
+    }
+
     /// Returns the bytes that have not arrived.
     #[must_use]
     pub fn missing(&self) -> u64 {
@@ -115,34 +123,21 @@ impl NodeCache {
         self.entries().values().cloned().collect()
     }
 
-    /// Brings an image of a store, if it is not here: what CRIU reads itself, or all of it. `id` is the beginning of the
-    /// id that it must have; the store is not asked if the image with that id is here.
+    /// Brings an image of a store, if it is not here: what CRIU reads itself. A fetcher brings the rest. `id` is the
+    /// beginning of the id that it must have; the store is not asked if the image with that id is here.
     ///
     /// # Errors
     /// The store cannot be read, or has another image; or there is no space.
-    pub fn acquire(
-        self: &Arc<Self>,
-        url: &ImageUrl,
-        id: Option<&str>,
-        whole: bool,
-    ) -> anyhow::Result<CachePin> {
+    pub fn acquire(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<CachePin> {
         if let Some(id) = id {
             ensure!(id.len() >= ID_DIGITS, "--id {id}: expected {ID_DIGITS} digits of an image id at least");
         }
         let known = id.and_then(|id| self.with_id(id).ok()).filter(|entry| entry.is_usable());
-        let pin = match known {
-            Some(entry) => {
-                let pin = CachePin::new(&entry, &self.folder);
-                // A removal may have been faster.
-                self.ensure(&entry, Remake::Unusable, url, None)?;
-                self.folder.note_use(entry.id)?;
-                pin
-            }
-            None => self.acquire_from_store(url, id)?,
-        };
-        if whole {
-            pin.entry.wait_until_complete().with_context(|| url.to_string())?;
-        }
+        let Some(entry) = known else { return self.acquire_from_store(url, id) };
+        let pin = CachePin::new(&entry, &self.folder);
+        // A removal may have been faster.
+        self.ensure(&entry, Remake::Unusable, url, None)?;
+        self.folder.note_use(entry.id)?;
         Ok(pin)
     }
 

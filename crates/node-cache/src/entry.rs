@@ -2,7 +2,7 @@
 //! One image of the cache, and how far it is. One thread at a time makes it; the others that want it wait for that.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::bail;
 use rewake_criu_images::Digest;
@@ -11,8 +11,6 @@ use rewake_image_store::PinnedImage;
 use crate::arriving::ArrivingMemory;
 use crate::folder::CacheFolder;
 
-/// Time between two looks at a fetcher that may have failed.
-const LOOK: Duration = Duration::from_secs(1);
 
 /// Why an image is not fetched any more.
 const WRONG_BLOCK: &str = "a restore has found a wrong block, and all blocks are compared again: try again";
@@ -65,6 +63,18 @@ pub(crate) enum Remake {
     Unusable,
     /// Those whose fetcher another agent had: restores that run need a new one.
     Left,
+}
+
+impl EntryState {
+    fn is_removable(&self) -> bool {
+        let is_busy = match &self.phase {
+            EntryPhase::Making | EntryPhase::Ending => true,
+            // All its bytes are being compared.
+            EntryPhase::Partial(memory) => memory.has_arrived() && memory.failure().is_none(),
+            EntryPhase::Idle | EntryPhase::Complete => false,
+        };
+        !is_busy && self.pins == 0
+    }
 }
 
 impl CacheEntry {
@@ -181,25 +191,23 @@ impl CacheEntry {
         }
     }
 
-    /// Waits until all of it is here.
+    /// Returns whether all of it is here.
     ///
     /// # Errors
     /// Its memory has stopped to arrive.
-    pub(crate) fn wait_until_complete(&self) -> anyhow::Result<()> {
-        let mut state = self.lock();
-        loop {
-            match &state.phase {
-                EntryPhase::Complete => return Ok(()),
-                EntryPhase::Idle => bail!("{}", state.reason),
-                EntryPhase::Partial(memory) => {
-                    if let Some(reason) = memory.failure() {
-                        bail!("{reason}");
-                    }
+    pub(crate) fn is_complete(&self) -> anyhow::Result<bool> {
+        let state = self.lock();
+        match &state.phase {
+            EntryPhase::Complete => return Ok(true),
+            EntryPhase::Idle => bail!("{}", state.reason),
+            EntryPhase::Partial(memory) => {
+                if let Some(reason) = memory.failure() {
+                    bail!("{reason}");
                 }
-                EntryPhase::Making | EntryPhase::Ending => {}
             }
-            state = self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+            EntryPhase::Making | EntryPhase::Ending => {}
         }
+        Ok(false)
     }
 
     /// Returns whether it has this memory, which has arrived.
@@ -252,14 +260,18 @@ impl CacheEntry {
         true
     }
 
+    /// Whether it may be removed now: no restore uses it, and no thread copies or compares it.
+    pub(crate) fn is_removable(&self, folder: &CacheFolder) -> bool {
+        self.lock().is_removable() && !folder.is_leased(self.id)
+    }
+
     /// Removes it. Returns false, and leaves it, if a restore uses it.
     ///
     /// # Errors
     /// A file cannot be removed.
     pub(crate) fn evict(&self, folder: &CacheFolder) -> anyhow::Result<bool> {
         let mut state = self.lock();
-        let is_busy = matches!(state.phase, EntryPhase::Making | EntryPhase::Ending);
-        if is_busy || state.pins > 0 || folder.is_leased(self.id) {
+        if !state.is_removable() || folder.is_leased(self.id) {
             return Ok(false);
         }
         let before = std::mem::replace(&mut state.phase, EntryPhase::Ending);
@@ -313,6 +325,7 @@ fn is_of(phase: &EntryPhase, memory: &Arc<ArrivingMemory>) -> bool {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::thread::scope;
+    use std::time::Duration;
 
     use super::*;
     use crate::folder::tests::{folder, image};
@@ -333,7 +346,7 @@ mod tests {
             }
         });
         assert_eq!(made.load(Ordering::SeqCst), 1);
-        entry.wait_until_complete().unwrap();
+        assert!(entry.is_complete().unwrap());
     }
 
     #[test]
@@ -356,7 +369,7 @@ mod tests {
             begins.recv().unwrap();
             fails(entry.ensure(Remake::Unusable, |_| unreachable!("another thread makes it")));
         });
-        fails(entry.wait_until_complete());
+        fails(entry.is_complete().map(drop));
         entry.ensure(Remake::Unusable, |_| Ok(EntryPhase::Complete)).unwrap();
     }
 
