@@ -5,8 +5,8 @@
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
-use std::time::Instant;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use rewake_tests::daemon::{Daemon, DaemonOptions, has_namespaces, in_namespaces, timeline};
@@ -22,6 +22,8 @@ use rewake_tests::{Criu, Verdict, need, skip};
 const MIB: usize = 32;
 /// Bytes of a slow link in a second: the memory of a scene takes 4 s.
 const SLOW: u64 = 8 << 20;
+/// Time for an agent to end.
+const END: Duration = Duration::from_secs(8);
 /// Restores at once.
 const REPLICAS: usize = 8;
 
@@ -191,6 +193,21 @@ fn memory_waits_for_the_next_agent() {
     slow.ends_well();
     let passed = slow.link.passed();
     assert!(passed < slow.stored.bytes + (12 << 20), "{passed} bytes: what was here was fetched again");
+}
+
+#[test]
+fn an_agent_that_is_asked_to_end_waits_for_no_store() {
+    let (criu, weed) = (need!(Criu::main()), need!(SeaweedServer::program()));
+    let mut slow = SlowStore::new(&criu, &weed);
+    let mut warm = Command::new(rewake_testkit::programs::rewake().unwrap());
+    warm.args(["cache", "warm", &slow.stored.url, "--socket"]).arg(slow.stored.daemon.socket());
+    let mut warm = warm.stderr(Stdio::null()).spawn().unwrap();
+    slow.passed(slow.link.passed() + (1 << 20));
+    slow.stored.daemon.terminate().unwrap();
+    let ended = slow.stored.daemon.ended(END).unwrap();
+    assert_eq!(ended.code(), Some(0), "{}", slow.stored.daemon.logs());
+    assert!(!slow.stored.daemon.socket().exists());
+    assert!(!warm.wait().unwrap().success());
 }
 
 #[test]

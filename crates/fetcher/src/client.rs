@@ -3,10 +3,11 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
+use nix::sys::socket::{Shutdown, shutdown};
 use rewake_image_io::FetchRequest;
 
 use crate::channel::{self, FetchOrder, MAX_READERS};
@@ -73,6 +74,12 @@ pub(crate) struct FetchClients {
     count: u32,
 }
 
+impl Drop for FetchClient {
+    fn drop(&mut self) {
+        end(&self.socket);
+    }
+}
+
 impl FetchClient {
     /// Takes its orders; `request` takes its requests.
     ///
@@ -116,7 +123,7 @@ impl FetchClients {
             let reason = format!("MAX_FETCH_CLIENTS = {MAX_FETCH_CLIENTS} streamers share this fetcher");
             // Without an owner no process needs the reason.
             let _ = channel::report_refused(owner, &reason);
-            return;
+            return end(&socket);
         }
         self.count += 1;
         self.all.push(FetchClient { number: ClientNumber(self.count), socket, readers: Vec::new() });
@@ -152,6 +159,12 @@ impl FetchClients {
         wake(readers, which.of(OWNER));
         self.all.iter().for_each(|client| wake(&client.readers, which.of(client.number)));
     }
+}
+
+/// Ends a socket for all processes that have it: the agent has a copy, too.
+fn end(socket: &OwnedFd) {
+    // A socket that has ended needs no end.
+    let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
 }
 
 /// Whether an error is the plain end of a streamer's socket.

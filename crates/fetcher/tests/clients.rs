@@ -46,6 +46,8 @@ struct Scene {
 /// A streamer.
 struct Client {
     socket: OwnedFd,
+    /// The agent's copy of the fetcher's end.
+    _its: OwnedFd,
     reader: OwnedFd,
 }
 
@@ -140,7 +142,7 @@ impl Scene {
         let (reader, writer) = nix::unistd::pipe().unwrap();
         // One that is refused may be so by now.
         let _ = orders::send_readers(socket.as_fd(), &[writer.as_fd()]);
-        Client { socket, reader }
+        Client { socket, _its: its, reader }
     }
 
     fn report(&self) -> FetchReport {

@@ -124,7 +124,7 @@ fn copy(
     check_id(id, expected, &"the source")?;
     let report = PullReport { id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 };
     let Some(target) = Target::open(directory, id)? else { return Ok(report) };
-    let (file, path) = target.manifest()?;
+    let (path, made) = (target.manifest_path(), target.make_manifest()?);
     let length = source.manifest_length();
     ensure!(
         length <= MAX_MANIFEST,
@@ -132,7 +132,9 @@ fn copy(
     );
     let (steps, buffer) = (VecDeque::new(), Vec::new());
     let mut copy = ImageCopy { source, target, report, eager, ranges: None, steps, buffer };
-    copy.manifest(&file, length)?;
+    if let Some(file) = made {
+        copy.manifest(&file, length)?;
+    }
     copy.working_set()?;
     let manifest = || -> anyhow::Result<_> {
         let reader = ManifestReader::of(std::fs::File::open(&path)?, length, &path)?;

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
+use std::io;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _, symlink};
@@ -13,7 +14,7 @@ use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use nix::unistd::{Whence, lseek};
-use rewake_criu_images::{Digest, ImageDir};
+use rewake_criu_images::{Digest, ImageDir, ImageLease};
 use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{
     MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent, WORKING_SET_NAME,
@@ -118,11 +119,18 @@ impl Target {
         }
     }
 
-    /// Makes the file of the manifest, empty. Returns its path, too.
-    pub(crate) fn manifest(&self) -> anyhow::Result<(File, PathBuf)> {
-        let path = self.path.join(PARTIAL_NAME);
-        let file = options().truncate(true).open(&path).with_context(|| path.display().to_string())?;
-        Ok((file, path))
+    /// Returns the path of the manifest.
+    pub(crate) fn manifest_path(&self) -> PathBuf {
+        self.path.join(PARTIAL_NAME)
+    }
+
+    /// Makes the file of the manifest, empty. None: an earlier copy has brought it. Restores may read that one.
+    pub(crate) fn make_manifest(&self) -> anyhow::Result<Option<File>> {
+        if self.is_cut {
+            return Ok(None);
+        }
+        let path = self.manifest_path();
+        options().truncate(true).open(&path).map(Some).with_context(|| path.display().to_string())
     }
 
     /// Writes the recorded working set, completely or not at all. One that the directory has stays.
@@ -259,8 +267,9 @@ pub(crate) fn is_complete(path: &Path) -> bool {
 /// Removes what a cut copy of another image has left: its bytes must not be taken for those of this image.
 ///
 /// # Errors
-/// There are files of an image, and no copy has left them.
+/// There are files of an image, and no copy has left them; or a restore reads them.
 fn remove_other(path: &Path, is_partial: bool) -> anyhow::Result<()> {
+    let _lease = if is_partial { sole_lease(path)? } else { None };
     for entry in fs::read_dir(path)?.flatten() {
         let name = entry.file_name();
         if is_covered(name.as_bytes()) || name == "parent" {
@@ -277,6 +286,25 @@ fn remove_other(path: &Path, is_partial: bool) -> anyhow::Result<()> {
         let _ = fs::remove_file(path.join(WORKING_SET_NAME));
     }
     Ok(())
+}
+
+/// Leases an image that is removed; none if its inventory has not arrived.
+///
+/// # Errors
+/// A restore reads it.
+fn sole_lease(path: &Path) -> anyhow::Result<Option<ImageLease>> {
+    let context = || format!("leasing {}", path.display());
+    let lease = match ImageLease::shared(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        lease => lease.with_context(context)?,
+    };
+    let is_free = lease.as_ref().map_or(Ok(false), ImageLease::make_exclusive).with_context(context)?;
+    ensure!(
+        is_free,
+        "{}: its manifest is damaged or of another image, and a restore reads its files: try again when that has ended",
+        path.display()
+    );
+    Ok(lease)
 }
 
 fn options() -> OpenOptions {

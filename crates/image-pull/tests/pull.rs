@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, Properties, kfd_name, pages_name};
-use rewake_criu_images::{Generation, Inventory, PageFlags, Pagemap, write};
+use rewake_criu_images::{Generation, ImageLease, Inventory, PageFlags, Pagemap, write};
 use rewake_image_pull::{ImageSource, PullReport, complete, complete_image, pull, pull_eager};
 use rewake_image_server::connection::serve;
 use rewake_image_server::exports::{Exports, ImageDirectory};
@@ -328,14 +328,32 @@ fn what_is_lazy_is_left_and_can_be_brought_by_another_program() {
     let at = 4096 + CHUNK;
     file.write_all_at(&memory[at..at + CHUNK], at as u64).unwrap();
     let second = eager();
-    let manifest = fs::metadata(scene.image().join("rewake-manifest")).unwrap().len();
-    assert_eq!((second.left, second.sent), (CHUNK as u64, manifest), "nothing is sent twice");
+    assert_eq!((second.left, second.sent), (CHUNK as u64, 0), "nothing is sent twice");
     file.write_all_at(&memory[at..], at as u64).unwrap();
     assert_eq!(complete(&scene.copy()).unwrap(), first.id);
     scene.assert_copied();
     assert_eq!(complete_image(&scene.copy(), None).unwrap(), Some(first.id));
     assert!(complete_image(&scene.copy(), Some("0000")).is_err());
     assert_eq!(eager(), PullReport { id: first.id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 });
+}
+
+#[test]
+fn files_that_a_restore_reads_are_not_removed() {
+    let scene = Scene::new();
+    let memory = with_pagemap(&scene);
+    let eager = || pull_eager(&mut scene.source("web/1", usize::MAX).unwrap().0, &scene.copy(), None);
+    eager().unwrap();
+    let (partial, pages) =
+        (scene.copy().join("rewake-manifest.partial"), scene.copy().join("pages-1.img"));
+    let file = fs::File::options().write(true).open(&pages).unwrap();
+    file.write_all_at(&memory[4096..], 4096).unwrap();
+    fs::write(&partial, "damaged").unwrap();
+    let lease = ImageLease::shared(&scene.copy()).unwrap().unwrap();
+    let error = eager().unwrap_err().to_string();
+    assert!(error.contains("a restore reads its files"), "{error}");
+    assert!(fs::read(&pages).unwrap() == memory);
+    drop(lease);
+    assert_eq!(eager().unwrap().left, 2 * CHUNK as u64);
 }
 
 #[test]

@@ -9,11 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, Shutdown, SockFlag, SockType, shutdown, socketpair};
 use rewake_criu_images::Digest;
+use rewake_fetcher::MAX_FETCH_CLIENTS;
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::PagePeer;
 use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
@@ -41,6 +42,11 @@ pub struct SharedSockets {
     pub layout: u64,
 }
 
+/// Why no more memory of an image arrives. Restores that wait for it end: asking again does not help.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct MemoryLost(pub(crate) String);
+
 /// The missing memory of an image.
 #[derive(Debug)]
 pub(crate) struct ArrivingMemory {
@@ -56,6 +62,8 @@ pub(crate) struct ArrivingMemory {
 struct FetcherRun {
     /// The socket to it; none while none runs.
     socket: Option<OwnedFd>,
+    /// Its ends of the sockets of streamers, which it shuts down when it does not serve one any more.
+    clients: Vec<OwnedFd>,
     /// Why no more memory arrives.
     failure: Option<String>,
     stopped: bool,
@@ -102,6 +110,11 @@ impl ArrivingMemory {
         self.fetch.missing()
     }
 
+    /// Returns whether all bytes have arrived.
+    pub(crate) fn has_arrived(&self) -> bool {
+        self.fetch.is_closed()
+    }
+
     /// Returns why no more memory arrives; none while it does.
     pub(crate) fn failure(&self) -> Option<String> {
         self.run().failure.clone()
@@ -110,7 +123,7 @@ impl ArrivingMemory {
     /// Gives a streamer a part in the fetcher.
     ///
     /// # Errors
-    /// No more memory arrives.
+    /// No more memory arrives, or too many streamers share the fetcher.
     pub(crate) fn join(&self) -> anyhow::Result<SharedSockets> {
         let (socket, its) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
@@ -125,11 +138,17 @@ impl ArrivingMemory {
                 return Ok(sockets);
             }
             if let Some(reason) = &run.failure {
-                bail!("{reason}");
+                // After a stop it may be brought again.
+                ensure!(!run.stopped, "{reason}");
+                return Err(MemoryLost(reason.clone()).into());
             }
+            run.clients.retain(is_served);
+            let served = run.clients.len();
+            ensure!(served < MAX_FETCH_CLIENTS, "{served} restores of this image wait for its memory: try again");
             if let Some(socket) = &run.socket
                 && channel::send_client(socket.as_fd(), its.as_fd()).is_ok()
             {
+                run.clients.push(its);
                 return Ok(sockets);
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -148,8 +167,8 @@ impl ArrivingMemory {
         run.stopped = true;
         run.failure.get_or_insert_with(|| "the agent has ended the fetcher of this image".to_owned());
         if let Some(socket) = &run.socket {
-            // It sees the end of its owner.
-            let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
+            // The thread of the fetchers sees the end of the socket, and kills it.
+            let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
         }
         drop(run);
         self.changed.notify_all();
@@ -205,7 +224,12 @@ impl ArrivingMemory {
             self.changed.notify_all();
             self.follow(&socket)
         });
-        self.run().socket = None;
+        {
+            let mut run = self.run();
+            run.socket = None;
+            // Streamers see the ends of their sockets.
+            run.clients.clear();
+        }
         drop(socket);
         reap(&mut child);
         followed
@@ -235,8 +259,35 @@ impl ArrivingMemory {
     }
 }
 
+/// Whether a streamer and the fetcher have both ends of a socket: this process has a copy of the fetcher's.
+fn is_served(socket: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+    let ended = PollFlags::POLLHUP | PollFlags::POLLERR;
+    poll(&mut polled, PollTimeout::ZERO).is_ok()
+        && !polled[0].revents().is_some_and(|events| events.intersects(ended))
+}
+
 /// Takes the status of a fetcher, which has closed its socket: it has ended, or hangs in the kernel.
 fn reap(child: &mut Child) {
     let _ = child.kill();
     let _ = child.wait();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_streamer_is_served_until_it_or_the_fetcher_ends_its_socket() {
+        let pair =
+            || socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+        let (streamer, fetcher) = pair();
+        assert!(is_served(&fetcher));
+        drop(streamer);
+        assert!(!is_served(&fetcher));
+        let (_streamer, fetcher) = pair();
+        let its = fetcher.try_clone().unwrap();
+        shutdown(its.as_raw_fd(), Shutdown::Both).unwrap();
+        assert!(!is_served(&fetcher));
+    }
 }

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::Digest;
@@ -14,7 +14,7 @@ use rewake_image_store::{ImageStore, ImageUrl, PinnedImage, StoreSource, StoredI
 use tokio::runtime::Runtime;
 use tracing::{info, warn};
 
-use crate::arriving::{ArrivingMemory, SharedSockets};
+use crate::arriving::{ArrivingMemory, MemoryLost, SharedSockets};
 use crate::entry::{CacheEntry, EntryPhase, Remake};
 use crate::folder::CacheFolder;
 use crate::{images_served, space};
@@ -76,6 +76,14 @@ impl CachePin {
         &self.path
     }
 
+    /// Returns whether all of the image is here.
+    ///
+    /// # Errors
+    /// Its memory has stopped to arrive.
+    pub fn is_complete(&self) -> anyhow::Result<bool> {
+        self.entry.is_complete()
+    }
+
     /// Returns the bytes that have not arrived.
     #[must_use]
     pub fn missing(&self) -> u64 {
@@ -115,34 +123,21 @@ impl NodeCache {
         self.entries().values().cloned().collect()
     }
 
-    /// Brings an image of a store, if it is not here: what CRIU reads itself, or all of it. `id` is the beginning of the
-    /// id that it must have; the store is not asked if the image with that id is here.
+    /// Brings an image of a store, if it is not here: what CRIU reads itself. A fetcher brings the rest. `id` is the
+    /// beginning of the id that it must have; the store is not asked if the image with that id is here.
     ///
     /// # Errors
     /// The store cannot be read, or has another image; or there is no space.
-    pub fn acquire(
-        self: &Arc<Self>,
-        url: &ImageUrl,
-        id: Option<&str>,
-        whole: bool,
-    ) -> anyhow::Result<CachePin> {
+    pub fn acquire(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<CachePin> {
         if let Some(id) = id {
             ensure!(id.len() >= ID_DIGITS, "--id {id}: expected {ID_DIGITS} digits of an image id at least");
         }
         let known = id.and_then(|id| self.with_id(id).ok()).filter(|entry| entry.is_usable());
-        let pin = match known {
-            Some(entry) => {
-                let pin = CachePin::new(&entry, &self.folder);
-                // A removal may have been faster.
-                self.ensure(&entry, Remake::Unusable, url, None)?;
-                self.folder.note_use(entry.id)?;
-                pin
-            }
-            None => self.acquire_from_store(url, id)?,
-        };
-        if whole {
-            pin.entry.wait_until_complete().with_context(|| url.to_string())?;
-        }
+        let Some(entry) = known else { return self.acquire_from_store(url, id) };
+        let pin = CachePin::new(&entry, &self.folder);
+        // A removal may have been faster.
+        self.ensure(&entry, Remake::Unusable, url, None)?;
+        self.folder.note_use(entry.id)?;
         Ok(pin)
     }
 
@@ -193,7 +188,10 @@ impl NodeCache {
             let bring = || {
                 let (store, stored) = found.map_or_else(|| self.find(url), Ok)?;
                 let (id, now) = (entry.id, stored.id);
-                ensure!(now == id, "the store has image {now:.16} under this name by now, not {id:.16}");
+                if now != id {
+                    let reason = format!("the store has image {now:.16} under this name by now, not {id:.16}");
+                    return Err(MemoryLost(reason).into());
+                }
                 let pinned = Arc::new(self.runtime.block_on(PinnedImage::of(&store, stored))?);
                 entry.set_pinned(Arc::clone(&pinned));
                 self.bring(entry, url, &pinned, doubted)
@@ -278,14 +276,15 @@ impl NodeCache {
         (!matches!(entry.phase(), EntryPhase::Complete)).then_some(id)
     }
 
-    /// Notes that a restore has found a wrong block in the image of this directory.
-    pub fn doubt(&self, path: &Path) {
+    /// Notes that a restore, which has begun at a time, has found a wrong block in the image of this directory.
+    pub fn doubt(&self, path: &Path, began: Instant) {
         let Some(id) = self.folder.image_at(path) else { return };
         let Some(entry) = self.entries().get(&id).cloned() else { return };
-        warn!(
-            "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used again"
-        );
-        entry.doubt();
+        if entry.doubt(began) {
+            warn!(
+                "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used again"
+            );
+        }
     }
 
     /// Lists the images, the one that was used last first.

@@ -2,7 +2,7 @@
 //! One image of the cache, and how far it is. One thread at a time makes it; the others that want it wait for that.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::Instant;
 
 use anyhow::bail;
 use rewake_criu_images::Digest;
@@ -11,8 +11,9 @@ use rewake_image_store::PinnedImage;
 use crate::arriving::ArrivingMemory;
 use crate::folder::CacheFolder;
 
-/// Time between two looks at a fetcher that may have failed.
-const LOOK: Duration = Duration::from_secs(1);
+
+/// Why an image is not fetched any more.
+const WRONG_BLOCK: &str = "a restore has found a wrong block, and all blocks are compared again: try again";
 
 /// An image of the cache.
 #[derive(Debug)]
@@ -36,6 +37,8 @@ struct EntryState {
     reserved: u64,
     /// A restore has found a wrong block, or a chunk is wrong: all bytes are compared before the next restore.
     doubted: bool,
+    /// When what it had was compared; none: an earlier agent has done so.
+    compared: Option<Instant>,
 }
 
 /// How far an image is.
@@ -62,6 +65,18 @@ pub(crate) enum Remake {
     Left,
 }
 
+impl EntryState {
+    fn is_removable(&self) -> bool {
+        let is_busy = match &self.phase {
+            EntryPhase::Making | EntryPhase::Ending => true,
+            // All its bytes are being compared.
+            EntryPhase::Partial(memory) => memory.has_arrived() && memory.failure().is_none(),
+            EntryPhase::Idle | EntryPhase::Complete => false,
+        };
+        !is_busy && self.pins == 0
+    }
+}
+
 impl CacheEntry {
     /// An image that an earlier agent may have left.
     pub(crate) fn new(id: Digest, folder: &CacheFolder) -> Self {
@@ -74,6 +89,7 @@ impl CacheEntry {
             pinned: None,
             reserved: 0,
             doubted: false,
+            compared: None,
         };
         Self { id, state: Mutex::new(state), changed: Condvar::new() }
     }
@@ -175,25 +191,23 @@ impl CacheEntry {
         }
     }
 
-    /// Waits until all of it is here.
+    /// Returns whether all of it is here.
     ///
     /// # Errors
     /// Its memory has stopped to arrive.
-    pub(crate) fn wait_until_complete(&self) -> anyhow::Result<()> {
-        let mut state = self.lock();
-        loop {
-            match &state.phase {
-                EntryPhase::Complete => return Ok(()),
-                EntryPhase::Idle => bail!("{}", state.reason),
-                EntryPhase::Partial(memory) => {
-                    if let Some(reason) = memory.failure() {
-                        bail!("{reason}");
-                    }
+    pub(crate) fn is_complete(&self) -> anyhow::Result<bool> {
+        let state = self.lock();
+        match &state.phase {
+            EntryPhase::Complete => return Ok(true),
+            EntryPhase::Idle => bail!("{}", state.reason),
+            EntryPhase::Partial(memory) => {
+                if let Some(reason) = memory.failure() {
+                    bail!("{reason}");
                 }
-                EntryPhase::Making | EntryPhase::Ending => {}
             }
-            state = self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+            EntryPhase::Making | EntryPhase::Ending => {}
         }
+        Ok(false)
     }
 
     /// Returns whether it has this memory, which has arrived.
@@ -223,21 +237,32 @@ impl CacheEntry {
         self.changed.notify_all();
     }
 
-    /// Notes that a restore has found a wrong block. What has arrived is compared again before the next restore, and for
-    /// those that run.
-    pub(crate) fn doubt(&self) {
+    /// Notes that a restore, which has begun at a time, has found a wrong block. What has arrived is compared again before
+    /// the next restore, and for those that run. Returns false if that was done since then: several restores report the
+    /// same block.
+    pub(crate) fn doubt(&self, began: Instant) -> bool {
         let mut state = self.lock();
+        if state.compared.is_some_and(|compared| compared > began) {
+            return false;
+        }
         match state.phase.clone() {
             EntryPhase::Complete => state.doubted = true,
             EntryPhase::Partial(memory) => {
+                WRONG_BLOCK.clone_into(&mut state.reason);
                 state.phase = EntryPhase::Ending;
                 drop(state);
                 memory.stop();
                 self.lock().phase = EntryPhase::Idle;
                 self.changed.notify_all();
             }
-            EntryPhase::Idle | EntryPhase::Making | EntryPhase::Ending => {}
+            EntryPhase::Idle | EntryPhase::Making | EntryPhase::Ending => return false,
         }
+        true
+    }
+
+    /// Whether it may be removed now: no restore uses it, and no thread copies or compares it.
+    pub(crate) fn is_removable(&self, folder: &CacheFolder) -> bool {
+        self.lock().is_removable() && !folder.is_leased(self.id)
     }
 
     /// Removes it. Returns false, and leaves it, if a restore uses it.
@@ -246,8 +271,7 @@ impl CacheEntry {
     /// A file cannot be removed.
     pub(crate) fn evict(&self, folder: &CacheFolder) -> anyhow::Result<bool> {
         let mut state = self.lock();
-        let is_busy = matches!(state.phase, EntryPhase::Making | EntryPhase::Ending);
-        if is_busy || state.pins > 0 || folder.is_leased(self.id) {
+        if !state.is_removable() || folder.is_leased(self.id) {
             return Ok(false);
         }
         let before = std::mem::replace(&mut state.phase, EntryPhase::Ending);
@@ -281,7 +305,7 @@ impl Drop for MakingGuard<'_> {
                 if matches!(phase, EntryPhase::Complete) {
                     (state.reserved, state.pinned) = (0, None);
                 }
-                (state.phase, state.doubted) = (phase, false);
+                (state.phase, state.doubted, state.compared) = (phase, false, Some(Instant::now()));
             }
             Err((before, reason)) => {
                 (state.phase, state.reason, state.reserved) = (before, reason, 0);
@@ -301,6 +325,7 @@ fn is_of(phase: &EntryPhase, memory: &Arc<ArrivingMemory>) -> bool {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::thread::scope;
+    use std::time::Duration;
 
     use super::*;
     use crate::folder::tests::{folder, image};
@@ -321,7 +346,7 @@ mod tests {
             }
         });
         assert_eq!(made.load(Ordering::SeqCst), 1);
-        entry.wait_until_complete().unwrap();
+        assert!(entry.is_complete().unwrap());
     }
 
     #[test]
@@ -344,7 +369,7 @@ mod tests {
             begins.recv().unwrap();
             fails(entry.ensure(Remake::Unusable, |_| unreachable!("another thread makes it")));
         });
-        fails(entry.wait_until_complete());
+        fails(entry.is_complete().map(drop));
         entry.ensure(Remake::Unusable, |_| Ok(EntryPhase::Complete)).unwrap();
     }
 
@@ -353,8 +378,8 @@ mod tests {
         let (_dir, folder) = folder(1 << 20);
         let entry = CacheEntry::new(image(&folder, 1, 100), &folder);
         assert!(entry.is_usable());
-        entry.doubt();
-        assert!(!entry.is_usable());
+        let began = Instant::now();
+        assert!(entry.doubt(began) && !entry.is_usable());
         entry.ensure(Remake::Left, |_| panic!("a restore that runs reads what is right")).unwrap();
         entry
             .ensure(Remake::Unusable, |doubted| {
@@ -363,6 +388,8 @@ mod tests {
             })
             .unwrap();
         assert!(entry.is_usable());
+        assert!(!entry.doubt(began) && entry.is_usable(), "another restore has read the same block");
+        assert!(entry.doubt(Instant::now()) && !entry.is_usable());
     }
 
     #[test]

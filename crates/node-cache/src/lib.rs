@@ -17,6 +17,6 @@ mod folder;
 mod images_served;
 mod space;
 
-pub use arriving::SharedSockets;
+pub use arriving::{MemoryLost, SharedSockets};
 pub use cache::{CachePin, CachedImageState, NodeCache};
 pub use folder::CacheFolder;

@@ -22,21 +22,30 @@ pub(crate) fn reserve(
     let others: Vec<&Arc<CacheEntry>> = others.iter().filter(|other| other.id != entry.id).collect();
     // What it has already is part of what it needs.
     let own = folder.allocated(entry.id);
-    let mut kept: Vec<&Arc<CacheEntry>> = others.clone();
-    kept.sort_by_key(|other| std::cmp::Reverse(folder.unused(other.id)));
-    let mut candidates = kept.into_iter();
+    let has = |other: &Arc<CacheEntry>| folder.allocated(other.id).max(other.reserved());
+    let used_least = |other: &&Arc<CacheEntry>| std::cmp::Reverse(folder.unused(other.id));
+    let mut removable: Vec<&Arc<CacheEntry>> =
+        others.iter().copied().filter(|other| has(other) > 0 && other.is_removable(folder)).collect();
+    removable.sort_by_key(used_least);
+    // Bytes of those that may still be removed: none is, if that does not suffice.
+    let mut spared: u64 = removable.iter().map(|other| has(other)).sum();
+    let mut candidates = removable.into_iter();
     loop {
-        let used: u64 = others.iter().map(|other| folder.allocated(other.id).max(other.reserved())).sum();
+        let used: u64 = others.iter().map(|other| has(other)).sum();
         let free = folder.free().with_context(|| folder.path().display().to_string())?;
         // Space that is reserved for others, and not allocated yet, is not free.
         let awaited: u64 =
             others.iter().map(|other| other.reserved().saturating_sub(folder.allocated(other.id))).sum();
-        let fits = used.saturating_add(bytes) <= folder.size();
-        if fits && bytes.saturating_sub(own) <= free.saturating_sub(awaited) {
+        let fits = |gone: u64| {
+            used.saturating_add(bytes) <= folder.size().saturating_add(gone)
+                && bytes.saturating_sub(own) <= free.saturating_add(gone).saturating_sub(awaited)
+        };
+        if fits(0) {
             entry.reserve(bytes);
             return Ok(());
         }
-        let Some(next) = candidates.next() else {
+        let next = if fits(spared) { candidates.next() } else { None };
+        let Some(next) = next else {
             let size = folder.size();
             bail!(
                 "{}: no space for image {:.16} of {bytes} bytes: {used} bytes of other images are in use, the cache may \
@@ -46,8 +55,9 @@ pub(crate) fn reserve(
                 entry.id
             );
         };
-        let (id, had) = (next.id, folder.allocated(next.id));
-        if had > 0 && next.evict(folder)? {
+        let (id, had) = (next.id, has(next));
+        spared = spared.saturating_sub(had);
+        if next.evict(folder)? {
             info!("image {id:.16} was removed from the cache: {had} bytes, for image {:.16}", entry.id);
         }
     }
@@ -86,6 +96,18 @@ mod tests {
         let left = |number: u8| folder.image(Digest([number; 32])).exists();
         assert_eq!([1, 2, 3].map(left), [false, true, true]);
         assert_eq!(next.reserved(), 400 << 10);
+    }
+
+    #[test]
+    fn an_image_that_cannot_fit_removes_none() {
+        let (_dir, folder) = folder(SIZE);
+        let all = entries(&folder, &[1, 2], 400 << 10);
+        let next = CacheEntry::new(Digest([9; 32]), &folder);
+        assert!(reserve(&folder, &next, SIZE + 1, &all).is_err());
+        all[1].pin();
+        assert!(reserve(&folder, &next, 700 << 10, &all).is_err());
+        assert!(all.iter().all(|entry| folder.image(entry.id).exists()));
+        assert_eq!(next.reserved(), 0);
     }
 
     #[test]

@@ -14,10 +14,12 @@ use tracing::warn;
 
 use crate::control::client::{Client, ClientError};
 
-/// Time for another agent to be started, when the one that had the fetcher has ended.
+/// Time for an agent that brings the memory, when the one that had the fetcher has ended.
 const AGENT_TIME: Duration = Duration::from_secs(300);
 /// Time between two looks for an agent.
 const AGENT_PAUSE: Duration = Duration::from_millis(100);
+/// Time until an agent that refuses is asked again: it may ask its store each time.
+const REFUSED_PAUSE: Duration = Duration::from_secs(1);
 
 /// What the agent has of an image.
 #[derive(Debug)]
@@ -48,30 +50,36 @@ pub(crate) async fn ask(agent: &Path, id: &str) -> Result<AgentFetch, ClientErro
     }))
 }
 
-/// Asks again, when the fetcher or the agent has ended.
+/// Asks again, when the fetcher or the agent has ended. An agent that refuses for now is asked again, too: its store may
+/// be away, or the next agent has the cache.
 ///
 /// # Errors
-/// The agent refuses, or none was started in time.
+/// The agent refuses for good, or none has answered in time.
 pub(crate) async fn ask_again(agent: &Path, id: &str) -> anyhow::Result<AgentFetch> {
-    let began = Instant::now();
-    let mut has_warned = false;
+    ask_within(agent, id, AGENT_TIME).await
+}
+
+async fn ask_within(agent: &Path, id: &str, limit: Duration) -> anyhow::Result<AgentFetch> {
+    let (began, mut worked, mut has_warned) = (Instant::now(), Duration::ZERO, false);
     loop {
-        match ask(agent, id).await {
+        let asked = Instant::now();
+        let error = match ask(agent, id).await {
             Ok(answer) => return Ok(answer),
-            Err(ClientError::Refused(reason)) => bail!("{reason}"),
-            Err(error) if began.elapsed() >= AGENT_TIME => {
-                return Err(error).with_context(|| format!("no agent for {} s", AGENT_TIME.as_secs()));
-            }
-            Err(error) => {
-                if !std::mem::replace(&mut has_warned, true) {
-                    warn!(
-                        "{error}: missing memory waits for the next agent, {} s at most",
-                        AGENT_TIME.as_secs()
-                    );
-                }
-                sleep(AGENT_PAUSE).await;
-            }
+            Err(ClientError::RefusedForGood(reason)) => bail!("{reason}"),
+            Err(error) => error,
+        };
+        let has_refused = matches!(error, ClientError::Refused(_));
+        if !has_refused {
+            // An agent has worked, and has ended then: the next one gets the same time.
+            worked += asked.elapsed();
         }
+        if began.elapsed().saturating_sub(worked) >= limit {
+            return Err(error).with_context(|| format!("no memory from an agent for {} s", limit.as_secs()));
+        }
+        if !std::mem::replace(&mut has_warned, true) {
+            warn!("{error}: missing memory waits for the agent, {} s at most", limit.as_secs());
+        }
+        sleep(if has_refused { REFUSED_PAUSE } else { AGENT_PAUSE }).await;
     }
 }
 
@@ -86,4 +94,49 @@ pub(crate) fn check_layout(agent: u64, own: u64) -> anyhow::Result<()> {
          restore again"
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::UnixListener;
+
+    use super::*;
+    use crate::control::accept::greet;
+    use crate::control::frame::{receive, send};
+    use crate::control::proto::{Failure, Fetched, Reply, Request, reply};
+    use crate::control::MESSAGE_LIMIT;
+
+    /// An agent that gives these answers, one to each client.
+    async fn answers(listener: UnixListener, answers: Vec<reply::Kind>) {
+        for kind in answers {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            assert!(greet(&mut stream).await.unwrap());
+            receive::<Request>(&mut stream, MESSAGE_LIMIT).await.unwrap();
+            send(&mut stream, &Reply { kind: Some(kind) }).await.unwrap();
+        }
+    }
+
+    fn refusal(lasting: bool) -> reply::Kind {
+        reply::Kind::Failure(Failure { reason: format!("lasting: {lasting}"), lasting })
+    }
+
+    async fn asked(kinds: Vec<reply::Kind>, limit: Duration) -> anyhow::Result<AgentFetch> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("agent");
+        let agent = tokio::spawn(answers(UnixListener::bind(&path).unwrap(), kinds));
+        let answer = ask_within(&path, "a7", limit).await;
+        agent.abort();
+        answer
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_refuses_for_now_is_asked_again() {
+        let complete = || reply::Kind::Fetched(Fetched { complete: true, layout: 0 });
+        let answer = asked(vec![refusal(false), complete()], AGENT_TIME).await;
+        assert!(matches!(answer, Ok(AgentFetch::Complete)), "{answer:?}");
+        let lasting = asked(vec![refusal(true), complete()], AGENT_TIME).await.unwrap_err();
+        assert_eq!(lasting.to_string(), "lasting: true");
+        let late = asked(vec![refusal(false), complete()], Duration::ZERO).await.unwrap_err();
+        assert_eq!(format!("{late:#}"), "no memory from an agent for 0 s: lasting: false");
+    }
 }

@@ -10,5 +10,5 @@ pub(super) async fn answer(stream: &mut UnixStream, kind: reply::Kind) -> Result
 }
 
 pub(super) fn failure(reason: String) -> reply::Kind {
-    reply::Kind::Failure(proto::Failure { reason })
+    reply::Kind::Failure(proto::Failure { reason, lasting: false })
 }

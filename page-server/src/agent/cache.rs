@@ -5,34 +5,56 @@
 use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::Context as _;
-use rewake_node_cache::{CachePin, CachedImageState, NodeCache, SharedSockets};
+use anyhow::{Context as _, anyhow};
+use rewake_node_cache::{CachePin, CachedImageState, MemoryLost, NodeCache, SharedSockets};
 use rewake_streamer::control::WAITING;
 use rewake_streamer::control::descriptors::send_descriptors;
 use rewake_streamer::control::frame::FrameError;
 use rewake_streamer::control::proto::{self, reply};
 use tokio::net::UnixStream;
-use tokio::time::{Instant, interval_at};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, interval, interval_at};
 
 use super::answer::{answer, failure};
 
 /// Why a request for the cache is refused.
 const NO_CACHE: &str = "this `rewake serve` has no cache: start it with --cache DIR";
 
+/// Requests for the cache that have a thread at once. Restores without the cache need threads, too.
+const MAX_WORKS: usize = 256;
+/// Time between two looks whether an image is complete.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// The agent's cache; none: it has none.
 #[derive(Debug, Clone)]
-pub(super) struct AgentCache(pub(super) Option<Arc<NodeCache>>);
+pub(super) struct AgentCache {
+    pub(super) cache: Option<Arc<NodeCache>>,
+    /// A permit for each request that may have a thread.
+    works: Arc<Semaphore>,
+}
 
 impl AgentCache {
+    pub(super) fn new(cache: Option<Arc<NodeCache>>) -> Self {
+        Self { cache, works: Arc::new(Semaphore::new(MAX_WORKS)) }
+    }
+
     /// Runs a function of the cache in a thread, and keeps the client waiting.
     async fn run<T: Send + 'static>(
         &self,
         stream: &mut UnixStream,
         work: impl FnOnce(&Arc<NodeCache>) -> anyhow::Result<T> + Send + 'static,
     ) -> Result<anyhow::Result<T>, FrameError> {
-        let Some(cache) = self.0.clone() else { return Ok(Err(anyhow::anyhow!(NO_CACHE))) };
-        let mut done = tokio::task::spawn_blocking(move || work(&cache));
+        let Some(cache) = self.cache.clone() else { return Ok(Err(anyhow!(NO_CACHE))) };
+        // A thread works on also if its client is gone.
+        let Ok(permit) = Arc::clone(&self.works).try_acquire_owned() else {
+            return Ok(Err(anyhow!("the agent works on {MAX_WORKS} requests for its cache: try again")));
+        };
+        let mut done = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            work(&cache)
+        });
         let mut waits = interval_at(Instant::now() + WAITING, WAITING);
         loop {
             tokio::select! {
@@ -49,11 +71,17 @@ impl AgentCache {
         acquire: proto::Acquire,
     ) -> Result<Option<CachePin>, FrameError> {
         let proto::Acquire { url, id, whole } = acquire;
+        let name = url.clone();
         let acquired = self.run(stream, move |cache| {
             let id = Some(&*id).filter(|id| !id.is_empty());
-            cache.acquire(&url.parse()?, id, whole)
+            cache.acquire(&url.parse()?, id)
         });
-        let (kind, pin) = match acquired.await? {
+        let mut acquired = acquired.await?;
+        if whole && let Ok(pin) = &acquired {
+            let complete = is_complete(stream, pin).await?;
+            acquired = acquired.and_then(|pin| complete.context(name).map(|()| pin));
+        }
+        let (kind, pin) = match acquired {
             Err(error) => (failure(format!("{error:#}")), None),
             Ok(pin) => {
                 let images_dir = pin.path().as_os_str().as_bytes().to_vec();
@@ -69,7 +97,11 @@ impl AgentCache {
     pub(super) async fn fetch(&self, stream: &mut UnixStream, fetch: proto::Fetch) -> Result<(), FrameError> {
         let fetched = |complete, layout| reply::Kind::Fetched(proto::Fetched { complete, layout });
         match self.run(stream, move |cache| cache.fetch(&fetch.image_id)).await? {
-            Err(error) => answer(stream, failure(format!("{error:#}"))).await,
+            Err(error) => {
+                let lasting = error.downcast_ref::<MemoryLost>().is_some();
+                let reason = format!("{error:#}");
+                answer(stream, reply::Kind::Failure(proto::Failure { reason, lasting })).await
+            }
             Ok(None) => answer(stream, fetched(true, 0)).await,
             Ok(Some(SharedSockets { presence, socket, layout })) => {
                 answer(stream, fetched(false, layout)).await?;
@@ -102,6 +134,20 @@ impl AgentCache {
             |bytes| reply::Kind::Removed(proto::Removed { bytes }),
         );
         answer(stream, kind).await
+    }
+}
+
+/// Waits until all of an image is here, as long as its client.
+async fn is_complete(stream: &mut UnixStream, pin: &CachePin) -> Result<anyhow::Result<()>, FrameError> {
+    let (mut looks, mut waits) = (interval(LOOK), interval_at(Instant::now() + WAITING, WAITING));
+    loop {
+        tokio::select! {
+            _ = looks.tick() => match pin.is_complete() {
+                Ok(false) => {}
+                complete => return Ok(complete.map(drop)),
+            },
+            _ = waits.tick() => answer(stream, reply::Kind::Waiting(proto::Waiting {})).await?,
+        }
     }
 }
 

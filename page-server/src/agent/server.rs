@@ -38,7 +38,7 @@ pub async fn run(
             let listener = UnixListener::from_std(listener).context("watching the control socket")?;
             let mut terminate = signal(SignalKind::terminate()).context("watching SIGTERM")?;
             let mut interrupt = signal(SignalKind::interrupt()).context("watching SIGINT")?;
-            let cache = AgentCache(cache);
+            let cache = AgentCache::new(cache);
             let registry = Registry::start(socket, cache.clone());
             let (opening, opened) = (Cell::new(0), Notify::new());
             let server = Rc::new(Server { registry, cache, clients: Cell::new(0), opening, opened });

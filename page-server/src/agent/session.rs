@@ -119,7 +119,7 @@ impl Registry {
 
     /// Decides how an image is served. The agent brings what one of its cache lacks.
     async fn plan(&self, images: PathBuf) -> anyhow::Result<LaunchPlan> {
-        let (cache, socket) = (self.cache.0.clone(), self.socket.clone());
+        let (cache, socket) = (self.cache.cache.clone(), self.socket.clone());
         let plan = move || {
             let Some(id) = cache.and_then(|cache| cache.partial_at(&images)) else {
                 return LaunchPlan::of(&images);
@@ -177,11 +177,11 @@ impl Registry {
             Err(error) => session.reason = format!("following the streamer: {error}"),
         }
         if session.reason.contains(NOT_SEALED)
-            && let Some(cache) = self.cache.0.clone()
+            && let Some(cache) = self.cache.cache.clone()
         {
             // It waits for the fetcher's end.
-            let images = live.entry.images();
-            drop(tokio::task::spawn_blocking(move || cache.doubt(&images)));
+            let (images, began) = (live.entry.images(), live.since);
+            drop(tokio::task::spawn_blocking(move || cache.doubt(&images, began)));
         }
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);

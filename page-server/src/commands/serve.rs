@@ -42,7 +42,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     // It has threads, and a process that goes to the background loses its threads.
     let cache = folder.map(NodeCache::start).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let served = runtime.block_on(agent::run(listener, &socket, cache, || {
+    let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), || {
         for pipe in notify {
             if let Err(error) = std::fs::File::from(pipe).write_all(&[0]) {
                 warn!(%error, "reporting that the agent is ready");
@@ -50,6 +50,9 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
         }
     }));
     remove(&socket);
+    // Threads that wait for a store or compare an image end with the process: an agent may be killed at any moment.
+    runtime.shutdown_background();
+    std::mem::forget(cache);
     served.map(|()| 0)
 }
 

@@ -39,9 +39,12 @@ pub enum ClientError {
         /// Its version of the protocol.
         version: u32,
     },
-    /// The daemon refused.
+    /// The daemon refused, for now.
     #[error("{0}")]
     Refused(String),
+    /// The daemon refused, and asking again does not help.
+    #[error("{0}")]
+    RefusedForGood(String),
     /// The connection broke.
     #[error("talking to the daemon: {0}")]
     Frame(FrameError),
@@ -107,6 +110,9 @@ impl Client {
     pub(super) async fn answer(&mut self, limit: Duration) -> Result<reply::Kind, ClientError> {
         let reply: Reply = receive(&mut self.stream, limit).await?.ok_or(ClientError::Closed)?;
         match reply.kind.ok_or(ClientError::Unexpected)? {
+            reply::Kind::Failure(proto::Failure { reason, lasting: true }) => {
+                Err(ClientError::RefusedForGood(reason))
+            }
             reply::Kind::Failure(failure) => Err(ClientError::Refused(failure.reason)),
             kind => Ok(kind),
         }
@@ -175,7 +181,7 @@ impl Client {
     /// # Errors
     /// The agent has no cache, or the connection broke.
     pub async fn cached(&mut self) -> Result<Vec<proto::CachedImage>, ClientError> {
-        match self.ask(request::Kind::Cached(proto::AskCached {})).await? {
+        match self.ask_patiently(request::Kind::Cached(proto::AskCached {})).await? {
             reply::Kind::Cached(cached) => Ok(cached.images),
             _ => Err(ClientError::Unexpected),
         }

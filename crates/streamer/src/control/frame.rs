@@ -144,7 +144,7 @@ mod tests {
     #[tokio::test]
     async fn a_message_longer_than_the_cap_is_not_sent() {
         let mut out = Vec::new();
-        let long = Failure { reason: "x".repeat(MAX_MESSAGE) };
+        let long = Failure { reason: "x".repeat(MAX_MESSAGE), lasting: false };
         assert!(matches!(send(&mut out, &long).await, Err(FrameError::TooLong(_))));
         assert!(out.is_empty());
     }

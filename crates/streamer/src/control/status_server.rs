@@ -166,7 +166,7 @@ impl Followed {
                 }
                 _ => {
                     let reason = "this is a streamer, which only reports on its own restore".to_owned();
-                    reply::Kind::Failure(proto::Failure { reason })
+                    reply::Kind::Failure(proto::Failure { reason, lasting: false })
                 }
             };
             send(&mut stream, &Reply { kind: Some(answer) }).await?;

@@ -75,6 +75,9 @@ pub mod reply {
 pub struct Failure {
     #[prost(string, tag = "1")]
     pub reason: ::prost::alloc::string::String,
+    /// Asking again does not help. Else it is refused for now.
+    #[prost(bool, tag = "2")]
+    pub lasting: bool,
 }
 /// Starts a streamer for one restore of an image. Answer: Opened.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -144,7 +147,7 @@ pub struct Fetched {
     #[prost(uint64, tag = "2")]
     pub layout: u64,
 }
-/// Answer: CachedImages.
+/// Answer: Waiting each second, then CachedImages.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AskCached {}
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -172,7 +175,7 @@ pub struct CachedImage {
     #[prost(bool, tag = "6")]
     pub in_use: bool,
 }
-/// Removes an image from the cache. Answer: Removed.
+/// Removes an image from the cache. Answer: Waiting each second, then Removed.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RemoveCached {
     /// The beginning of its id.
