@@ -23,8 +23,8 @@ use softgpu_tests::server::{answers, begin, small};
 
 const PORT: &str = "7700";
 const SERVER: &str = "gpu-app";
-/// Bytes a second of a slow link: in a minute it brings less than half of the weights.
-const RATE: u64 = 256 << 10;
+/// Bytes a second of a slow link: in half a minute it brings less than half of the weights.
+const RATE: u64 = 512 << 10;
 const CUT: Duration = Duration::from_secs(2);
 
 /// A server on the source, and `rewake receive` on the destination.
@@ -148,7 +148,7 @@ fn gpu_memory_arrives_while_its_server_runs() {
         // Its CPU memory was sent before, and GPU memory is requested only after RELEASE.
         until(MINUTE, || migration.lists_arriving_files().then_some(())).expect("the freeze");
         let sent = link.sent();
-        link.slow_after(weights / 4, RATE);
+        link.slow_after(weights / 2, RATE);
         let released = || migration.is_released().then_some(Ok(()));
         let ended = |child: &mut Child| child.try_wait().unwrap().map(Err);
         let begun = until(MINUTE, || released().or_else(|| ended(&mut migrate))).expect("RELEASE");
