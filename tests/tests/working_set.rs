@@ -177,6 +177,16 @@ fn nothing_is_loaded_that_is_not_accessed_until_sigterm() {
 }
 
 #[test]
+fn a_successor_loads_the_rest_at_once() {
+    let criu = need!(Criu::main());
+    let scene = sealed(&criu);
+    restored(&scene, &scene.images(), &["--on-demand-only", "3600", "--wait", "alive"]);
+    answers(&scene);
+    workers(&scene).into_iter().for_each(|worker| kill(worker, Signal::SIGKILL).unwrap());
+    is_right(&scene);
+}
+
+#[test]
 fn the_rest_is_loaded_after_the_limit() {
     const LIMIT: Duration = Duration::from_secs(2);
     let criu = need!(Criu::main());

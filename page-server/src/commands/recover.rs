@@ -20,6 +20,7 @@ use rewake_streamer::supervise::recover::take_up;
 use rewake_streamer::supervise::supervisor::{self, Start};
 use rewake_streamer::supervise::worker;
 use rewake_streamer::sys;
+use rewake_streamer::working_set::LoadingOptions;
 
 /// Descriptors of an address space: userfaultfd, journal and process. An entry may occur twice, and its userfaultfds of
 /// forked children lie in messages.
@@ -153,7 +154,7 @@ fn has_descriptors_for(ledger: Ledger) -> anyhow::Result<()> {
 
 fn worker_main(start: &Start) -> u8 {
     let served = worker::block_on(start, async |worker| {
-        let session = worker.inherit()?;
+        let session = worker.inherit(LoadingOptions::default())?;
         start.ready();
         let Some(mut session) = session else { return Ok(0) };
         let outcome = worker.serve(&mut session, None).await;

@@ -206,7 +206,8 @@ fn inherit_one(
     let plan = u32::try_from(pid).ok().and_then(|pid| image.plan(pid));
     let plan = plan.with_context(|| format!("task {pid} is not in the image any more"))?;
     let journal = Journal::open(slot).context("mapping a journal")?;
-    let space = rebuild(plan, &journal)?;
+    let mut space = rebuild(plan, &journal)?;
+    space.set_priority(&prefetch(plan, session));
     // SAFETY: the ledger names it once, and the worker that owned it is dead.
     let uffd = Uffd::adopt(unsafe { sys::take_over(slot.uffd.load(Ordering::Acquire)) })?;
     session.space_opened();

@@ -111,7 +111,7 @@ impl Worker {
         options: LoadingOptions,
     ) -> anyhow::Result<Option<OpenSession>> {
         address_spaces::reap_abandoned(self.ledger);
-        if let Some(inherited) = self.inherit()? {
+        if let Some(inherited) = self.inherit(options)? {
             return Ok(Some(inherited));
         }
         match self.ledger.session().outcome() {
@@ -157,7 +157,7 @@ impl Worker {
     ///
     /// # Errors
     /// Fails when the image cannot be read any more. The session's processes are then killed.
-    pub fn inherit(&self) -> anyhow::Result<Option<OpenSession>> {
+    pub fn inherit(&self, options: LoadingOptions) -> anyhow::Result<Option<OpenSession>> {
         self.ledger.reclaim();
         let slot = self.ledger.session();
         match slot.state() {
@@ -175,7 +175,7 @@ impl Worker {
             | SessionState::Restoring
             | SessionState::Running => {}
         }
-        let inherited = self.take_over(slot).inspect_err(|_| {
+        let inherited = self.take_over(slot, options).inspect_err(|_| {
             let is_known = |number| address_spaces::is_known(self.ledger, number);
             if !slot.inbox.descriptor().is_some_and(is_known) {
                 self.reject_task(slot);
@@ -187,11 +187,12 @@ impl Worker {
         inherited.map(Some).context("taking over from a dead worker")
     }
 
-    fn take_over(&self, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
+    fn take_over(&self, slot: &'static SessionSlot, options: LoadingOptions) -> anyhow::Result<OpenSession> {
         let (images, _work) = slot.paths();
         let store = slot.fd_store().context("finding the session's fd store")?;
         let image = session_store::image(&store)?;
-        let session = Arc::new(Session::new(images).with_store(store));
+        let session = Session::new(images).with_store(store);
+        let session = Arc::new(on_demand::prepare_successor(session, &image, slot.state(), options));
         if slot.state() == SessionState::Running {
             session.release();
         }

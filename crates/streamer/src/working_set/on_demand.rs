@@ -11,6 +11,7 @@ use tracing::{info, warn};
 
 use super::access_log::MOST_BLOCKS;
 use super::file::{self, AddedToFile};
+use crate::ledger::SessionState;
 use crate::session::image::Image;
 use crate::session::serve::Worker;
 use crate::session::{Session, WorkingSetPart};
@@ -54,6 +55,26 @@ pub(crate) fn prepare(session: Session, image: &Image, options: LoadingOptions) 
     session
 }
 
+/// Prepares a session that a successor takes over. Once its processes run, the rest is loaded at once: the successor does
+/// not know what was accessed before, nor for how long.
+pub(crate) fn prepare_successor(
+    session: Session,
+    image: &Image,
+    state: SessionState,
+    options: LoadingOptions,
+) -> Session {
+    let runs = state == SessionState::Running;
+    if runs && options.begins_on_demand() {
+        warn!("a worker died: the rest of the memory is loaded from now on, and nothing is recorded");
+    }
+    let session = session.with_options(if runs { LoadingOptions::default() } else { options });
+    if !session.is_on_demand() && !image.working_set_parts().is_empty() {
+        // GPU memory is resident where there is a successor.
+        session.expect_working_set(WorkingSetPart::Cpus);
+    }
+    session
+}
+
 /// Waits for what comes before the rest of the memory, of a session whose processes run: the time in which it is loaded
 /// only when it is accessed, or the working set.
 pub(crate) async fn load_first(image: &Image, session: &Session, worker: &Worker) {
@@ -62,7 +83,7 @@ pub(crate) async fn load_first(image: &Image, session: &Session, worker: &Worker
         session.end_on_demand();
         worker.pool.look_again();
         record(image, session);
-    } else if image.working_set_parts().contains(&WorkingSetPart::Cpus) {
+    } else if !image.working_set_parts().is_empty() {
         while !is_over(session) && !worker.pool.is_first_resident(session) {
             tokio::time::sleep(FIRST_LOOK).await;
         }

@@ -113,8 +113,9 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
-        !gpus || options.on_demand_only.is_none(),
-        "--on-demand-only: this image has GPU state, and GPUs run when all memory that they reach is resident"
+        !gpus || options.record || options.on_demand_only.is_none(),
+        "--on-demand-only: this image has GPU state, and GPUs run when all memory that they reach is resident; add \
+         --record to record for that time"
     );
     if options.wait == WaitFor::WorkingSet {
         check_working_set(&images)?;
@@ -180,6 +181,13 @@ async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
     let mut signals = signals()?;
     let view = View::new(request.options.quiet);
     let waiting = WaitingStreamer::make(request, &view).await?;
+    if request.options.wait == WaitFor::WorkingSet && !waiting.lazy_pages {
+        streamer::ask_to_end(&waiting.work).await;
+        bail!(
+            "--wait=working-set: all CPU memory of this image is loaded before its processes run, so nothing is loaded \
+             first; use --wait=alive"
+        );
+    }
     // Followed from the beginning: a streamer that has ended answers no client.
     let (sender, latest) = watch::channel(Streaming::default());
     let work = waiting.work.clone();

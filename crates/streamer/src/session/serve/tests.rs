@@ -17,6 +17,7 @@ use crate::gpu::GpuLoad;
 use crate::ledger::session_store;
 use crate::ledger::{Ledger, SessionState, Starter};
 use crate::session::Session;
+use crate::working_set::LoadingOptions;
 
 /// Time to start a process that examines all other processes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -36,7 +37,7 @@ fn a_successor_takes_back_the_store_of_a_closing_session() {
         }
         assert!(!ledger.is_depended_on());
         let worker = Worker::start(ledger, Starter { folder: own.to_string(), process: own }).unwrap();
-        assert!(worker.inherit().unwrap().is_none());
+        assert!(worker.inherit(LoadingOptions::default()).unwrap().is_none());
         let start = Instant::now();
         while slot.state() != SessionState::Free {
             assert!(start.elapsed() < LIMIT, "it is not free after {LIMIT:?}");
