@@ -250,6 +250,14 @@ impl Migration {
         (self.hosts.source.named(TARGET).len(), self.hosts.destination.named(TARGET).len())
     }
 
+    /// Whether the target's processes on the destination miss no memory: no range of theirs has a userfaultfd.
+    #[must_use]
+    pub fn is_resident(&self) -> bool {
+        let targets = self.hosts.destination.named(TARGET);
+        let maps = |pid: &Pid| fs::read_to_string(format!("/proc/{pid}/smaps"));
+        !targets.is_empty() && targets.iter().all(|pid| maps(pid).is_ok_and(|maps| !maps.contains(" um ")))
+    }
+
     /// Lets the target act, and waits until it has checked its memory.
     ///
     /// # Errors
