@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A TLS server on a unix socket. SIGUSR1 has it read the generation id, and change its random state by that.
+"""A TLS server on a unix socket. SIGUSR1 has it seed its random states again. The id only names
+the generation.
 
 Usage: tls_server.py FOLDER CERTIFICATE KEY. It answers each client with a session's name, and ends at the first
 client that finds a file named `stop` in the folder.
@@ -16,10 +17,8 @@ folder, certificate, key = sys.argv[1:]
 
 
 def renew(*_):
-    with open(f"{folder}/generation", encoding="ascii") as file:
-        generation = file.read()
-    ssl.RAND_add(generation, 16)
-    random.seed(generation)
+    ssl.RAND_add(os.urandom(32), 32)
+    random.seed(os.urandom(32))
 
 
 signal.signal(signal.SIGUSR1, renew)

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The generation id of a restore: what differs between restored copies of one program (`docs/clones.md`).
 
-use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
 use anyhow::Context as _;
@@ -29,11 +30,18 @@ pub(super) fn generation_id() -> anyhow::Result<String> {
 /// The file cannot be written.
 pub(super) fn write(work: &Path, id: &str) -> anyhow::Result<()> {
     let file = work.join(FILE);
-    fs::write(&file, format!("{id}\n")).with_context(|| file.display().to_string())
+    let write = || -> io::Result<()> {
+        let mut open = OpenOptions::new();
+        let mut file = open.write(true).create(true).truncate(true).mode(0o600).open(&file)?;
+        file.write_all(format!("{id}\n").as_bytes())
+    };
+    write().with_context(|| file.display().to_string())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
