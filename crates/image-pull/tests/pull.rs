@@ -343,8 +343,7 @@ fn files_that_a_restore_reads_are_not_removed() {
     let memory = with_pagemap(&scene);
     let eager = || pull_eager(&mut scene.source("web/1", usize::MAX).unwrap().0, &scene.copy(), None);
     eager().unwrap();
-    let (partial, pages) =
-        (scene.copy().join("rewake-manifest.partial"), scene.copy().join("pages-1.img"));
+    let (partial, pages) = (scene.copy().join("rewake-manifest.partial"), scene.copy().join("pages-1.img"));
     let file = fs::File::options().write(true).open(&pages).unwrap();
     file.write_all_at(&memory[4096..], 4096).unwrap();
     fs::write(&partial, "damaged").unwrap();

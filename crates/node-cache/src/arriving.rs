@@ -144,7 +144,10 @@ impl ArrivingMemory {
             }
             run.clients.retain(is_served);
             let served = run.clients.len();
-            ensure!(served < MAX_FETCH_CLIENTS, "{served} restores of this image wait for its memory: try again");
+            ensure!(
+                served < MAX_FETCH_CLIENTS,
+                "{served} restores of this image wait for its memory: try again"
+            );
             if let Some(socket) = &run.socket
                 && channel::send_client(socket.as_fd(), its.as_fd()).is_ok()
             {

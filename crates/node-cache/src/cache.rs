@@ -189,7 +189,8 @@ impl NodeCache {
                 let (store, stored) = found.map_or_else(|| self.find(url), Ok)?;
                 let (id, now) = (entry.id, stored.id);
                 if now != id {
-                    let reason = format!("the store has image {now:.16} under this name by now, not {id:.16}");
+                    let reason =
+                        format!("the store has image {now:.16} under this name by now, not {id:.16}");
                     return Err(MemoryLost(reason).into());
                 }
                 let pinned = Arc::new(self.runtime.block_on(PinnedImage::of(&store, stored))?);

@@ -11,7 +11,6 @@ use rewake_image_store::PinnedImage;
 use crate::arriving::ArrivingMemory;
 use crate::folder::CacheFolder;
 
-
 /// Why an image is not fetched any more.
 const WRONG_BLOCK: &str = "a restore has found a wrong block, and all blocks are compared again: try again";
 

@@ -101,10 +101,10 @@ mod tests {
     use tokio::net::UnixListener;
 
     use super::*;
+    use crate::control::MESSAGE_LIMIT;
     use crate::control::accept::greet;
     use crate::control::frame::{receive, send};
     use crate::control::proto::{Failure, Fetched, Reply, Request, reply};
-    use crate::control::MESSAGE_LIMIT;
 
     /// An agent that gives these answers, one to each client.
     async fn answers(listener: UnixListener, answers: Vec<reply::Kind>) {
