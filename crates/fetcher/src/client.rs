@@ -3,10 +3,12 @@
 
 use std::fs::File;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{Shutdown, shutdown};
 use rewake_image_io::FetchRequest;
 
@@ -93,7 +95,7 @@ impl FetchClient {
             match channel::receive_order(self.socket.as_fd()).context("its socket")? {
                 None => break,
                 Some(FetchOrder::Request(pages)) => request(self.number, &pages)?,
-                Some(FetchOrder::Readers(readers)) => self.readers = reader_files(readers),
+                Some(FetchOrder::Readers(readers)) => self.readers = reader_files(readers)?,
                 Some(other) => bail!("an order of the owner: {other:?}"),
             }
         }
@@ -172,8 +174,31 @@ fn has_ended(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() != io::ErrorKind::InvalidData)
 }
 
-pub(crate) fn reader_files(readers: Vec<OwnedFd>) -> Vec<File> {
-    readers.into_iter().take(MAX_READERS).map(File::from).collect()
+/// Takes readers: eventfds, which are made non-blocking, so that none holds up the others.
+///
+/// # Errors
+/// One is a pipe, a socket or a file.
+pub(crate) fn reader_files(readers: Vec<OwnedFd>) -> anyhow::Result<Vec<File>> {
+    let file = |reader: OwnedFd| {
+        ensure!(is_anonymous(&reader)?, "a reader that is no eventfd");
+        let flags = OFlag::from_bits_retain(fcntl(&reader, FcntlArg::F_GETFL)?);
+        fcntl(&reader, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        Ok(File::from(reader))
+    };
+    readers.into_iter().take(MAX_READERS).map(file).collect()
+}
+
+/// Whether a descriptor is of no kind that has a name: an eventfd is not.
+fn is_anonymous(descriptor: &OwnedFd) -> io::Result<bool> {
+    let mut found = MaybeUninit::<libc::stat>::uninit();
+    // The C library's function makes another system call, which could follow a path.
+    // SAFETY: the kernel writes its `stat`, which is the C library's on 64-bit hosts, into memory of that size.
+    let result = unsafe { libc::syscall(libc::SYS_fstat, descriptor.as_raw_fd(), found.as_mut_ptr()) };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has written it.
+    Ok(unsafe { found.assume_init() }.st_mode & libc::S_IFMT == 0)
 }
 
 /// Wakes readers: one bit for each.

@@ -39,6 +39,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_getpeername,
     libc::SYS_ppoll,
     libc::SYS_fcntl,
+    libc::SYS_fstat,
     libc::SYS_close,
     // The files.
     libc::SYS_pwrite64,

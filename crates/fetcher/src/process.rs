@@ -229,7 +229,7 @@ impl Fetcher {
             match channel::receive_order(socket) {
                 Ok(None) => return Ok(()),
                 Ok(Some(FetchOrder::Request(request))) => self.queue.add(OWNER, &request, Instant::now())?,
-                Ok(Some(FetchOrder::Readers(readers))) => self.readers = reader_files(readers),
+                Ok(Some(FetchOrder::Readers(readers))) => self.readers = reader_files(readers)?,
                 Ok(Some(FetchOrder::Client(client))) => self.add_client(socket, client)?,
                 Ok(Some(FetchOrder::Finish)) => {
                     self.finishing = true;

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
@@ -139,9 +140,9 @@ impl Scene {
         let (socket, its) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
         orders::send_client(self.owner.as_fd(), its.as_fd()).unwrap();
-        let (reader, writer) = nix::unistd::pipe().unwrap();
+        let reader = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());
         // One that is refused may be so by now.
-        let _ = orders::send_readers(socket.as_fd(), &[writer.as_fd()]);
+        let _ = orders::send_readers(socket.as_fd(), &[reader.as_fd()]);
         Client { socket, _its: its, reader }
     }
 
@@ -228,6 +229,16 @@ fn a_streamer_that_breaks_the_protocol_harms_itself_alone() {
     scene.answer();
     good.woken();
     assert!(scene.has(5));
+}
+
+#[test]
+fn a_reader_that_could_hold_up_the_others_is_refused() {
+    let scene = scene();
+    let client = scene.client();
+    let (_reader, writer) = nix::unistd::pipe().unwrap();
+    orders::send_readers(client.socket.as_fd(), &[writer.as_fd()]).unwrap();
+    assert!(client.is_refused());
+    assert!(matches!(scene.report(), FetchReport::Refused(reason) if reason.contains("no eventfd")));
 }
 
 #[test]

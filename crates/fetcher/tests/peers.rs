@@ -10,6 +10,7 @@ use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
@@ -79,8 +80,8 @@ fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
     };
     channel::send_start(socket.as_fd(), false, [plan.as_fd(), presence.as_fd()], None).unwrap();
     channel::send_files(socket.as_fd(), &[cache.as_fd(), file.as_fd()]).unwrap();
-    let (reader, writer) = nix::unistd::pipe().unwrap();
-    channel::send_readers(socket.as_fd(), &[writer.as_fd()]).unwrap();
+    let reader = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());
+    channel::send_readers(socket.as_fd(), &[reader.as_fd()]).unwrap();
     let presence = PresenceMap::open(presence.as_fd(), len).unwrap();
     Scene { fetcher, socket, presence, cache, file, reader, listener, layout }
 }
