@@ -157,6 +157,10 @@ pub fn command(
     if let Some(time) = loading.on_demand_only {
         command.arg("--on-demand-only").arg(time.as_secs().to_string());
     }
+    // An agent may have a store's credentials, which no streamer needs.
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(b"AWS_")) {
+        command.env_remove(name);
+    }
     command.stdin(Stdio::null());
     sys::leave_descriptors(&mut command);
     Ok(command)
