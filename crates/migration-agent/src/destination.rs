@@ -238,7 +238,7 @@ impl DestinationAgent<'_> {
     }
 
     /// Whether a restore of an agent that was killed is in its last step. It is in the group of its tasks, and ends by itself
-    /// when the program runs, or when its memory cannot be had: only then do the group's processes show which.
+    /// when the program runs, or when its memory does not arrive: only then do the group's processes show which.
     fn has_left_restore(&self) -> bool {
         self.restore.is_none() && self.entry.restore.as_ref().is_some_and(ClientProcess::lives)
     }

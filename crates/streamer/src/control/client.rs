@@ -152,7 +152,7 @@ impl Client {
     /// Has the agent get an image of a store into its cache. The image stays there as long as this connection.
     ///
     /// # Errors
-    /// The agent has no cache, the image cannot be had, or the connection broke.
+    /// The agent has no cache, the image cannot be read, or the connection broke.
     pub async fn acquire(&mut self, acquire: proto::Acquire) -> Result<proto::Acquired, ClientError> {
         match self.ask_patiently(request::Kind::Acquire(acquire)).await? {
             reply::Kind::Acquired(acquired) => Ok(acquired),

@@ -30,7 +30,7 @@ pub(super) struct CacheLease {
 /// Has the agent bring what CRIU reads itself, and all of an image with GPU state whose memory may not arrive later.
 ///
 /// # Errors
-/// No agent with a cache runs, or the image cannot be had.
+/// No agent with a cache runs, or the image cannot be read.
 pub(super) async fn acquire(
     options: &RestoreArgs,
     url: &ImageUrl,
