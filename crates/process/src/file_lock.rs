@@ -124,10 +124,14 @@ mod tests {
         assert!(DirectoryLock::take(dir.path()).unwrap().is_none());
         holder.kill().unwrap();
         holder.wait().unwrap();
-        // Children of other tests of this process share the lock, too, until they end.
-        let until = Instant::now() + Duration::from_secs(20);
-        while DirectoryLock::take(dir.path()).unwrap().is_none() {
-            assert!(Instant::now() < until, "the lock has no holder");
+        until(|| DirectoryLock::take(dir.path()).unwrap().is_some());
+    }
+
+    /// Waits for a lock that has no holder: children of other tests of this process share it until they are executed.
+    fn until(is_free: impl Fn() -> bool) {
+        let end = Instant::now() + Duration::from_secs(20);
+        while !is_free() {
+            assert!(Instant::now() < end, "the lock has no holder");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -146,6 +150,6 @@ mod tests {
         found.into_iter().for_each(|one| one.remove().unwrap());
         assert!(!path("x-2").exists() && path("y-3").exists());
         drop(lock);
-        assert_eq!(Leftover::all(dir.path(), is_one).unwrap().len(), 1);
+        until(|| Leftover::all(dir.path(), is_one).unwrap().len() == 1);
     }
 }
