@@ -352,6 +352,9 @@ pub struct ServeArgs {
     /// and of what they have]
     #[arg(long, value_name = "BYTES", requires = "cache", value_parser = bytes)]
     pub cache_size: Option<u64>,
+    /// Serve metrics for Prometheus on http://ADDRESS/metrics, for example 127.0.0.1:9464
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<SocketAddr>,
 }
 
 /// Which programs `rewake dump` and `rewake restore` run.

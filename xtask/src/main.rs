@@ -28,6 +28,7 @@ cargo xtask <command>
   stress [name [options]]    a long random test; without a name, the list of them and of their options
   demo                       an inference server on a software GPU, dumped and restored in the middle of an answer
   demo --migrate             a program moves between two namespaces while it writes its memory; every byte is checked
+  demo --replicas            push an image to a store, restore three replicas at once from it, show the metrics
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
   bench programs [options]   Python, Node, Java and redis servers, restored eagerly, through stock `criu lazy-pages` and
@@ -76,6 +77,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["test", filter] => commands::test::run(Some(filter))?,
         ["demo"] => commands::demo::gpu::run()?,
         ["demo", "--migrate"] => commands::bench::migrate(&["--demo"])?,
+        ["demo", "--replicas"] => commands::demo::replicas::run()?,
         ["demo", "--cpu"] => commands::demo::cpu::run()?,
         // Inside the machine.
         ["demo", "--scene", program, plugin, rewake] => commands::demo::scene::play(program, plugin, rewake)?,

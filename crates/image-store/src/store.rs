@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
@@ -43,6 +44,8 @@ const PART: usize = 16 << 20;
 pub struct ImageStore {
     objects: Arc<dyn ObjectStore>,
     url: String,
+    /// Bytes of objects that were received.
+    received: Arc<AtomicU64>,
 }
 
 /// An object of a listing.
@@ -59,7 +62,13 @@ impl ImageStore {
     /// # Errors
     /// There is no such directory, or no credentials, or the configuration is not usable.
     pub fn open(url: &StoreUrl) -> Result<Self> {
-        Ok(Self { objects: connect::connect(url, false)?, url: url.to_string() })
+        Ok(Self { objects: connect::connect(url, false)?, url: url.to_string(), received: Arc::default() })
+    }
+
+    /// Adds the bytes of objects that are received from now on to a counter.
+    #[must_use]
+    pub fn counting(self, received: &Arc<AtomicU64>) -> Self {
+        Self { received: Arc::clone(received), ..self }
     }
 
     /// Opens a store for a push. The directory of a new store is made.
@@ -67,12 +76,12 @@ impl ImageStore {
     /// # Errors
     /// As for [`ImageStore::open`].
     pub fn create(url: &StoreUrl) -> Result<Self> {
-        Ok(Self { objects: connect::connect(url, true)?, url: url.to_string() })
+        Ok(Self { objects: connect::connect(url, true)?, url: url.to_string(), received: Arc::default() })
     }
 
     #[cfg(test)]
     pub(crate) fn of(objects: Arc<dyn ObjectStore>) -> Self {
-        Self { objects, url: "test:".to_owned() }
+        Self { objects, url: "test:".to_owned(), received: Arc::default() }
     }
 
     /// Makes the place a store, if it is none.
@@ -219,7 +228,9 @@ impl ImageStore {
         limited(object, found.meta.size, most)?;
         let (mut bytes, mut parts) = (Vec::new(), found.into_stream());
         while let Some(part) = parts.next().await {
-            bytes.extend(part.map_err(request("read", object))?);
+            let part = part.map_err(request("read", object))?;
+            self.received.fetch_add(part.len() as u64, Ordering::Relaxed);
+            bytes.extend(part);
             limited(object, bytes.len() as u64, most)?;
         }
         Ok(Some(bytes))
@@ -230,6 +241,8 @@ impl ImageStore {
         let object = self.object(folder, name);
         let length = range.end - range.start;
         let found = self.objects.get_range(&path(folder, name), range.clone()).await;
+        let received = found.as_ref().map_or(0, Bytes::len);
+        self.received.fetch_add(received as u64, Ordering::Relaxed);
         match found {
             Ok(bytes) if bytes.len() as u64 == length => Ok(bytes),
             Ok(bytes) => {

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,38 @@ pub struct NodeCache {
     entries: Mutex<HashMap<Digest, Arc<CacheEntry>>>,
     /// One thread at a time makes space.
     space: Mutex<()>,
+    counters: CacheCounters,
+}
+
+/// What is counted while the cache is open.
+#[derive(Debug, Default)]
+struct CacheCounters {
+    hits: AtomicU64,
+    misses: AtomicU64,
+    failures: AtomicU64,
+    /// Bytes that stores have sent.
+    received: Arc<AtomicU64>,
+}
+
+/// What the cache has, and what was counted since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheCounts {
+    /// Images that are complete.
+    pub complete: u64,
+    /// Images that are not.
+    pub partial: u64,
+    /// Bytes of all images on the disk.
+    pub bytes: u64,
+    /// Bytes that they may have together.
+    pub size: u64,
+    /// Requests for an image that was here, or was being fetched for another request.
+    pub hits: u64,
+    /// Requests for an image that was fetched for them.
+    pub misses: u64,
+    /// Requests that failed.
+    pub failures: u64,
+    /// Bytes that stores have sent.
+    pub store_bytes: u64,
 }
 
 /// An image that is not removed from the cache before this is dropped.
@@ -110,7 +143,13 @@ impl NodeCache {
         let runtime = threads.worker_threads(STORE_THREADS).enable_all().build()?;
         let found = folder.images().with_context(|| folder.path().display().to_string())?;
         let entries = found.into_iter().map(|id| (id, Arc::new(CacheEntry::new(id, &folder)))).collect();
-        let cache = Arc::new(Self { folder, runtime, entries: Mutex::new(entries), space: Mutex::default() });
+        let cache = Arc::new(Self {
+            folder,
+            runtime,
+            entries: Mutex::new(entries),
+            space: Mutex::default(),
+            counters: CacheCounters::default(),
+        });
         images_served::start(&cache.folder.socket(), Arc::new(CacheImages(Arc::downgrade(&cache))))?;
         Ok(cache)
     }
@@ -129,6 +168,18 @@ impl NodeCache {
     /// # Errors
     /// The store cannot be read, or has another image; or there is no space.
     pub fn acquire(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<CachePin> {
+        let acquired = self.find_or_bring(url, id);
+        let counter = match &acquired {
+            Ok((_, false)) => &self.counters.hits,
+            Ok((_, true)) => &self.counters.misses,
+            Err(_) => &self.counters.failures,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+        acquired.map(|(pin, _)| pin)
+    }
+
+    /// [`NodeCache::acquire`], with whether this thread has brought the image.
+    fn find_or_bring(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<(CachePin, bool)> {
         if let Some(id) = id {
             ensure!(id.len() >= ID_DIGITS, "--id {id}: expected {ID_DIGITS} digits of an image id at least");
         }
@@ -136,26 +187,30 @@ impl NodeCache {
         let Some(entry) = known else { return self.acquire_from_store(url, id) };
         let pin = CachePin::new(&entry, &self.folder);
         // A removal may have been faster.
-        self.ensure(&entry, Remake::Unusable, url, None)?;
+        let is_brought = self.ensure(&entry, Remake::Unusable, url, None)?;
         self.folder.note_use(entry.id)?;
-        Ok(pin)
+        Ok((pin, is_brought))
     }
 
-    fn acquire_from_store(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<CachePin> {
+    fn acquire_from_store(
+        self: &Arc<Self>,
+        url: &ImageUrl,
+        id: Option<&str>,
+    ) -> anyhow::Result<(CachePin, bool)> {
         let (store, stored) = self.find(url).with_context(|| self.hint(url))?;
         let is_it = id.is_none_or(|id| stored.id.to_string().starts_with(id));
         ensure!(is_it, "{url}: it is image {}, expected {}", stored.id, id.unwrap_or_default());
         let new = || Arc::new(CacheEntry::new(stored.id, &self.folder));
         let entry = Arc::clone(self.entries().entry(stored.id).or_insert_with(new));
         let pin = CachePin::new(&entry, &self.folder);
-        self.ensure(&entry, Remake::Unusable, url, Some((store, stored)))?;
+        let is_brought = self.ensure(&entry, Remake::Unusable, url, Some((store, stored)))?;
         self.folder.note_use(entry.id)?;
-        Ok(pin)
+        Ok((pin, is_brought))
     }
 
     /// Asks a store for what has an image's name now.
     fn find(&self, url: &ImageUrl) -> anyhow::Result<(ImageStore, StoredImage)> {
-        let store = ImageStore::open(&url.store)?;
+        let store = ImageStore::open(&url.store)?.counting(&self.counters.received);
         let stored = self.runtime.block_on(store.image(&url.name))?;
         Ok((store, stored))
     }
@@ -176,15 +231,18 @@ impl NodeCache {
         )
     }
 
-    /// Brings an image, if that is necessary. `found`: what the store has under its name.
+    /// Brings an image, if that is necessary. `found`: what the store has under its name. Returns whether this thread has
+    /// brought it.
     fn ensure(
         self: &Arc<Self>,
         entry: &Arc<CacheEntry>,
         remake: Remake,
         url: &ImageUrl,
         found: Option<(ImageStore, StoredImage)>,
-    ) -> anyhow::Result<()> {
-        entry.ensure(remake, |doubted| {
+    ) -> anyhow::Result<bool> {
+        let mut is_brought = false;
+        let ensured = entry.ensure(remake, |doubted| {
+            is_brought = true;
             let bring = || {
                 let (store, stored) = found.map_or_else(|| self.find(url), Ok)?;
                 let (id, now) = (entry.id, stored.id);
@@ -198,7 +256,8 @@ impl NodeCache {
                 self.bring(entry, url, &pinned, doubted)
             };
             bring().with_context(|| url.to_string())
-        })
+        });
+        ensured.map(|()| is_brought)
     }
 
     /// Copies what CRIU reads itself, and starts the fetcher; or copies all, where a wrong byte was found.
@@ -286,6 +345,36 @@ impl NodeCache {
                 "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used again"
             );
         }
+    }
+
+    /// Returns what the cache has, and has counted.
+    #[must_use]
+    pub fn counts(&self) -> CacheCounts {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let CacheCounters { hits, misses, failures, received } = &self.counters;
+        let images: Vec<Digest> = self
+            .all()
+            .into_iter()
+            .map(|entry| entry.id)
+            .filter(|id| self.folder.image(*id).is_dir())
+            .collect();
+        let complete = images.iter().filter(|id| self.folder.is_complete(**id)).count();
+        CacheCounts {
+            complete: complete as u64,
+            partial: (images.len() - complete) as u64,
+            bytes: images.iter().map(|id| self.folder.allocated(*id)).sum(),
+            size: self.folder.size(),
+            hits: get(hits),
+            misses: get(misses),
+            failures: get(failures),
+            store_bytes: get(received),
+        }
+    }
+
+    /// Returns whether a path is the directory of an image of this cache.
+    #[must_use]
+    pub fn has_place(&self, path: &Path) -> bool {
+        self.folder.image_at(path).is_some()
     }
 
     /// Lists the images, the one that was used last first.

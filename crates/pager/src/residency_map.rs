@@ -58,7 +58,7 @@ pub struct Place {
 pub struct Prefetch {
     /// The addresses in the image, multiples of the page size.
     pub addresses: Range<u64>,
-    /// Their place among those of all address spaces: a lower rank is loaded first.
+    /// Their place among those of all address spaces: a lower rank is loaded first. 0: restores wait for them.
     pub rank: u32,
 }
 
@@ -332,6 +332,12 @@ impl ResidencyMap {
             })
         });
         self.schedule.set_priority(pieces);
+    }
+
+    /// Returns whether a block was given priority, with a rank above 0.
+    #[must_use]
+    pub fn is_prefetched(&self, block: BlockIx) -> bool {
+        self.schedule.is_prefetched(block)
     }
 
     /// The rank of the next blocks with priority; none when none are left to claim.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::BlockIx;
+use crate::bits::Bits;
 
 /// Promoted blocks that may wait to be claimed: 16 MiB, about 10 ms of a fast disk. Page faults that are
 /// older say little about the next ones.
@@ -52,6 +53,8 @@ pub(crate) struct Schedule {
     overflows: AtomicU64,
     /// Blocks to claim after promoted ones and before the others; `next_priority` is the current piece.
     priority: Vec<PriorityPiece>,
+    /// The blocks of these pieces, without those of rank 0, which restores wait for; none without pieces.
+    prefetched: Option<Bits>,
     next_priority: AtomicUsize,
     /// Pieces before this one have no missing page.
     resident_pieces: AtomicUsize,
@@ -82,6 +85,7 @@ impl Schedule {
             promoted: PromotedRing::default(),
             overflows: AtomicU64::new(0),
             priority: Vec::new(),
+            prefetched: None,
             next_priority: AtomicUsize::new(0),
             resident_pieces: AtomicUsize::new(0),
         }
@@ -106,8 +110,20 @@ impl Schedule {
             })
         };
         self.priority = joined.into_iter().flat_map(split).collect();
+        self.prefetched = (!self.priority.is_empty()).then(|| Bits::new(self.blocks as u64));
+        for piece in self.priority.iter().filter(|piece| piece.rank > 0) {
+            let PriorityPiece { blocks, .. } = piece;
+            self.prefetched.iter().for_each(|bits| {
+                bits.set(blocks.start as u64..blocks.end as u64);
+            });
+        }
         self.next_priority = AtomicUsize::new(0);
         self.resident_pieces = AtomicUsize::new(0);
+    }
+
+    /// Whether a block has priority, and no restore waits for it.
+    pub(crate) fn is_prefetched(&self, block: BlockIx) -> bool {
+        self.prefetched.as_ref().is_some_and(|bits| bits.get(block.0 as u64))
     }
 
     /// The rank of the next blocks with priority; none if none are left.
@@ -402,6 +418,8 @@ mod tests {
         let pieces = [piece(4..6, 0), piece(5..9, 0), piece(9..10, 0), piece(10..11, 1), piece(8..10, 1)];
         schedule.set_priority(pieces);
         assert_eq!(schedule.priority, [piece(4..10, 0), piece(10..11, 1), piece(8..10, 1)]);
+        let prefetched = (0..100).filter(|block| schedule.is_prefetched(BlockIx(*block)));
+        assert_eq!(prefetched.collect::<Vec<_>>(), [8, 9, 10], "restores wait for those of rank 0");
     }
 
     #[test]

@@ -30,6 +30,7 @@ use crate::fetch_peer::FetchPeer;
 use crate::fetcher_process::{self, FetchDescriptors, borrowed};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry, peek_all};
 use crate::ledger::wants_room;
+use crate::record::model::ImageSource;
 use crate::session::Session;
 use crate::session::image::{Image, sealed};
 use crate::sys;
@@ -194,6 +195,8 @@ impl Fetch {
         let (FetchedMemory::Pages { files: sparse, .. } | FetchedMemory::Files { files: sparse, .. }) =
             &plan.memory;
         let brings_files = !sparse.is_empty();
+        let is_shared = matches!(plan.peer, PagePeer::Agent(_));
+        session.set_source(if is_shared { ImageSource::Cache } else { ImageSource::Peer });
         Ok(Self {
             session: Arc::clone(session),
             files,

@@ -12,11 +12,12 @@
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
 //! * [`working_set`]: what programs access first, recorded for later restores.
 //! * [`control`]: what the agent, streamers and their clients send to each other.
-//! * [`record`]: the events of a session with their times.
+//! * [`record`]: the events of a session with their times. [`fault_latencies`]: how long page faults waited.
 
 pub mod agent_fetch;
 pub mod control;
 pub mod cpu;
+pub mod fault_latencies;
 pub mod fetch;
 pub mod fetch_peer;
 mod fetcher_process;

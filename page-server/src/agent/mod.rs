@@ -6,9 +6,12 @@
 //!
 //! * `session`: one restore: its streamer is started, followed, and remembered when it has ended.
 //! * [`server`]: clients of the control socket. `cache`: their requests for the node's cache.
+//! * `counts`: adds up what sessions have counted. `metrics`: these numbers for Prometheus.
 
 mod answer;
 mod cache;
+mod counts;
+mod metrics;
 pub mod server;
 mod session;
 mod sessions_file;

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
 use tokio::task::LocalSet;
@@ -16,6 +16,7 @@ use tracing::{debug, info, warn};
 
 use super::answer::{answer, failure};
 use super::cache::AgentCache;
+use super::metrics;
 use super::session::Registry;
 use rewake_node_cache::NodeCache;
 use rewake_streamer::control::frame::{FrameError, receive};
@@ -23,7 +24,7 @@ use rewake_streamer::control::proto::{self, Request, reply, request};
 use rewake_streamer::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
 
 /// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers continue afterwards.
-/// `cache` has images of stores.
+/// `cache` has images of stores. Clients of the listener `metrics` read metrics.
 ///
 /// # Errors
 /// The listener or signals cannot be used.
@@ -31,6 +32,7 @@ pub async fn run(
     listener: std::os::unix::net::UnixListener,
     socket: &Path,
     cache: Option<Arc<NodeCache>>,
+    metrics: Option<std::net::TcpListener>,
     ready: impl FnOnce(),
 ) -> anyhow::Result<()> {
     LocalSet::new()
@@ -42,6 +44,12 @@ pub async fn run(
             let registry = Registry::start(socket, cache.clone());
             let (opening, opened) = (Cell::new(0), Notify::new());
             let server = Rc::new(Server { registry, cache, clients: Cell::new(0), opening, opened });
+            if let Some(listener) = metrics {
+                let listener =
+                    TcpListener::from_std(listener).context("watching the socket of the metrics")?;
+                let (registry, cache) = (Rc::clone(&server.registry), server.cache.clone());
+                tokio::task::spawn_local(metrics::serve(listener, registry, cache));
+            }
             ready();
             tokio::select! {
                 () = Rc::clone(&server).accept(listener) => {}
@@ -126,6 +134,9 @@ impl Server {
     /// A streamer whose client has ended ends by itself: no restore connects.
     async fn open(&self, stream: &mut UnixStream, open: &proto::Open) -> Result<(), FrameError> {
         let opened = self.registry.open(open).await;
+        if opened.is_err() {
+            self.registry.refused();
+        }
         answer(stream, opened.map_or_else(|error| failure(format!("{error:#}")), reply::Kind::Opened)).await
     }
 }

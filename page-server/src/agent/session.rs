@@ -15,9 +15,10 @@ use rewake_image_io::NOT_SEALED;
 use tracing::{error, info, warn};
 
 use super::cache::AgentCache;
+use super::counts::{EndedCounts, FailureKind};
 use super::sessions_file::{self, SessionEntry, Sessions};
 use rewake_streamer::control::client::ClientError;
-use rewake_streamer::control::proto::{self, Ended, Streaming};
+use rewake_streamer::control::proto::{self, Ended, MemorySource, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{LaunchPlan, MemoryServer};
@@ -41,6 +42,7 @@ pub(super) struct Registry {
     recent: RefCell<VecDeque<proto::Session>>,
     served: Cell<u64>,
     failed: Cell<u64>,
+    counts: RefCell<EndedCounts>,
 }
 
 /// A session that is being served.
@@ -48,6 +50,8 @@ pub(super) struct Registry {
 struct Live {
     entry: SessionEntry,
     since: Instant,
+    /// Its image is in the cache.
+    is_cached: bool,
     progress: Streaming,
 }
 
@@ -82,6 +86,7 @@ impl Registry {
             recent: RefCell::default(),
             served: Cell::default(),
             failed: Cell::default(),
+            counts: RefCell::default(),
         });
         for entry in sessions {
             info!(session = entry.session, "found the session of an earlier agent");
@@ -141,22 +146,42 @@ impl Registry {
 
     fn follow(self: &Rc<Self>, entry: SessionEntry) {
         let (number, work) = (entry.session, entry.work());
-        let live = Live { entry, since: Instant::now(), progress: Streaming::default() };
+        let is_cached = self.cache.cache.as_ref().is_some_and(|cache| cache.has_place(&entry.images()));
+        let live = Live { entry, since: Instant::now(), is_cached, progress: Streaming::default() };
         self.live.borrow_mut().insert(number, live);
         let registry = Rc::clone(self);
         tokio::task::spawn_local(async move {
-            let report = |progress| {
-                if let Some(live) = registry.live.borrow_mut().get_mut(&number) {
-                    live.progress = progress;
-                }
-            };
-            let ended = streamer::follow(&work, report).await;
+            let ended = streamer::follow(&work, |progress| registry.report(number, progress)).await;
             registry.ended(number, ended);
         });
     }
 
+    /// Notes how far a session is.
+    fn report(&self, number: u64, mut progress: Streaming) {
+        let mut sessions = self.live.borrow_mut();
+        let Some(live) = sessions.get_mut(&number) else { return };
+        if live.is_cached {
+            progress.set_source(MemorySource::Cache);
+        }
+        if live.progress.worker != progress.worker {
+            // A successor counts from zero.
+            self.counts.borrow_mut().add(&live.progress);
+        }
+        live.progress = progress;
+    }
+
+    /// Counts a request for a streamer that failed.
+    pub(super) fn refused(&self) {
+        self.counts.borrow_mut().failed(FailureKind::Refused);
+    }
+
     fn ended(&self, number: u64, ended: Result<Ended, ClientError>) {
+        if let Ok(Ended { last: Some(last), .. }) = &ended {
+            self.report(number, last.clone());
+        }
+        let is_lost = ended.is_err();
         let Some(live) = self.live.borrow_mut().remove(&number) else { return };
+        self.counts.borrow_mut().add(&live.progress);
         let mut session = live.report();
         match ended {
             Ok(Ended { ok: true, last, .. }) => {
@@ -186,6 +211,8 @@ impl Registry {
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);
             self.failed.set(self.failed.get() + 1);
+            let kind = FailureKind::of(&session.reason, is_lost, live.progress.state());
+            self.counts.borrow_mut().failed(kind);
         }
         let mut recent = self.recent.borrow_mut();
         recent.push_back(session);
@@ -213,6 +240,8 @@ impl Registry {
                 sessions_served: self.served.get(),
                 sessions_failed: self.failed.get(),
                 rss_bytes: resident_bytes(),
+                ended: self.counts.borrow().by_source(),
+                failures: self.counts.borrow().failures(),
             }),
         }
     }

@@ -2,11 +2,12 @@
 //! `rewake serve`: the node agent, which starts a streamer for each restore.
 
 use std::io::Write as _;
+use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, absolute};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::{control_socket, detach, to_notify};
 use crate::agent;
@@ -27,6 +28,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     super::recover::start_all(options.status_fd);
     let folder =
         options.cache.as_deref().map(|path| CacheFolder::open(path, options.cache_size)).transpose()?;
+    let metrics = options.metrics.map(listen).transpose()?;
     let listener = address::bind(&socket)?;
     let mut notify = to_notify(options.status_fd);
     if options.daemon
@@ -42,7 +44,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     // It has threads, and a process that goes to the background loses its threads.
     let cache = folder.map(NodeCache::start).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), || {
+    let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), metrics, || {
         for pipe in notify {
             if let Err(error) = std::fs::File::from(pipe).write_all(&[0]) {
                 warn!(%error, "reporting that the agent is ready");
@@ -54,6 +56,21 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     runtime.shutdown_background();
     std::mem::forget(cache);
     served.map(|()| 0)
+}
+
+/// Listens for clients of the metrics.
+fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let listen = || {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        info!("metrics are served on http://{}/metrics", listener.local_addr()?);
+        Ok::<_, std::io::Error>(listener)
+    };
+    let listener = listen().with_context(|| format!("--metrics {address}"))?;
+    if !address.ip().is_loopback() {
+        warn!("--metrics {address}: every host that reaches this address may read the metrics");
+    }
+    Ok(listener)
 }
 
 fn remove(socket: &Path) {

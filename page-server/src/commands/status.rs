@@ -97,7 +97,7 @@ fn path(bytes: &[u8]) -> String {
 
 fn as_table(status: &proto::Status) -> String {
     let mut text = String::new();
-    let agent = status.agent.unwrap_or_default();
+    let agent = status.agent.clone().unwrap_or_default();
     // Writing to a String cannot fail, here and below.
     let _ = writeln!(
         text,
@@ -148,7 +148,7 @@ fn state(session: &proto::Session) -> &'static str {
 }
 
 fn as_json(status: &proto::Status) -> Value {
-    let agent = status.agent.unwrap_or_default();
+    let agent = status.agent.clone().unwrap_or_default();
     let sessions = |of: &[proto::Session]| of.iter().map(session_json).collect::<Vec<_>>();
     json!({
         "agent": {

@@ -18,10 +18,11 @@ use tokio::time::{MissedTickBehavior, interval};
 use tracing::{debug, warn};
 
 use super::frame::{FrameError, receive, send};
-use super::proto::{self, Ended, Reply, Request, State, reply, request};
+use super::proto::{self, Ended, MemorySource, Reply, Request, State, reply, request};
 use super::{MESSAGE_LIMIT, REPORT, accept};
+use crate::fault_latencies::LatencyCounts;
 use crate::record::Timeline;
-use crate::record::model::{self, ProcessMemory, Record};
+use crate::record::model::{self, ImageSource, ProcessMemory, Record};
 use crate::session::{address, socket};
 use crate::sys;
 
@@ -224,6 +225,32 @@ pub fn streaming(record: &Record) -> proto::Streaming {
         page_fault_p99_ns: record.page_fault_stats.p99_ns,
         // An event at 0 is reported at 1: 0 means not yet.
         working_set_us: record.working_set_us.map_or(0, |at| at.max(1)),
+        counts: Some(counts(record)),
+        worker: record.worker.cast_signed(),
+        source: source(record.source).into(),
+    }
+}
+
+fn source(source: ImageSource) -> MemorySource {
+    match source {
+        ImageSource::Image => MemorySource::Image,
+        ImageSource::Cache => MemorySource::Cache,
+        ImageSource::Peer => MemorySource::Peer,
+    }
+}
+
+fn counts(record: &Record) -> proto::LoadCounts {
+    let latencies =
+        |of: &LatencyCounts| Some(proto::FaultLatencies { counts: of.counts.clone(), sum_ns: of.sum_ns });
+    let gpus = record.memory.iter().filter(|of| of.minor.is_some());
+    proto::LoadCounts {
+        fault_bytes: record.loaded.fault,
+        working_set_bytes: record.loaded.working_set,
+        background_bytes: record.loaded.background,
+        gpu_bytes: gpus.map(|of| of.resident).sum(),
+        gates_opened: record.gates().0 as u64,
+        page_faults: latencies(&record.page_fault_latencies),
+        gpu_faults: latencies(&record.gpu_fault_latencies),
     }
 }
 

@@ -13,7 +13,7 @@ use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
 
 use super::enomem_retry::{ENOMEM_LIMIT, EnomemRetry, Refused};
-use super::stats::{TaskStats, add};
+use super::stats::{LoadCause, TaskStats, add};
 use crate::ledger::{NO_FD, SpaceSlot};
 use crate::session::Session;
 use crate::working_set::access_log::NotedBlocks;
@@ -191,8 +191,9 @@ impl AddressSpace {
     }
 
     /// Counts pages that are resident now.
-    fn count_resident(&self, pages: u64, zero: bool) {
+    fn count_resident(&self, pages: u64, zero: bool, cause: LoadCause) {
         let stats = &self.session.stats;
+        stats.loaded(cause, pages);
         add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
         add(&self.counts.pages_back, pages);
     }
@@ -270,11 +271,12 @@ impl AddressSpace {
         runs: &mut Vec<Run>,
     ) -> (Filled, Option<PageIx>) {
         let layout = self.layout();
+        let cause = if layout.is_prefetched(block) { LoadCause::WorkingSet } else { LoadCause::Background };
         runs.clear();
         let next = layout.runs(block, from, pages, runs);
         for run in runs.iter() {
             let source = &bytes[run.block_offset..run.block_offset + pages_len(run.pages)];
-            match self.fill_run(&layout, run, source) {
+            match self.fill_run(&layout, run, source, cause) {
                 Filled::All => {}
                 end => return (end, None),
             }
@@ -282,14 +284,14 @@ impl AddressSpace {
         (Filled::All, next)
     }
 
-    fn fill_run(&self, layout: &ResidencyMap, run: &Run, source: &[u8]) -> Filled {
+    fn fill_run(&self, layout: &ResidencyMap, run: &Run, source: &[u8], cause: LoadCause) -> Filled {
         let mut done = 0;
         while done < source.len() {
             let rest = &source[done..];
             let (zero, len) = leading_stretch(rest);
             let target = run.target + done as u64;
             let page = PageIx(run.page.0 + done as u64 / PAGE_SIZE);
-            match self.fill_stretch(layout, target, page, &rest[..len], zero) {
+            match self.fill_stretch(layout, (target, page), &rest[..len], zero, cause) {
                 Filled::All => done += len,
                 end => return end,
             }
@@ -301,10 +303,10 @@ impl AddressSpace {
     fn fill_stretch(
         &self,
         layout: &ResidencyMap,
-        target: u64,
-        page: PageIx,
+        (target, page): (u64, PageIx),
         bytes: &[u8],
         zero: bool,
+        cause: LoadCause,
     ) -> Filled {
         let mut done = 0;
         let mut limit = bytes.len();
@@ -312,14 +314,14 @@ impl AddressSpace {
             let end = bytes.len().min(done + limit);
             let piece = &bytes[done..end];
             let outcome = self.fill(target + done as u64, piece, zero);
-            self.note(layout, PageIx(page.0 + done as u64 / PAGE_SIZE), outcome, zero);
+            self.note(layout, PageIx(page.0 + done as u64 / PAGE_SIZE), outcome, zero, cause);
             done += bytes_len(outcome.bytes);
             match outcome.stop {
                 None => {}
                 // A page fault at the same time or a dead worker has filled it.
                 Some(Stop::Present) => {
                     let copied = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
-                    self.count_resident(copied, false);
+                    self.count_resident(copied, false, cause);
                     done += PAGE_LEN;
                 }
                 Some(Stop::Changing) => {
@@ -388,10 +390,10 @@ impl AddressSpace {
         )
     }
 
-    fn note(&self, layout: &ResidencyMap, page: PageIx, outcome: Outcome, zero: bool) {
+    fn note(&self, layout: &ResidencyMap, page: PageIx, outcome: Outcome, zero: bool, cause: LoadCause) {
         if outcome.bytes > 0 {
             let pages = layout.set_resident(page, outcome.bytes / PAGE_SIZE);
-            self.count_resident(pages, zero);
+            self.count_resident(pages, zero, cause);
         }
     }
 
@@ -410,7 +412,7 @@ impl AddressSpace {
             _ => self.fill(target, &[0; PAGE_LEN], true),
         };
         if let Some(page) = page {
-            self.note(layout, page, outcome, bytes.is_none_or(is_zero));
+            self.note(layout, page, outcome, bytes.is_none_or(is_zero), LoadCause::Fault);
         }
         match outcome.stop {
             None => Filled::All,
@@ -418,7 +420,7 @@ impl AddressSpace {
             // gets its own error. In both cases it must be woken.
             Some(Stop::Present | Stop::NotMapped) => {
                 if let Some(page) = page.filter(|_| outcome.stop == Some(Stop::Present)) {
-                    self.count_resident(layout.set_resident(page, 1), false);
+                    self.count_resident(layout.set_resident(page, 1), false, LoadCause::Fault);
                 }
                 // The next fill finds an ESRCH again.
                 let _ = self.uffd.wake(target, PAGE_SIZE);
@@ -442,7 +444,7 @@ impl AddressSpace {
     /// Fills missing pages, one of which a thread waits for at `address`, with the bytes of the image.
     pub fn fill_window(&self, layout: &ResidencyMap, run: &FileRun, address: u64, bytes: &[u8]) -> Filled {
         let run = Run { target: run.target, page: run.page, pages: run.pages, block_offset: 0 };
-        let filled = self.fill_run(layout, &run, &bytes[..pages_len(run.pages)]);
+        let filled = self.fill_run(layout, &run, &bytes[..pages_len(run.pages)], LoadCause::Fault);
         if filled == Filled::All {
             // A fill wakes threads of the pages that it copies. Another reactor may have filled this page meanwhile.
             // The next fill finds an ESRCH again.

@@ -4,8 +4,18 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Buckets of the histogram of fault latencies: four to each power of two of nanoseconds, so within 25 %.
-const BUCKETS: usize = 160;
+use crate::fault_latencies::LatencyHistogram;
+
+/// Why pages were filled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadCause {
+    /// A thread waited for one of them.
+    Fault,
+    /// They are of the working set, which is loaded before the rest.
+    WorkingSet,
+    /// All memory is loaded.
+    Background,
+}
 
 /// The counters of a session. All counts start with the worker.
 #[derive(Debug)]
@@ -18,8 +28,12 @@ pub struct Stats {
     pub pages_zero: AtomicU64,
     /// Pages that need no load any more: the program unmapped, dropped or replaced them.
     pub pages_dropped: AtomicU64,
+    /// Pages that reactors filled, by [`LoadCause`].
+    pages_loaded: [AtomicU64; 3],
     /// Page faults served.
     pub faults: AtomicU64,
+    /// How long they waited.
+    pub latencies: LatencyHistogram,
     /// Page faults that were read and are not served.
     pub waiting: AtomicU64,
     /// Fills that the kernel refused because the program was changing its layout (EAGAIN).
@@ -32,7 +46,6 @@ pub struct Stats {
     first_fault: AtomicU64,
     last_fault: AtomicU64,
     start: Instant,
-    latencies: [AtomicU64; BUCKETS],
 }
 
 impl Default for Stats {
@@ -42,7 +55,9 @@ impl Default for Stats {
             pages_copied: AtomicU64::new(0),
             pages_zero: AtomicU64::new(0),
             pages_dropped: AtomicU64::new(0),
+            pages_loaded: [const { AtomicU64::new(0) }; 3],
             faults: AtomicU64::new(0),
+            latencies: LatencyHistogram::default(),
             waiting: AtomicU64::new(0),
             put_off: AtomicU64::new(0),
             starved: AtomicU64::new(0),
@@ -50,7 +65,6 @@ impl Default for Stats {
             first_fault: AtomicU64::new(0),
             last_fault: AtomicU64::new(0),
             start: Instant::now(),
-            latencies: [const { AtomicU64::new(0) }; BUCKETS],
         }
     }
 }
@@ -99,9 +113,18 @@ impl Stats {
             // On failure another reactor was faster: its fault was the first.
             let _ = self.first_fault.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
         }
-        if let Some(bucket) = self.latencies.get(bucket(latency)) {
-            add(bucket, 1);
-        }
+        self.latencies.add(latency);
+    }
+
+    /// Counts pages that a reactor has filled, with bytes or with the zero page.
+    pub(crate) fn loaded(&self, cause: LoadCause, pages: u64) {
+        add(&self.pages_loaded[cause as usize], pages);
+    }
+
+    /// Returns the pages that reactors filled for a cause.
+    #[must_use]
+    pub fn pages_loaded(&self, cause: LoadCause) -> u64 {
+        self.pages_loaded[cause as usize].load(Ordering::Relaxed)
     }
 
     /// Returns the nanoseconds since the counts started, 1 at least.
@@ -116,63 +139,11 @@ impl Stats {
     pub fn fault_times(&self) -> (u64, u64) {
         (self.first_fault.load(Ordering::Relaxed), self.last_fault.load(Ordering::Relaxed))
     }
-
-    /// Returns the latency that `share` (0..=1) of the page faults did not exceed. None before the first one.
-    #[must_use]
-    pub fn fault_quantile(&self, share: f64) -> Option<Duration> {
-        let counts: Vec<u64> = self.latencies.iter().map(|count| count.load(Ordering::Relaxed)).collect();
-        let total: u64 = counts.iter().sum();
-        if total == 0 {
-            return None;
-        }
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            clippy::cast_precision_loss,
-            reason = "a rank: far below 2^52 and not negative"
-        )]
-        let rank = ((total as f64 * share).ceil() as u64).clamp(1, total);
-        let mut seen = 0;
-        let index = counts.iter().position(|count| {
-            seen += count;
-            seen >= rank
-        })?;
-        Some(upper(index))
-    }
-}
-
-fn bucket(latency: Duration) -> usize {
-    let nanos = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX).max(4);
-    let power = 63 - nanos.leading_zeros() as usize;
-    let quarter = (nanos >> (power - 2) & 3) as usize;
-    ((power - 2) * 4 + quarter).min(BUCKETS - 1)
-}
-
-fn upper(bucket: usize) -> Duration {
-    let (power, quarter) = (bucket / 4 + 2, bucket as u64 % 4);
-    Duration::from_nanos((5 + quarter) << (power - 2))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_quantile_is_within_a_quarter_of_the_truth() {
-        let stats = Stats::default();
-        for micros in 1..=1000 {
-            stats.fault(Duration::from_micros(micros));
-        }
-        for (share, truth) in [(0.5, 500.0), (0.99, 990.0), (1.0, 1000.0)] {
-            let found = stats.fault_quantile(share).unwrap().as_secs_f64() * 1e6;
-            assert!(found >= truth && found <= truth * 1.26, "{share}: {found} for {truth}");
-        }
-    }
-
-    #[test]
-    fn no_faults_no_quantile() {
-        assert_eq!(Stats::default().fault_quantile(0.99), None);
-    }
 
     #[test]
     fn the_times_of_the_first_and_the_last_fault_are_recorded() {
@@ -185,14 +156,5 @@ mod tests {
         stats.fault(Duration::ZERO);
         assert_eq!(stats.fault_times().0, first);
         assert!(stats.fault_times().1 >= first + 1_000_000 && stats.fault_times().1 <= stats.elapsed());
-    }
-
-    #[test]
-    fn extreme_latencies_are_counted() {
-        let stats = Stats::default();
-        stats.fault(Duration::ZERO);
-        stats.fault(Duration::MAX);
-        assert_eq!(stats.faults.load(Ordering::Relaxed), 2);
-        assert!(stats.fault_quantile(1.0).unwrap() > Duration::from_secs(60));
     }
 }

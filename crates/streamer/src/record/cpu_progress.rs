@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use rewake_uffd::PAGE_SIZE;
 
+use super::model::{ImageSource, LoadedBytes};
 use super::printable;
-use crate::cpu::stats::TaskStats;
+use crate::cpu::stats::{LoadCause, Stats, TaskStats};
+use crate::fault_latencies::LatencyCounts;
 use crate::session::{Session, WorkingSetPart};
 
 /// The progress of one process's CPU memory.
@@ -41,6 +43,10 @@ pub(super) struct CpuSnapshot {
     pub(super) p99: Duration,
     /// The bytes that were filled with zeros.
     pub(super) zero_bytes: u64,
+    /// What filled memory.
+    pub(super) loaded: LoadedBytes,
+    pub(super) latencies: LatencyCounts,
+    pub(super) source: ImageSource,
 }
 
 /// The restore whose CPU memory is loaded here.
@@ -78,7 +84,7 @@ impl Cpus {
         let ago = |at: u64| Duration::from_nanos(now.saturating_sub(at));
         let [first_fault, last_fault] =
             <[u64; 2]>::from(stats.fault_times()).map(|at| (at > 0).then(|| ago(at)));
-        let [p50, p99] = [0.5, 0.99].map(|share| stats.fault_quantile(share).unwrap_or_default());
+        let [p50, p99] = [0.5, 0.99].map(|share| stats.latencies.quantile(share).unwrap_or_default());
         Some(CpuSnapshot {
             begun: ago(self.session.running_ns()),
             working_set: Some(self.session.working_set_ns()).filter(|at| *at > 0).map(ago),
@@ -88,7 +94,19 @@ impl Cpus {
             p50,
             p99,
             zero_bytes: get(&stats.pages_zero) * PAGE_SIZE,
+            loaded: loaded(stats),
+            latencies: stats.latencies.counts(),
+            source: self.session.source(),
         })
+    }
+}
+
+fn loaded(stats: &Stats) -> LoadedBytes {
+    let bytes = |cause| stats.pages_loaded(cause) * PAGE_SIZE;
+    LoadedBytes {
+        fault: bytes(LoadCause::Fault),
+        working_set: bytes(LoadCause::WorkingSet),
+        background: bytes(LoadCause::Background),
     }
 }
 

@@ -2,7 +2,10 @@
 //! Makes the record of a restore for tests: two processes with GPUs and one without. It has memory of
 //! both kinds, and page faults.
 
-use super::model::{FORMAT, Fault, PageFaults, Process, ProcessMemory, Record, State, SwapEvent};
+use super::model::{
+    FORMAT, Fault, ImageSource, LoadedBytes, PageFaults, Process, ProcessMemory, Record, State, SwapEvent,
+};
+use crate::fault_latencies::LatencyCounts;
 
 const GIB: u64 = 1 << 30;
 
@@ -17,6 +20,15 @@ fn memory(
     let at = |at: &u64| u64::try_from(u128::from(bytes) * u128::from(*at) / u128::from(resident_us)).unwrap();
     let samples = sampled_us.iter().map(|time| at(time).min(bytes)).collect();
     ProcessMemory { process, minor, bytes, resident: bytes, resident_us: Some(resident_us), samples }
+}
+
+/// What has filled CPU memory at a sample: 768 MiB after the last.
+fn loads(sample: u64) -> LoadedBytes {
+    LoadedBytes {
+        fault: sample.min(4) << 20,
+        working_set: (sample * 16).min(128) << 20,
+        background: sample.saturating_sub(8) * (GIB * 3 / 4 - (132 << 20)) / 22,
+    }
 }
 
 /// Returns the record of that restore, which takes three seconds.
@@ -68,6 +80,12 @@ pub(crate) fn record() -> Record {
         ],
         page_fault_stats: PageFaults::default(),
         working_set_us: Some(700_000),
+        source: ImageSource::Cache,
+        loaded: loads(30),
+        sampled_loads: (0..31).map(loads).collect(),
+        page_fault_latencies: LatencyCounts { counts: vec![0, 0, 400, 100], sum_ns: 20_000_000 },
+        gpu_fault_latencies: LatencyCounts { counts: vec![0, 12], sum_ns: 80_000_000 },
+        worker: 77,
         sampled_faults: (0..31).map(|tick| tick * 12 / 31).collect(),
         sampled_us,
         longest_faults: (0..12).map(fault).collect(),

@@ -14,9 +14,9 @@ const FAULTS: usize = 20;
 
 /// Colours of Open Color, which are visible on white and on near-black.
 const STYLE: &str = "\
-:root{color-scheme:light dark;--text:#1c1e21;--back:#fff;--soft:#687078;--grid:#dfe3e7;--fault:#e03131;--gate:#2b8a3e}
+:root{color-scheme:light dark;--text:#1c1e21;--back:#fff;--soft:#687078;--grid:#dfe3e7;--fault:#e03131;--gate:#2b8a3e;--set:#0c8599}
 @media(prefers-color-scheme:dark){:root{--text:#e4e7ea;--back:#15181b;--soft:#98a2ab;--grid:#343a40;--fault:#ff8787;\
---gate:#69db7c}}
+--gate:#69db7c;--set:#66d9e8}}
 body{margin:0 auto;max-width:60rem;padding:1rem;font:1rem/1.5 system-ui,sans-serif;color:var(--text);background:var(--back)}
 h1{font-size:1.3rem;margin:0}h2{font-size:1.05rem;margin:1.5rem 0 .3rem}p{margin:.2rem 0;color:var(--soft)}
 .bad{color:var(--fault);font-weight:600;overflow-wrap:anywhere}
@@ -25,6 +25,8 @@ svg{display:block;width:100%;height:auto;margin:1rem 0 0}text{font-size:15px;fil
 .grid{stroke:var(--grid)}line.runs{stroke:var(--soft);stroke-dasharray:2 4}line.gate{stroke:var(--gate);stroke-width:2}
 .memory{fill:none;stroke-width:2.5;stroke-linejoin:round}.cpus{stroke-dasharray:8 4}.count{fill:none;stroke:var(--soft);stroke-width:1}
 .fault{stroke:var(--fault);stroke-width:3}
+.load{fill:none;stroke-width:1.5}.by-fault{stroke:var(--fault)}.by-set{stroke:var(--set)}line.by-set{stroke-width:2}
+tspan.by-fault{stroke:none;fill:var(--fault)}tspan.by-set{stroke:none;fill:var(--set)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .6rem .25rem 0;text-align:right;white-space:nowrap;border-bottom:1px solid var(--grid)}
 th{font-weight:500;color:var(--soft)}th:first-child,td:first-child{text-align:left}

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::fault_latencies::LatencyCounts;
+
 /// Version of the JSON: increased when a reader of the old one would misread it.
 pub(crate) const FORMAT: u32 = 2;
 
@@ -26,6 +28,30 @@ pub enum State {
     Complete,
     /// The restore was given up.
     Failed,
+}
+
+/// Where missing memory comes from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageSource {
+    /// The files of the image directory.
+    #[default]
+    Image,
+    /// An image of the node's cache, while it arrives.
+    Cache,
+    /// A page server or an image server.
+    Peer,
+}
+
+/// Bytes of CPU memory that were filled, by the reason.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoadedBytes {
+    /// For page faults, with the neighbours that are filled in the same step.
+    pub fault: u64,
+    /// In the background, as part of the working set.
+    pub working_set: u64,
+    /// In the background.
+    pub background: u64,
 }
 
 /// A restore.
@@ -55,6 +81,24 @@ pub struct Record {
     pub sampled_us: Vec<u64>,
     /// Faults served until each sample, in both kinds of memory.
     pub sampled_faults: Vec<u64>,
+    /// Where missing memory comes from.
+    #[serde(default)]
+    pub source: ImageSource,
+    /// What filled CPU memory, since the worker took over.
+    #[serde(default)]
+    pub loaded: LoadedBytes,
+    /// The same at each sample.
+    #[serde(default)]
+    pub sampled_loads: Vec<LoadedBytes>,
+    /// How long page faults on CPU memory waited, since the worker took over.
+    #[serde(default)]
+    pub page_fault_latencies: LatencyCounts,
+    /// How long page faults on GPU memory waited.
+    #[serde(default)]
+    pub gpu_fault_latencies: LatencyCounts,
+    /// The pid of the worker that has counted.
+    #[serde(default)]
+    pub worker: u32,
     /// The page faults in GPU memory that waited longest, in the order of their ends.
     pub longest_faults: Vec<Fault>,
     /// The swaps that stopped a process longest, in their order.
@@ -154,6 +198,18 @@ pub struct SwapEvent {
     pub buffer: usize,
     /// How long the process was stopped; if one stop swapped several buffers, an equal share of it.
     pub stopped_us: u64,
+}
+
+impl ImageSource {
+    /// For users: memory from the ...
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Image => "image",
+            Self::Cache => "cache",
+            Self::Peer => "peer",
+        }
+    }
 }
 
 impl Process {

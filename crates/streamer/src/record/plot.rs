@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Draws the page's plot: memory over time, when processes ran, gates were opened and GPUs were resumed, and
-//! how long page faults waited.
+//! Draws the page's plot: memory over time and what loaded it, when processes ran, gates were opened and GPUs were
+//! resumed, when the working set was resident, and how long page faults waited.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::html::escaped;
-use super::model::{Process, ProcessMemory, Record};
+use super::model::{LoadedBytes, Process, ProcessMemory, Record};
 use super::text::millis;
 use crate::units;
 
 /// Lines of memory that have a colour; all others are grey.
 pub(super) const COLOURS: usize = 7;
 
-/// In units of the drawing: 800 wide.
+/// In units of the drawing: 800 wide, 448 high.
 const LEFT: f64 = 84.0;
 const RIGHT: f64 = 786.0;
 const TOP: f64 = 36.0;
@@ -33,7 +33,7 @@ pub(super) fn class(place: usize, memory: &ProcessMemory) -> String {
 /// The drawing: one `svg` element.
 pub(super) fn plot(record: &Record) -> String {
     let mut svg =
-        String::from("<svg viewBox=\"0 0 800 424\" role=\"img\" aria-label=\"Resident memory over time\">\n");
+        String::from("<svg viewBox=\"0 0 800 448\" role=\"img\" aria-label=\"Resident memory over time\">\n");
     axes(&mut svg, record);
     for (class, what, when) in [
         ("runs", "runs", (|of| of.runs_us) as fn(&Process) -> Option<u64>),
@@ -44,6 +44,7 @@ pub(super) fn plot(record: &Record) -> String {
     for (place, memory) in record.memory.iter().enumerate() {
         line(&mut svg, record, place, memory);
     }
+    loads(&mut svg, record);
     faults(&mut svg, record);
     svg.push_str("</svg>\n");
     svg
@@ -145,6 +146,50 @@ fn line(svg: &mut String, record: &Record, place: usize, memory: &ProcessMemory)
     );
 }
 
+/// Draws how much of CPU memory was loaded for page faults and as the working set, and writes where all of it came from.
+fn loads(svg: &mut String, record: &Record) {
+    let all: u64 = record.memory.iter().filter(|of| of.minor.is_none()).map(|of| of.bytes).sum();
+    if all == 0 {
+        return;
+    }
+    for (class, what, bytes) in [
+        ("by-fault", "for page faults", (|of| of.fault) as fn(&LoadedBytes) -> u64),
+        ("by-set", "working set", |of| of.working_set),
+    ] {
+        if bytes(&record.loaded) == 0 {
+            continue;
+        }
+        let samples = record.sampled_us.iter().zip(&record.sampled_loads);
+        let points = samples.map(|(at, of)| format!("{:.1},{:.1} ", x(record, *at), y(bytes(of), all)));
+        let _ = writeln!(
+            svg,
+            "<polyline class=\"load {class}\" points=\"{}\"><title>{what}: {} of {}</title></polyline>",
+            points.collect::<String>().trim_end(),
+            units::bytes(bytes(&record.loaded)),
+            units::bytes(all),
+        );
+    }
+    if let Some(at) = record.working_set_us {
+        let place = x(record, at);
+        let _ = writeln!(
+            svg,
+            "<line class=\"by-set\" x1=\"{place:.1}\" y1=\"{TOP}\" x2=\"{place:.1}\" y2=\"{BOTTOM}\"><title>the working \
+             set is resident after {:.1} ms</title></line>",
+            millis(at),
+        );
+    }
+    let LoadedBytes { fault, working_set, background } = record.loaded;
+    let _ = writeln!(
+        svg,
+        "<text x=\"{LEFT}\" y=\"438\">CPU memory from the {}: <tspan class=\"by-fault\">{} for page faults</tspan>, <tspan \
+         class=\"by-set\">{} working set</tspan>, {} in the background</text>",
+        record.source.name(),
+        units::bytes(fault),
+        units::bytes(working_set),
+        units::bytes(background),
+    );
+}
+
 fn last(record: &Record) -> u64 {
     record.sampled_us.last().copied().unwrap_or_default()
 }
@@ -230,6 +275,28 @@ mod tests {
         let dashed = |line: &&&str| line.starts_with("<polyline class=\"memory c1 cpus\"");
         assert_eq!((lines.len(), lines.iter().filter(dashed).count()), (5, 1));
         assert_eq!(lines.iter().filter(|line| line.contains(", CPUs: ")).count(), 2);
+    }
+
+    #[test]
+    fn what_loaded_memory_is_drawn_and_the_working_set_is_marked() {
+        let record = example::record();
+        let svg = plot(&record);
+        let load = |class: &str| {
+            let found =
+                svg.lines().find(|line| line.starts_with(&format!("<polyline class=\"load {class}\"")));
+            let points = found.unwrap_or_else(|| panic!("{class} in {svg}")).split('"').nth(3).unwrap();
+            points
+                .split(' ')
+                .map(|point| point.split_once(',').unwrap().1.parse().unwrap())
+                .collect::<Vec<f64>>()
+        };
+        let (faults, set) = (load("by-fault"), load("by-set"));
+        assert_eq!((faults.len(), faults[0], set[0]), (31, BOTTOM, BOTTOM));
+        assert!(set.is_sorted_by(|one, two| one >= two) && set[30] < faults[30], "{set:?}");
+        let (_, marked) = svg.split_once("<line class=\"by-set\" x1=\"").unwrap();
+        assert_eq!(marked.split('"').next().unwrap(), format!("{:.1}", x(&record, 700_000)));
+        let text = "CPU memory from the cache: <tspan class=\"by-fault\">4.0 MiB for page faults</tspan>";
+        assert!(svg.contains(text) && svg.contains("128.0 MiB working set"), "{svg}");
     }
 
     #[test]

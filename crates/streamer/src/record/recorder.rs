@@ -6,9 +6,12 @@ use std::time::{Duration, Instant, SystemTime};
 use rewake_bo_contents::Progress;
 
 use super::cpu_progress::{CpuProgress, CpuSnapshot};
-use super::model::{FORMAT, Fault, PageFaults, Process, ProcessMemory, Record, State, SwapEvent};
+use super::model::{
+    FORMAT, Fault, ImageSource, LoadedBytes, PageFaults, Process, ProcessMemory, Record, State, SwapEvent,
+};
 use super::samples::{Sample, Samples};
 use super::top_n::Longest;
+use crate::fault_latencies::{LatencyCounts, LatencyHistogram};
 
 /// The most processes of a restore that are recorded, as many as can have gates.
 const MOST: usize = 1024;
@@ -25,9 +28,13 @@ pub(super) struct Recorder {
     /// The CPU memory of all processes that have some to load.
     cpus: Vec<CpuMemory>,
     page_faults: PageFaults,
+    page_fault_latencies: LatencyCounts,
+    loaded: LoadedBytes,
+    source: ImageSource,
     working_set_us: Option<u64>,
     samples: Samples,
     faults: u64,
+    fault_latencies: LatencyHistogram,
     longest_faults: Longest<Fault>,
     longest_swaps: Longest<SwapEvent>,
 }
@@ -70,6 +77,7 @@ impl Recorder {
     pub(super) fn fault(&mut self, process: usize, buffer: usize, address: u64, waited: Duration) {
         let (at_us, waited_us) = (self.now(), micros(waited));
         self.faults += 1;
+        self.fault_latencies.add(waited);
         self.longest_faults.push(waited_us, Fault { at_us, process, buffer, address, waited_us });
         self.note(process, |of, _| {
             of.faults += 1;
@@ -103,7 +111,7 @@ impl Recorder {
         let faults = self.faults + self.cpus.iter().map(|cpu_memory| cpu_memory.of.faults).sum::<u64>();
         let gpus = self.gpus.iter().map(|of| of.resident).collect();
         let cpus = self.cpus.iter().map(|cpu_memory| cpu_memory.of.resident).collect();
-        self.samples.push(Sample { at_us, faults, gpus, cpus });
+        self.samples.push(Sample { at_us, faults, loaded: self.loaded, gpus, cpus });
     }
 
     fn sample_gpus(&mut self, progress: &[Progress], at_us: u64) {
@@ -133,6 +141,8 @@ impl Recorder {
             p99_ns: nanos(seen.p99),
             zero_bytes: seen.zero_bytes,
         };
+        (self.loaded, self.page_fault_latencies) = (seen.loaded, seen.latencies);
+        self.source = seen.source;
         for (place, of) in seen.processes.into_iter().take(MOST).enumerate() {
             if self.cpus.len() <= place {
                 self.cpus.push(CpuMemory { of: CpuProgress::default(), begun_us, resident_us: None });
@@ -170,6 +180,12 @@ impl Recorder {
             working_set_us: self.working_set_us,
             sampled_us: self.samples.iter().map(|sample| sample.at_us).collect(),
             sampled_faults: self.samples.iter().map(|sample| sample.faults).collect(),
+            source: self.source,
+            loaded: self.loaded,
+            sampled_loads: self.samples.iter().map(|sample| sample.loaded).collect(),
+            page_fault_latencies: self.page_fault_latencies.clone(),
+            gpu_fault_latencies: self.fault_latencies.counts(),
+            worker: std::process::id(),
             longest_faults: self.longest_faults.all(),
             longest_swaps: self.longest_swaps.all(),
         }

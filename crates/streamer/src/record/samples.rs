@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Keeps how much was resident when, in bounded memory.
 
+use super::model::LoadedBytes;
+
 /// The most samples: a plot is not wider.
 const MOST: usize = 512;
 /// The most numbers in all samples together: 512 KiB, for any number of processes.
@@ -13,6 +15,7 @@ const FEWEST: usize = 16;
 pub(super) struct Sample {
     pub(super) at_us: u64,
     pub(super) faults: u64,
+    pub(super) loaded: LoadedBytes,
     /// The resident bytes of each process on each GPU.
     pub(super) gpus: Vec<u64>,
     /// The resident bytes of each process's CPU memory.
@@ -83,7 +86,7 @@ mod tests {
         let mut samples = Samples::default();
         for at_us in 0..count {
             let (gpus, cpus) = (vec![at_us; numbers / 2], vec![at_us; numbers.div_ceil(2)]);
-            samples.push(Sample { at_us, faults: 0, gpus, cpus });
+            samples.push(Sample { at_us, faults: 0, loaded: LoadedBytes::default(), gpus, cpus });
         }
         samples
     }

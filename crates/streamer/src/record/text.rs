@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::model::{Process, Record, State};
+use super::model::{LoadedBytes, Process, Record, State};
 use crate::units;
 
 /// The columns of the line that shows how memory became resident.
@@ -30,6 +30,15 @@ pub fn text(record: &Record, before: Duration) -> String {
             let most = latency(longest);
             let _ = writeln!(text, "{faults} faults in {of} memory, {mean} on average, {most} at most");
         }
+    }
+    let LoadedBytes { fault, working_set, background } = record.loaded;
+    if fault + working_set + background > 0 {
+        let [fault, working_set, background] = [fault, working_set, background].map(units::bytes);
+        let source = record.source.name();
+        let _ = writeln!(
+            text,
+            "CPU memory from the {source}: {fault} for page faults, {working_set} working set, {background} later"
+        );
     }
     let swaps: u64 = record.processes.iter().map(|of| of.swaps).sum();
     if swaps > 0 {
@@ -151,6 +160,7 @@ memory loaded while the processes run, since the restore was started:
   3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
 12 faults in GPU memory, 6.7 ms on average, 43.2 ms at most
 500 faults in CPU memory, 40 µs on average, 85 µs at most
+CPU memory from the cache: 4.0 MiB for page faults, 128.0 MiB working set, 636.0 MiB later
 8 buffers swapped, for which processes were stopped for 1.6 ms
 process                 memory of       bytes resident after  resident
 4711 python3            renderD128    2.0 GiB      3000.1 ms  ▁▁▂▂▂▃▃▄▄▄▅▅▆▆▇▇█
@@ -171,7 +181,7 @@ process                 memory of       bytes resident after  resident
         record.memory[0] =
             ProcessMemory { bytes: (1 << 50) - 1, minor: Some(191), ..record.memory[0].clone() };
         record.memory[0].resident_us = Some(36_000_000_000);
-        let last = |text: &str| text.lines().skip(10).map(|line| line.chars().count()).max();
+        let last = |text: &str| text.lines().skip(11).map(|line| line.chars().count()).max();
         let text = text(&record, Duration::ZERO);
         assert!(last(&text) <= Some(80), "{text}");
     }

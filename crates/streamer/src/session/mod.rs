@@ -22,6 +22,7 @@ use tracing::error;
 use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
+use crate::record::model::ImageSource;
 use crate::working_set::LoadingOptions;
 use crate::working_set::access_log::AccessLog;
 
@@ -36,6 +37,8 @@ pub struct Session {
     pub stats: Stats,
     /// Its fd store; none in tests.
     store: Option<FdStore>,
+    /// Where missing memory comes from, if not from the image's files.
+    source: OnceLock<ImageSource>,
     tasks: Mutex<Vec<Arc<TaskStats>>>,
     released: AtomicBool,
     options: LoadingOptions,
@@ -71,6 +74,7 @@ impl Session {
             since: Instant::now(),
             stats: Stats::default(),
             store: None,
+            source: OnceLock::new(),
             tasks: Mutex::default(),
             released: AtomicBool::new(false),
             options: LoadingOptions::default(),
@@ -137,6 +141,17 @@ impl Session {
     #[must_use]
     pub fn working_set_ns(&self) -> u64 {
         self.working_set_ns.load(Ordering::Relaxed)
+    }
+
+    /// Says where missing memory comes from, once.
+    pub(crate) fn set_source(&self, source: ImageSource) {
+        // A session has one fetcher after another, all of one source.
+        let _ = self.source.set(source);
+    }
+
+    /// Returns where missing memory comes from.
+    pub(crate) fn source(&self) -> ImageSource {
+        self.source.get().copied().unwrap_or_default()
     }
 
     /// Returns its fd store.

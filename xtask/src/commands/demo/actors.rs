@@ -151,7 +151,8 @@ fn last_error(log: &Path) -> String {
     format!("{error} (log: {})", log.display())
 }
 
-fn wait_until(
+/// Waits until `done`, or fails.
+pub(super) fn wait_until(
     limit: Duration,
     failure: &str,
     mut done: impl FnMut() -> anyhow::Result<bool>,

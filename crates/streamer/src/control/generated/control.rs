@@ -241,7 +241,7 @@ pub struct Session {
     #[prost(string, tag = "6")]
     pub reason: ::prost::alloc::string::String,
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Agent {
     /// The process to signal.
     #[prost(int32, tag = "1")]
@@ -256,6 +256,27 @@ pub struct Agent {
     /// Resident memory of the agent; each streamer has its own.
     #[prost(uint64, tag = "5")]
     pub rss_bytes: u64,
+    /// What workers had counted that have ended, those of ended sessions included.
+    #[prost(message, repeated, tag = "6")]
+    pub ended: ::prost::alloc::vec::Vec<SourceCounts>,
+    /// Sessions that have failed, and requests that were refused.
+    #[prost(message, repeated, tag = "7")]
+    pub failures: ::prost::alloc::vec::Vec<FailureCount>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct SourceCounts {
+    #[prost(enumeration = "MemorySource", tag = "1")]
+    pub source: i32,
+    #[prost(message, optional, tag = "2")]
+    pub counts: ::core::option::Option<LoadCounts>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FailureCount {
+    /// One word.
+    #[prost(string, tag = "1")]
+    pub kind: ::prost::alloc::string::String,
+    #[prost(uint64, tag = "2")]
+    pub count: u64,
 }
 /// How far a restore is. Times are since it was handed over, or since CPU memory began to be loaded. Counts are since the
 /// streamer's present worker took over.
@@ -278,6 +299,44 @@ pub struct Streaming {
     /// When the recorded working set was resident; 0: not yet, or there is none.
     #[prost(uint64, tag = "7")]
     pub working_set_us: u64,
+    #[prost(message, optional, tag = "8")]
+    pub counts: ::core::option::Option<LoadCounts>,
+    /// The worker's pid: another worker counts from zero.
+    #[prost(int32, tag = "9")]
+    pub worker: i32,
+    #[prost(enumeration = "MemorySource", tag = "10")]
+    pub source: i32,
+}
+/// What a worker has counted since it took over. These numbers only grow.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct LoadCounts {
+    /// Bytes of CPU memory that are resident: filled for page faults, in the background as part of the working set, and all
+    /// others.
+    #[prost(uint64, tag = "1")]
+    pub fault_bytes: u64,
+    #[prost(uint64, tag = "2")]
+    pub working_set_bytes: u64,
+    #[prost(uint64, tag = "3")]
+    pub background_bytes: u64,
+    /// Bytes of GPU memory that are resident.
+    #[prost(uint64, tag = "4")]
+    pub gpu_bytes: u64,
+    #[prost(uint64, tag = "5")]
+    pub gates_opened: u64,
+    #[prost(message, optional, tag = "6")]
+    pub page_faults: ::core::option::Option<FaultLatencies>,
+    /// Page faults of CPUs on GPU memory.
+    #[prost(message, optional, tag = "7")]
+    pub gpu_faults: ::core::option::Option<FaultLatencies>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FaultLatencies {
+    /// Page faults that waited less than 2^10 ns; 2^10 to less than 2^11 ns; and so on; the last: 2^34 ns or longer.
+    #[prost(uint64, repeated, tag = "1")]
+    pub counts: ::prost::alloc::vec::Vec<u64>,
+    /// The sum of all waits.
+    #[prost(uint64, tag = "2")]
+    pub sum_ns: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StreamedProcess {
@@ -368,6 +427,42 @@ impl State {
             "STATE_RUNNING" => Some(Self::Running),
             "STATE_COMPLETE" => Some(Self::Complete),
             "STATE_FAILED" => Some(Self::Failed),
+            _ => None,
+        }
+    }
+}
+/// Where missing memory comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum MemorySource {
+    Unknown = 0,
+    /// The files of an image directory.
+    Image = 1,
+    /// An image of the node's cache, all of it or while it arrives.
+    Cache = 2,
+    /// A page server or an image server.
+    Peer = 3,
+}
+impl MemorySource {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unknown => "MEMORY_SOURCE_UNKNOWN",
+            Self::Image => "MEMORY_SOURCE_IMAGE",
+            Self::Cache => "MEMORY_SOURCE_CACHE",
+            Self::Peer => "MEMORY_SOURCE_PEER",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "MEMORY_SOURCE_UNKNOWN" => Some(Self::Unknown),
+            "MEMORY_SOURCE_IMAGE" => Some(Self::Image),
+            "MEMORY_SOURCE_CACHE" => Some(Self::Cache),
+            "MEMORY_SOURCE_PEER" => Some(Self::Peer),
             _ => None,
         }
     }
