@@ -119,7 +119,8 @@ fn a_restore_is_counted_while_it_runs_and_after_it() {
 
     let gate = Gate::closed(metered.stored.folder().join("gate")).unwrap();
     metered.stored.scene.go().unwrap();
-    let mut command = metered.stored.restore(&[]).unwrap();
+    // All that the program accesses is a page fault.
+    let mut command = metered.stored.restore(&["--on-demand-only=1"]).unwrap();
     let restore = command.arg("--action-script").arg(gate.script()).spawn().unwrap();
     assert!(gate.is_reached_by(1, ACT));
     let restoring = until(ACT, || {

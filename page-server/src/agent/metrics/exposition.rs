@@ -183,8 +183,7 @@ fn faults(to: &mut DescriptorEncoder<'_>, totals: &BTreeMap<&'static str, LoadCo
 fn buckets(latencies: Option<&FaultLatencies>) -> (Vec<(f64, u64)>, f64) {
     let bounds = COUNTED_POWERS.map(|power| Duration::from_nanos(1 << power).as_secs_f64());
     let count = |place: usize| latencies.and_then(|of| of.counts.get(place)).copied().unwrap_or_default();
-    // The library writes the largest number as +Inf.
-    let bounds = bounds.chain([f64::MAX]).enumerate();
+    let bounds = bounds.chain([f64::INFINITY]).enumerate();
     let sum = Duration::from_nanos(latencies.map_or(0, |of| of.sum_ns)).as_secs_f64();
     (bounds.map(|(place, bound)| (bound, count(place))).collect(), sum)
 }
@@ -321,7 +320,7 @@ mod tests {
         let bucket =
             |bound: &str| value(&format!("rewake_page_fault_seconds_bucket{{le=\"{bound}\",LABELS}}"));
         let wanted = [2.0, 2.0, 6.0, 6.0, 6.0];
-        assert_eq!(["1.024e-6", "2.048e-6", "4.096e-6", "17.179869184", "+Inf"].map(bucket), wanted);
+        assert_eq!(["0.000001024", "0.000002048", "0.000004096", "17.179869184", "+Inf"].map(bucket), wanted);
         assert_eq!(value("rewake_page_fault_seconds_count{LABELS}"), 6.0);
         assert_eq!(value("rewake_page_fault_seconds_sum{LABELS}"), 1e-5);
     }
