@@ -30,7 +30,6 @@ use crate::fetch_peer::FetchPeer;
 use crate::fetcher_process::{self, FetchDescriptors, borrowed};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry, peek_all};
 use crate::ledger::wants_room;
-use crate::record::model::ImageSource;
 use crate::session::Session;
 use crate::session::image::{Image, sealed};
 use crate::sys;
@@ -194,9 +193,7 @@ impl Fetch {
         let is_image = id.is_some();
         let (FetchedMemory::Pages { files: sparse, .. } | FetchedMemory::Files { files: sparse, .. }) =
             &plan.memory;
-        let brings_files = !sparse.is_empty();
-        let is_shared = matches!(plan.peer, PagePeer::Agent(_));
-        session.set_source(if is_shared { ImageSource::Cache } else { ImageSource::Peer });
+        session.set_peer(&plan.peer);
         Ok(Self {
             session: Arc::clone(session),
             files,
@@ -208,7 +205,7 @@ impl Fetch {
             name: plan.peer_name(),
             // The fetcher needs its extents, and this process does not.
             is_image,
-            brings_files,
+            brings_files: !sparse.is_empty(),
             peer: plan.peer,
             socket: RefCell::new(socket),
             child: RefCell::default(),

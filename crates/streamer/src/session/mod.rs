@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
+use rewake_fetcher::plan::PagePeer;
 use tokio::sync::Notify;
 use tracing::error;
 
@@ -143,10 +144,11 @@ impl Session {
         self.working_set_ns.load(Ordering::Relaxed)
     }
 
-    /// Says where missing memory comes from, once.
-    pub(crate) fn set_source(&self, source: ImageSource) {
-        // A session has one fetcher after another, all of one source.
-        let _ = self.source.set(source);
+    /// Says which peer missing memory comes from.
+    pub(crate) fn set_peer(&self, peer: &PagePeer) {
+        let is_agent = matches!(peer, PagePeer::Agent(_));
+        // A session has one fetcher after another, all of one peer.
+        let _ = self.source.set(if is_agent { ImageSource::Cache } else { ImageSource::Peer });
     }
 
     /// Returns where missing memory comes from.
