@@ -536,6 +536,30 @@ mod tests {
     }
 
     #[test]
+    fn pages_are_counted_by_what_loaded_them() {
+        const BLOCK: usize = rewake_image_io::BLOCK;
+        let loaded = |cause: LoadCause, rank: Option<u32>| {
+            let task = UffdChild::start(uffd_child::sleep);
+            let session = Arc::new(Session::new(PathBuf::new()));
+            let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), true));
+            if let Some(rank) = rank {
+                let addresses = task.start..task.start + PAGE_SIZE;
+                space.layout_mut().set_priority(&[rewake_pager::Prefetch { addresses, rank }]);
+            }
+            let page = Some(&[7; PAGE_LEN][..]);
+            assert_eq!(space.fill_demand(&space.layout(), task.start, Some(PageIx(0)), page), Filled::All);
+            let block = space.layout().claim().unwrap();
+            let (filled, _) = space.fill_piece(block, PageIx(0), PAGES, &[7; BLOCK], &mut Vec::new());
+            assert_eq!(filled, Filled::All);
+            let stats = &session.stats;
+            (stats.pages_loaded(LoadCause::Fault), stats.pages_loaded(cause))
+        };
+        assert_eq!(loaded(LoadCause::Background, None), (1, PAGES - 1));
+        assert_eq!(loaded(LoadCause::WorkingSet, Some(1)), (1, PAGES - 1));
+        assert_eq!(loaded(LoadCause::Background, Some(REGISTERED)), (1, PAGES - 1));
+    }
+
+    #[test]
     fn a_page_with_one_byte_set_anywhere_is_not_zero() {
         let mut page = vec![0; PAGE_LEN];
         assert!(is_zero(&page));
