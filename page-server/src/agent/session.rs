@@ -257,3 +257,39 @@ fn resident_bytes() -> u64 {
     let pages: u64 = statm.split_whitespace().nth(1).and_then(|field| field.parse().ok()).unwrap_or(0);
     pages * rewake_uffd::PAGE_SIZE
 }
+
+#[cfg(test)]
+mod tests {
+    use rewake_streamer::control::proto::{LoadCounts, State};
+
+    use super::super::counts::totals;
+    use super::*;
+
+    /// What a worker reports that has filled so many bytes for page faults.
+    fn report(worker: i32, fault_bytes: u64) -> Streaming {
+        let counts = Some(LoadCounts { fault_bytes, ..LoadCounts::default() });
+        let source = MemorySource::Image.into();
+        Streaming { state: State::Running.into(), worker, source, counts, ..Streaming::default() }
+    }
+
+    #[test]
+    fn counts_grow_through_a_worker_s_death_and_the_session_s_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let registry = Registry::start(&dir.path().join("socket"), AgentCache::new(None));
+        let entry = SessionEntry::new(1, Path::new("/images"), dir.path());
+        let progress = Streaming::default();
+        let live = Live { entry, since: Instant::now(), is_cached: false, progress };
+        registry.live.borrow_mut().insert(1, live);
+        let total = || totals(&registry.status()).get(&MemorySource::Image).map_or(0, |of| of.fault_bytes);
+        let reports = [report(5, 100), report(5, 300), report(6, 0), report(6, 20)].map(|now| {
+            registry.report(1, now);
+            total()
+        });
+        assert_eq!(reports, [100, 300, 300, 320]);
+        let ended = Ended { ok: true, reason: String::new(), last: Some(report(6, 50)) };
+        registry.ended(1, Ok(ended));
+        assert_eq!((total(), registry.status().sessions.len()), (350, 0));
+        registry.report(1, report(7, 1000));
+        assert_eq!(total(), 350, "it has ended");
+    }
+}
