@@ -22,7 +22,7 @@ use super::proto::{self, Ended, MemorySource, Reply, Request, State, reply, requ
 use super::{MESSAGE_LIMIT, REPORT, accept};
 use crate::fault_latencies::LatencyCounts;
 use crate::record::Timeline;
-use crate::record::model::{self, ImageSource, ProcessMemory, Record};
+use crate::record::model::{self, MemoryOrigin, ProcessMemory, Record};
 use crate::session::{address, socket};
 use crate::sys;
 
@@ -231,11 +231,11 @@ pub fn streaming(record: &Record) -> proto::Streaming {
     }
 }
 
-fn source(source: ImageSource) -> MemorySource {
+fn source(source: MemoryOrigin) -> MemorySource {
     match source {
-        ImageSource::Image => MemorySource::Image,
-        ImageSource::Cache => MemorySource::Cache,
-        ImageSource::Peer => MemorySource::Peer,
+        MemoryOrigin::Image => MemorySource::Image,
+        MemoryOrigin::Cache => MemorySource::Cache,
+        MemoryOrigin::Peer => MemorySource::Peer,
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rewake_uffd::PAGE_SIZE;
 
-use super::model::{ImageSource, LoadedBytes};
+use super::model::{LoadedBytes, MemoryOrigin};
 use super::printable;
 use crate::cpu::stats::{LoadCause, Stats, TaskStats};
 use crate::fault_latencies::LatencyCounts;
@@ -46,7 +46,7 @@ pub(super) struct CpuSnapshot {
     /// What filled memory.
     pub(super) loaded: LoadedBytes,
     pub(super) latencies: LatencyCounts,
-    pub(super) source: ImageSource,
+    pub(super) source: MemoryOrigin,
 }
 
 /// The restore whose CPU memory is loaded here.

@@ -3,7 +3,7 @@
 //! both kinds, and page faults.
 
 use super::model::{
-    FORMAT, Fault, ImageSource, LoadedBytes, PageFaults, Process, ProcessMemory, Record, State, SwapEvent,
+    FORMAT, Fault, LoadedBytes, MemoryOrigin, PageFaults, Process, ProcessMemory, Record, State, SwapEvent,
 };
 use crate::fault_latencies::LatencyCounts;
 
@@ -80,7 +80,7 @@ pub(crate) fn record() -> Record {
         ],
         page_fault_stats: PageFaults::default(),
         working_set_us: Some(700_000),
-        source: ImageSource::Cache,
+        source: MemoryOrigin::Cache,
         loaded: loads(30),
         sampled_loads: (0..31).map(loads).collect(),
         page_fault_latencies: LatencyCounts { counts: vec![0, 0, 400, 100], sum_ns: 20_000_000 },

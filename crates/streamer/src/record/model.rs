@@ -33,7 +33,7 @@ pub enum State {
 /// Where missing memory comes from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum ImageSource {
+pub enum MemoryOrigin {
     /// The files of the image directory.
     #[default]
     Image,
@@ -83,7 +83,7 @@ pub struct Record {
     pub sampled_faults: Vec<u64>,
     /// Where missing memory comes from.
     #[serde(default)]
-    pub source: ImageSource,
+    pub source: MemoryOrigin,
     /// What filled CPU memory, since the worker took over.
     #[serde(default)]
     pub loaded: LoadedBytes,
@@ -200,7 +200,7 @@ pub struct SwapEvent {
     pub stopped_us: u64,
 }
 
-impl ImageSource {
+impl MemoryOrigin {
     /// For users: memory from the ...
     #[must_use]
     pub fn name(self) -> &'static str {

@@ -7,7 +7,7 @@ use rewake_bo_contents::Progress;
 
 use super::cpu_progress::{CpuProgress, CpuSnapshot};
 use super::model::{
-    FORMAT, Fault, ImageSource, LoadedBytes, PageFaults, Process, ProcessMemory, Record, State, SwapEvent,
+    FORMAT, Fault, LoadedBytes, MemoryOrigin, PageFaults, Process, ProcessMemory, Record, State, SwapEvent,
 };
 use super::samples::{Sample, Samples};
 use super::top_n::Longest;
@@ -30,7 +30,7 @@ pub(super) struct Recorder {
     page_faults: PageFaults,
     page_fault_latencies: LatencyCounts,
     loaded: LoadedBytes,
-    source: ImageSource,
+    source: MemoryOrigin,
     working_set_us: Option<u64>,
     samples: Samples,
     faults: u64,

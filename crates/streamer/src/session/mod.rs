@@ -23,7 +23,7 @@ use tracing::error;
 use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
-use crate::record::model::ImageSource;
+use crate::record::model::MemoryOrigin;
 use crate::working_set::LoadingOptions;
 use crate::working_set::access_log::AccessLog;
 
@@ -39,7 +39,7 @@ pub struct Session {
     /// Its fd store; none in tests.
     store: Option<FdStore>,
     /// Where missing memory comes from, if not from the image's files.
-    source: OnceLock<ImageSource>,
+    source: OnceLock<MemoryOrigin>,
     tasks: Mutex<Vec<Arc<TaskStats>>>,
     released: AtomicBool,
     options: LoadingOptions,
@@ -148,11 +148,11 @@ impl Session {
     pub(crate) fn set_peer(&self, peer: &PagePeer) {
         let is_agent = matches!(peer, PagePeer::Agent(_));
         // A session has one fetcher after another, all of one peer.
-        let _ = self.source.set(if is_agent { ImageSource::Cache } else { ImageSource::Peer });
+        let _ = self.source.set(if is_agent { MemoryOrigin::Cache } else { MemoryOrigin::Peer });
     }
 
     /// Returns where missing memory comes from.
-    pub(crate) fn source(&self) -> ImageSource {
+    pub(crate) fn source(&self) -> MemoryOrigin {
         self.source.get().copied().unwrap_or_default()
     }
 

@@ -263,7 +263,7 @@ pub struct Agent {
     #[prost(message, repeated, tag = "7")]
     pub failures: ::prost::alloc::vec::Vec<FailureCount>,
 }
-#[derive(Clone, PartialEq, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct SourceCounts {
     #[prost(enumeration = "MemorySource", tag = "1")]
     pub source: i32,
@@ -308,7 +308,7 @@ pub struct Streaming {
     pub source: i32,
 }
 /// What a worker has counted since it took over. These numbers only grow.
-#[derive(Clone, PartialEq, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LoadCounts {
     /// Bytes of CPU memory that are resident: filled for page faults, in the background as part of the working set, and all
     /// others.
