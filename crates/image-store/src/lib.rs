@@ -23,6 +23,7 @@ mod pack;
 mod pinned;
 mod profile;
 mod push;
+mod read_ahead;
 mod reader;
 mod served;
 mod shared_reads;
