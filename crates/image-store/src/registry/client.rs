@@ -396,15 +396,21 @@ mod tests {
         retry: Duration::from_millis(300),
     };
 
-    /// Answers requests in this order, the last one again and again. Returns its address.
+    /// Needs no authorization, and answers other requests in this order, the last one again and again. Returns its address.
     fn registry(answers: &'static [&'static str]) -> String {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         thread::spawn(move || {
-            for number in 0.. {
-                let Ok((mut client, _)) = listener.accept() else { return };
-                let _ = client.read(&mut [0; 4096]);
-                let _ = client.write_all(answers[number.min(answers.len() - 1)].as_bytes());
+            let mut number = 0;
+            while let Ok((mut client, _)) = listener.accept() {
+                let mut request = [0; 4096];
+                let length = client.read(&mut request).unwrap_or(0);
+                let mut answer = UP;
+                if !request[..length].starts_with(b"GET /v2/ ") {
+                    answer = answers[number.min(answers.len() - 1)];
+                    number += 1;
+                }
+                let _ = client.write_all(answer.as_bytes());
             }
         });
         address
@@ -430,17 +436,13 @@ mod tests {
 
     #[test]
     fn a_registry_that_always_fails_is_one_line_within_the_limit() {
-        assert_eq!(refused(&[UP, DOWN]), "the registry answered 500 Internal Server Error: <a>");
+        assert_eq!(refused(&[DOWN]), "the registry answered 500: <a>");
     }
 
     #[test]
     fn a_failure_that_passes_is_no_failure() {
-        let client = client(&registry(&[
-            UP,
-            DOWN,
-            UP,
-            "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
-        ]));
+        const FOUND: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}";
+        let client = client(&registry(&[DOWN, FOUND]));
         run(async { assert_eq!(client.manifest("1").await.unwrap().as_deref(), Some(&b"{}"[..])) });
     }
 
@@ -448,14 +450,14 @@ mod tests {
     fn what_does_not_pass_is_not_sent_again() {
         const FORBIDDEN: &str = "HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno";
         let start = Instant::now();
-        assert_eq!(refused(&[UP, FORBIDDEN]), "the registry answered 403: no");
+        assert_eq!(refused(&[FORBIDDEN]), "the registry answered 403: no");
         assert!(start.elapsed() < Duration::from_secs(5));
     }
 
     #[test]
     fn a_blob_is_read_from_a_registry_without_ranges() {
         const WHOLE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 10\r\nConnection: close\r\n\r\n0123456789";
-        let client = client(&registry(&[UP, WHOLE]));
+        let client = client(&registry(&[WHOLE]));
         let blob = blob_of(b"0123456789");
         assert_eq!(blob.digest, "sha256:84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882");
         run(async { assert_eq!(client.range(&blob, 3..6).await.unwrap(), &b"345"[..]) });
