@@ -151,6 +151,7 @@ impl RegistryClient {
             }
             tags.extend(more);
         }
+        tags.sort();
         Ok(tags)
     }
 
