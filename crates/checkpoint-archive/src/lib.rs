@@ -102,11 +102,11 @@ impl Extraction<'_> {
             let Some(mut entry) = entry else { break };
             count += 1;
             if count > MAX_ENTRIES {
-                return Err(self.wrong(format!("it has more than {MAX_ENTRIES} entries")));
+                return Err(self.wrong(&format!("it has more than {MAX_ENTRIES} entries")));
             }
             let path = entry.path_bytes().into_owned();
             let place =
-                ArchivePlace::of(&path).map_err(|what| self.wrong(format!("{}: {what}", shown(&path))))?;
+                ArchivePlace::of(&path).map_err(|what| self.wrong(&format!("{}: {what}", shown(&path))))?;
             if let ArchivePlace::Checkpoint(name) = place {
                 self.check_kind(&entry, &path, name.as_deref())?;
                 if let Some(name) = name {
@@ -118,10 +118,10 @@ impl Extraction<'_> {
             io::copy(&mut entry, &mut io::sink()).map_err(|error| self.damaged(&error))?;
         }
         if archive.into_inner().has_ended() {
-            return Err(self.wrong("it is cut: the end of a tar is missing".to_owned()));
+            return Err(self.wrong("it is cut: the end of a tar is missing"));
         }
         if !has_inventory {
-            let what = "it has no file checkpoint/inventory.img: no checkpoint of podman or CRI-O".to_owned();
+            let what = "it has no file checkpoint/inventory.img: no checkpoint of podman or CRI-O";
             return Err(self.wrong(what));
         }
         Ok(())
@@ -139,11 +139,10 @@ impl Extraction<'_> {
         }
         if kind == EntryType::Symlink && name == Some("parent") {
             return Err(self.wrong(
-                "it is an incremental checkpoint, and its parent is not in it: make a full checkpoint"
-                    .to_owned(),
+                "it is an incremental checkpoint, and its parent is not in it: make a full checkpoint",
             ));
         }
-        Err(self.wrong(format!("{}: expected a regular file, found one of type {kind:?}", shown(path))))
+        Err(self.wrong(&format!("{}: expected a regular file, found one of type {kind:?}", shown(path))))
     }
 
     fn file<R: Read>(&mut self, entry: &mut Entry<'_, R>, name: &str) -> Result<()> {
@@ -157,7 +156,7 @@ impl Extraction<'_> {
         let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
         let file = match file {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                return Err(self.wrong(format!("it has checkpoint/{name} twice")));
+                return Err(self.wrong(&format!("it has checkpoint/{name} twice")));
             }
             file => file.map_err(failed)?,
         };
@@ -179,7 +178,7 @@ impl Extraction<'_> {
         let (mut left, mut buffer) = (length, vec![0; BUFFER]);
         while left > 0 {
             let read = match entry.read(&mut buffer) {
-                Ok(0) => return Err(self.wrong(format!("it is cut in checkpoint/{name}"))),
+                Ok(0) => return Err(self.wrong(&format!("it is cut in checkpoint/{name}"))),
                 Ok(read) => read,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return Err(self.damaged(&error)),
@@ -193,10 +192,10 @@ impl Extraction<'_> {
     }
 
     fn damaged(&self, error: &io::Error) -> ArchiveError {
-        self.wrong(format!("no tar, or one that is cut or damaged: {error}"))
+        self.wrong(&format!("no tar, or one that is cut or damaged: {error}"))
     }
 
-    fn wrong(&self, what: String) -> ArchiveError {
+    fn wrong(&self, what: &str) -> ArchiveError {
         // A name in an archive may have anything in it.
         let line: String = what.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
         ArchiveError::Archive { archive: self.archive.to_owned(), what: line }
@@ -245,7 +244,10 @@ mod tests {
         ])
     }
 
-    fn extracted(bytes: &[u8]) -> (Result<ExtractReport, String>, Vec<(String, Vec<u8>)>) {
+    /// The files of a directory, by name.
+    type Files = Vec<(String, Vec<u8>)>;
+
+    fn extracted(bytes: &[u8]) -> (Result<ExtractReport, String>, Files) {
         let folder = tempfile::tempdir().unwrap();
         let (archive, directory) = (folder.path().join("archive"), folder.path().join("image"));
         fs::write(&archive, bytes).unwrap();
