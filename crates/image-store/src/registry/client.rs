@@ -455,6 +455,51 @@ mod tests {
         assert!(start.elapsed() < Duration::from_secs(5));
     }
 
+    /// A registry that wants a token, which is given for a password. Returns its address.
+    fn registry_with_tokens() -> String {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let realm = format!("WWW-Authenticate: Bearer realm=\"http://{address}/token\",service=\"s\"\r\n");
+        thread::spawn(move || {
+            while let Ok((mut client, _)) = listener.accept() {
+                let mut request = [0; 4096];
+                let length = client.read(&mut request).unwrap_or(0);
+                let request = String::from_utf8_lossy(&request[..length]).into_owned();
+                let is_for_token = request.starts_with("GET /token?scope=repository%3Aweb%3Apull&");
+                let (status, body) =
+                    if is_for_token && request.contains("authorization: Basic dXNlcjpwYXNz\r\n") {
+                        ("200 OK", r#"{"token":"t0k3n"}"#)
+                    } else if request.contains("authorization: Bearer t0k3n\r\n") {
+                        ("200 OK", "0123456789")
+                    } else {
+                        ("401 Unauthorized", "no")
+                    };
+                let length = body.len();
+                let answer = format!(
+                    "HTTP/1.1 {status}\r\n{realm}Content-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+                );
+                let _ = client.write_all(answer.as_bytes());
+            }
+        });
+        address
+    }
+
+    #[test]
+    fn a_registry_with_tokens_gets_one_for_the_password() {
+        let address = registry_with_tokens();
+        let blob = blob_of(b"0123456789");
+        let read = async |password: &str| {
+            let auth = RegistryAuth::Basic("user".to_owned(), password.to_owned());
+            let client = RegistryClient::new(&address, "web", auth, false, LIMITS).unwrap();
+            client.range(&blob, 0..10).await.map_err(|error| error.to_string())
+        };
+        run(async {
+            assert_eq!(read("pass").await, Ok(Bytes::from_static(b"0123456789")));
+            let refused = read("s3cr3t").await.unwrap_err();
+            assert_eq!(refused, "the server of the registry's tokens refused: no");
+        });
+    }
+
     #[test]
     fn a_blob_is_read_from_a_registry_without_ranges() {
         const WHOLE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 10\r\nConnection: close\r\n\r\n0123456789";
