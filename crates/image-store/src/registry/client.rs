@@ -383,12 +383,12 @@ fn innermost(error: &dyn Error) -> String {
 #[cfg(test)]
 mod tests {
     use std::io::{Read as _, Write as _};
-    use std::net::{Ipv4Addr, TcpListener};
+    use std::net::{Ipv4Addr, TcpListener, TcpStream};
     use std::thread;
     use std::time::Duration;
 
     use super::*;
-    use crate::testing::run;
+    use crate::testing::{random_bytes, run};
 
     const LIMITS: RequestLimits = RequestLimits {
         connect: Duration::from_secs(5),
@@ -498,6 +498,64 @@ mod tests {
             let refused = read("s3cr3t").await.unwrap_err();
             assert_eq!(refused, "the server of the registry's tokens refused: no");
         });
+    }
+
+    /// Reads a request: its first line, and its body.
+    fn request(client: &mut TcpStream) -> (String, Vec<u8>) {
+        let (mut bytes, mut buffer) = (Vec::new(), [0; 1 << 16]);
+        loop {
+            let read = client.read(&mut buffer).unwrap();
+            assert!(read > 0, "a request that was cut");
+            bytes.extend(&buffer[..read]);
+            let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") else { continue };
+            let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
+            let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+            let length: usize = length.map_or(0, |length| length.parse().unwrap());
+            if bytes.len() == end + 4 + length {
+                return (head.lines().next().unwrap().to_owned(), bytes[end + 4..].to_vec());
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_blob_is_written_in_parts() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let server = thread::spawn(move || {
+            let (mut received, mut parts) = (Vec::new(), 0);
+            loop {
+                let (mut client, _) = listener.accept().unwrap();
+                let (line, body) = request(&mut client);
+                let status = match line.split(' ').next().unwrap() {
+                    "HEAD" => "404 Not Found",
+                    "POST" => "202 Accepted",
+                    "PATCH" => {
+                        parts += 1;
+                        received.extend(body);
+                        "202 Accepted"
+                    }
+                    "PUT" => "201 Created",
+                    _ => "200 OK",
+                };
+                let answer = format!(
+                    "HTTP/1.1 {status}\r\nLocation: /upload\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                );
+                client.write_all(answer.as_bytes()).unwrap();
+                if line.starts_with("PUT") {
+                    return (received, parts, line);
+                }
+            }
+        });
+        let bytes = random_bytes("blob", as_usize(PART) + 5);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&bytes).unwrap();
+        let (client, blob, length) = (client(&address), blob_of(&bytes), bytes.len() as u64);
+        let digest = blob.digest.replace(':', "%3A");
+        run(async move { assert_eq!(client.put_file(file, length).await.unwrap(), blob) });
+        let (received, parts, line) = server.join().unwrap();
+        assert!(received == bytes);
+        assert_eq!(parts, 5);
+        assert_eq!(line, format!("PUT /upload?digest={digest} HTTP/1.1"));
     }
 
     #[test]
