@@ -16,6 +16,7 @@
 //! * [`page_server`]: `rewake page-server` and CRIU's own, and a client that sends what it likes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
+//! * [`registry`]: a registry of OCI images.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
@@ -38,6 +39,7 @@ pub mod node_cache;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;
+pub mod registry;
 pub use rewake_testkit::relay;
 pub mod scene;
 pub mod server;
