@@ -7,17 +7,20 @@
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
 //! * [`programs`]: real programs, and the time of their first answer.
 //! * [`replicas`]: restores of one image at once.
-//! * [`remote`]: restores whose pages another host has: page servers and their clients, a link, plain loops.
+//! * [`store`]: restores from a store. [`link`]: a link with a rate and a delay.
+//! * [`remote`]: restores whose pages another host has: page servers and their clients, plain loops.
 //! * [`migrate`]: live migrations, and the demo of one.
 //! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: limits of disk and
 //!   copies.
 //! * [`behind`]: this project's plugin, with and without a background load.
 //! * [`engine`]: the engine that loads GPU memory, compared with memcpy and the disk.
 //! * [`checksums`]: what it costs to check blocks.
+//! * [`agent`]: `rewake serve`. [`watch`]: memory of processes, one by one.
 //! * [`cache`]: the share of a file in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
 //!   [`pipes`]: what its lazy dumps need of the machine.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
+mod agent;
 mod behind;
 mod cache;
 mod checksums;
@@ -27,6 +30,7 @@ mod engine;
 mod fill;
 mod lazy;
 mod limits;
+mod link;
 mod migrate;
 mod pipes;
 mod plugin;
@@ -35,7 +39,9 @@ mod programs;
 mod remote;
 mod replicas;
 mod report;
+mod store;
 mod touch;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -57,6 +63,8 @@ enum Command {
     Programs(programs::Options),
     /// Restores one image several times at once, by `rewake serve` and each by itself (needs root)
     Replicas(replicas::Options),
+    /// Restores programs from a store behind a link of 1 Gbit/s, and measures the store (needs root)
+    Store(store::Options),
     /// Restores one image in turn from page servers on loopback, stock CRIU's and rewake's, by clients of both (needs
     /// root)
     Remote(remote::Options),
@@ -98,6 +106,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Lazy(options) => lazy::run(&options),
         Command::Programs(options) => programs::run(&options),
         Command::Replicas(options) => replicas::run(&options),
+        Command::Store(options) => store::run_all(&options),
         Command::Remote(options) => remote::run(&options),
         Command::Migrate(options) => migrate::run(&options),
         Command::MigratingWriter(options) => migrate::writer::run(&options),

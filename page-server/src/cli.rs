@@ -403,8 +403,8 @@ pub enum WaitFor {
 /// Options of `rewake restore`.
 #[derive(Debug, Args)]
 pub struct RestoreArgs {
-    /// An image of a store, s3://BUCKET/FOLDER/NAME or file:///DIRECTORY/NAME: it is restored from the cache of the node
-    /// agent, while its memory arrives there
+    /// An image of a store, s3://BUCKET/FOLDER/NAME, file:///DIRECTORY/NAME or oci://REGISTRY/REPOSITORY:TAG: it is
+    /// restored from the cache of the node agent, while its memory arrives there
     #[arg(value_name = "URL", conflicts_with_all = ["images_dir", "from", "record"])]
     pub image: Option<ImageUrl>,
     /// Directory of the images

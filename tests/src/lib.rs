@@ -16,7 +16,7 @@
 //! * [`page_server`]: `rewake page-server` and CRIU's own, and a client that sends what it likes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
-//! * [`seaweedfs`]: a store that answers as S3 does.
+//! * [`registry`]: a registry of OCI images.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
@@ -39,9 +39,9 @@ pub mod node_cache;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;
+pub mod registry;
 pub use rewake_testkit::relay;
 pub mod scene;
-pub mod seaweedfs;
 pub mod server;
 pub mod sessions;
 mod skip;
@@ -50,7 +50,7 @@ pub mod verdict;
 pub use container::Container;
 pub use criu::Criu;
 pub use rewake_skip::{need, skip};
-pub use rewake_testkit::{Random, cgroup, process, random};
+pub use rewake_testkit::{Random, cgroup, process, random, seaweedfs};
 pub use scene::Scene;
 pub use server::{Refusal, Server, Setup};
 pub use verdict::Verdict;

@@ -175,7 +175,10 @@ fn bad_input_gets_one_clear_line() {
     );
     for url in ["web", "s3://bucket", "http://host/web", "s3://bucket/../web"] {
         let (succeeded, said) = run(&["push", dir, url]);
-        assert!(!succeeded && said.contains("expected s3://BUCKET/... or file:///DIRECTORY/..."), "{said}");
+        assert!(
+            !succeeded && said.contains("expected s3://BUCKET/..., file:///DIRECTORY/... or oci://"),
+            "{said}"
+        );
     }
     let mut command = Command::new(rewake().unwrap());
     command.args(["ls", "s3://bucket"]).env_clear().env("AWS_EC2_METADATA_DISABLED", "true");

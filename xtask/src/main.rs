@@ -36,6 +36,8 @@ cargo xtask <command>
   bench remote [options]     stock `criu page-server` and `criu lazy-pages --page-server`, and rewake in the place of each;
                              `bench remote --help`
   bench migrate [options]    downtime and bytes of live migrations between two namespaces; `bench migrate --help`
+  bench replicas [options]   replicas from a store behind 1 Gbit/s and 5 ms: first answers, bytes, eight at once, the
+                             store's own rates beside restic; `bench replicas --help`
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
   bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
                              of GPU memory; how long a page fault waits: in virtual machines; 25 minutes
@@ -85,6 +87,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["bench", "programs", more @ ..] => commands::bench::programs(more)?,
         ["bench", "remote", more @ ..] => commands::bench::remote(more)?,
         ["bench", "migrate", more @ ..] => commands::bench::migrate(more)?,
+        ["bench", "replicas", more @ ..] => commands::bench::replicas(more)?,
         ["bench", "plugin", more @ ..] => commands::bench::plugin(more)?,
         ["bench", "behind"] => commands::bench::behind()?,
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,

@@ -18,21 +18,21 @@ const REDIS_VALUES: u64 = 256;
 /// 64-bit words of one child of the prefork program, which has 6 MiB.
 const CHILD_WORDS: u64 = 786_432;
 /// Most MiB of a program.
-pub(super) const MAX_MIB: u64 = 4096;
+pub(crate) const MAX_MIB: u64 = 4096;
 // The stride is a prime and no factor of the number of values, so a question for all values reads each of them once.
 const _: () = assert!(MAX_MIB < VALUE_STRIDE);
 /// 2^64 divided by the golden ratio, an odd number: multiples of it spread over all 64 bits.
-pub(super) const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
+pub(crate) const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
 const SPREAD_32: u32 = 0x9E37_79B1;
 
 /// What a client asks of a program, in one request: `count` of its units, in an order that depends on `seed`. Of redis it
 /// asks with `count` requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Question {
+pub(crate) struct Question {
     /// The checksum starts with it, so that no question has the answer of an earlier one.
-    pub(super) seed: u32,
+    pub(crate) seed: u32,
     /// At most the program's number of units.
-    pub(super) count: u64,
+    pub(crate) count: u64,
 }
 
 /// The line that a client sends.
@@ -44,7 +44,7 @@ impl fmt::Display for Question {
 
 impl Program {
     /// Units (matrices, values, arrays, children, keys) that the program holds when it fills `mib` MiB.
-    pub(super) fn units(self, mib: u64) -> u64 {
+    pub(crate) fn units(self, mib: u64) -> u64 {
         match self {
             Self::Python | Self::PythonQuarter => mib / 8,
             Self::Node => mib * 16,
@@ -55,7 +55,7 @@ impl Program {
     }
 
     /// The line that a program of `mib` MiB must answer; none for redis, which answers with values.
-    pub(super) fn right_answer(self, mib: u64, question: Question) -> Option<String> {
+    pub(crate) fn right_answer(self, mib: u64, question: Question) -> Option<String> {
         let units = self.units(mib);
         match self {
             Self::Python | Self::PythonQuarter => Some(matrix_answer(units, question).to_string()),

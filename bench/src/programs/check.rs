@@ -12,7 +12,7 @@ use super::redis::Requests;
 
 /// A question and the only right answer.
 #[derive(Debug)]
-pub(super) struct Check {
+pub(crate) struct Check {
     question: Question,
     right: Right,
 }
@@ -27,23 +27,23 @@ enum Right {
 
 /// A right answer.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Answered {
+pub(crate) struct Answered {
     /// When all of it had arrived.
-    pub(super) at: Instant,
+    pub(crate) at: Instant,
     /// redis only: requests answered in the time that was asked about.
-    pub(super) in_time: Option<u64>,
+    pub(crate) in_time: Option<u64>,
 }
 
 impl Check {
     /// Computes the right answer.
-    pub(super) fn new(program: Program, mib: u64, question: Question) -> Self {
+    pub(crate) fn new(program: Program, mib: u64, question: Question) -> Self {
         let values = || Right::Values { keys: program.units(mib) };
         let right = program.right_answer(mib, question).map_or_else(values, Right::Line);
         Self { question, right }
     }
 
     /// Whether this question reads as much memory as another one to the same program.
-    pub(super) fn reads_as_much_as(&self, other: &Self) -> bool {
+    pub(crate) fn reads_as_much_as(&self, other: &Self) -> bool {
         self.question.count == other.question.count
     }
 
@@ -51,7 +51,7 @@ impl Check {
     ///
     /// # Errors
     /// The answer is wrong, or the client gave up.
-    pub(super) fn ask(&self, client: &Client<'_>, until: Instant) -> anyhow::Result<Answered> {
+    pub(crate) fn ask(&self, client: &Client<'_>, until: Instant) -> anyhow::Result<Answered> {
         let question = self.question;
         match &self.right {
             Right::Line(right) => {
@@ -80,7 +80,7 @@ impl Check {
     ///
     /// # Errors
     /// A value is wrong, or the client gave up.
-    pub(super) fn ask_on(&self, client: &Client<'_>, until: Instant) -> anyhow::Result<u64> {
+    pub(crate) fn ask_on(&self, client: &Client<'_>, until: Instant) -> anyhow::Result<u64> {
         let Right::Values { keys } = self.right else { return Ok(0) };
         // Other keys than those of the question.
         let mut requests = Requests::connect(*client, keys, self.question.seed + 1)?;

@@ -19,12 +19,12 @@ const SLICE: Duration = Duration::from_millis(200);
 
 /// Where a program listens, and when its client gives up.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Client<'a> {
+pub(crate) struct Client<'a> {
     /// The socket of the program.
-    pub(super) socket: &'a Path,
-    pub(super) deadline: Instant,
+    pub(crate) socket: &'a Path,
+    pub(crate) deadline: Instant,
     /// Set when the program has failed and will not answer.
-    pub(super) stop: &'a AtomicBool,
+    pub(crate) stop: &'a AtomicBool,
 }
 
 impl Client<'_> {
@@ -32,7 +32,7 @@ impl Client<'_> {
     ///
     /// # Errors
     /// No answer arrived before the deadline, or the client was stopped or interrupted.
-    pub(super) fn answer(&self, question: Question) -> anyhow::Result<(String, Instant)> {
+    pub(crate) fn answer(&self, question: Question) -> anyhow::Result<(String, Instant)> {
         loop {
             if let Some(answer) = self.ask_once(question)? {
                 return Ok((answer, Instant::now()));
@@ -59,7 +59,7 @@ impl Client<'_> {
     }
 
     /// A connection, as soon as one is not refused.
-    pub(super) fn connect(&self) -> anyhow::Result<UnixStream> {
+    pub(crate) fn connect(&self) -> anyhow::Result<UnixStream> {
         loop {
             if let Ok(stream) = UnixStream::connect(self.socket) {
                 stream.set_read_timeout(Some(SLICE))?;
@@ -70,7 +70,7 @@ impl Client<'_> {
     }
 
     /// The number of bytes that arrived, at least one; none when the connection has ended or broken.
-    pub(super) fn read(&self, stream: &mut UnixStream, buffer: &mut [u8]) -> anyhow::Result<Option<usize>> {
+    pub(crate) fn read(&self, stream: &mut UnixStream, buffer: &mut [u8]) -> anyhow::Result<Option<usize>> {
         loop {
             match stream.read(buffer) {
                 Ok(0) => return Ok(None),
@@ -83,7 +83,7 @@ impl Client<'_> {
     }
 
     /// Waits before the next attempt.
-    pub(super) fn pause(&self) -> anyhow::Result<()> {
+    pub(crate) fn pause(&self) -> anyhow::Result<()> {
         self.check_patience()?;
         std::thread::sleep(PAUSE);
         Ok(())

@@ -21,18 +21,47 @@ const SOCKET_PATH: usize = 107;
 
 /// A dumped program.
 #[derive(Debug)]
-pub(super) struct Dumped {
-    pub(super) image: Image,
-    pub(super) socket: PathBuf,
+pub(crate) struct Dumped {
+    pub(crate) image: Image,
+    pub(crate) socket: PathBuf,
     /// The request from the start of a restore on.
-    pub(super) first: Check,
+    pub(crate) first: Check,
     /// The request when all memory is resident.
-    pub(super) whole: Check,
+    pub(crate) whole: Check,
 }
 
 impl Dumped {
     /// Computes the right answers, starts the program, checks its answers and dumps it into `directory`.
-    pub(super) fn new(program: Program, mib: u64, criu: &Path, directory: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn new(program: Program, mib: u64, criu: &Path, directory: &Path) -> anyhow::Result<Self> {
+        let first = Check::new(program, mib, program.first_question(mib));
+        let whole = Check::new(program, mib, program.whole_question(mib));
+        let Running { mut process, socket, limit } = Running::start(program, mib, directory)?;
+        let image = Image::dump(criu, &mut process, directory.join("img"), limit)?;
+        Ok(Self { image, socket, first, whole })
+    }
+
+    /// Bytes of all `pages-*.img`.
+    pub(crate) fn page_bytes(&self) -> anyhow::Result<u64> {
+        let mut bytes = 0;
+        for file in &self.image.page_files {
+            bytes += file.metadata().with_context(|| file.display().to_string())?.len();
+        }
+        Ok(bytes)
+    }
+}
+
+/// A program that has answered its first requests.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) process: Process,
+    pub(crate) socket: PathBuf,
+    /// Time limit of what moves all its memory once.
+    pub(crate) limit: Duration,
+}
+
+impl Running {
+    /// Starts the program and checks its answers. `directory` gets its files.
+    pub(crate) fn start(program: Program, mib: u64, directory: &Path) -> anyhow::Result<Self> {
         let socket = directory.join("socket");
         let length = socket.as_os_str().len();
         ensure!(
@@ -40,8 +69,6 @@ impl Dumped {
             "the path {} has {length} bytes and a socket's at most {SOCKET_PATH}: give a shorter --dir",
             socket.display()
         );
-        let first = Check::new(program, mib, program.first_question(mib));
-        let whole = Check::new(program, mib, program.whole_question(mib));
         // A busy disk may write 20 MB/s only.
         let limit = Duration::from_secs(120 + mib / 16);
         let errors = directory.join("errors.log");
@@ -55,17 +82,7 @@ impl Dumped {
             let said = std::fs::read_to_string(&errors).unwrap_or_default();
             format!("before the dump, with {mib} MiB (it wrote {:?})", said.trim())
         })?;
-        let image = Image::dump(criu, &mut process, directory.join("img"), limit)?;
-        Ok(Self { image, socket, first, whole })
-    }
-
-    /// Bytes of all `pages-*.img`.
-    pub(super) fn page_bytes(&self) -> anyhow::Result<u64> {
-        let mut bytes = 0;
-        for file in &self.image.page_files {
-            bytes += file.metadata().with_context(|| file.display().to_string())?.len();
-        }
-        Ok(bytes)
+        Ok(Self { process, socket, limit })
     }
 }
 

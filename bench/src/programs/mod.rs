@@ -26,8 +26,11 @@ use crate::cache;
 use crate::criu::version;
 use crate::processes::catch_interrupts;
 use crate::report::Setting;
-use dumped::Dumped;
-use program::Program;
+pub(crate) use answer::Question;
+pub(crate) use check::Check;
+pub(crate) use client::Client;
+pub(crate) use dumped::{Dumped, Running};
+pub(crate) use program::Program;
 use round::{ImageState, Sample, Way};
 
 /// Arguments of `rewake-bench programs`.

@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::answer::Question;
 
 /// Requests before the dump, so that code is compiled and caches are filled. Each has a seed of its own.
-pub(super) const WARM_UP_SEEDS: std::ops::RangeInclusive<u32> = 1..=8;
+pub(crate) const WARM_UP_SEEDS: std::ops::RangeInclusive<u32> = 1..=8;
 /// Seeds of the questions after a restore: no program has seen them before its dump.
 const FIRST_SEED: u32 = 1001;
 const WHOLE_SEED: u32 = 2002;
@@ -33,7 +33,7 @@ const HEAP_SERVER: &str = include_str!("../../programs/HeapServer.java");
 /// redis, or a program of bench/programs, by the name of its language, or of its kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Program {
+pub(crate) enum Program {
     /// Multiplies a vector with dense matrices; the first answer reads all of them
     Python,
     /// The same program; the first answer reads a quarter of the matrices
@@ -62,7 +62,7 @@ impl fmt::Display for Program {
 }
 
 impl Program {
-    pub(super) const ALL: [Self; 6] =
+    pub(crate) const ALL: [Self; 6] =
         [Self::Python, Self::PythonQuarter, Self::Node, Self::Java, Self::Prefork, Self::Redis];
 
     /// The package python3-numpy is for Debian's own Python only, so another one on the PATH does not count.
@@ -89,7 +89,7 @@ impl Program {
     ///
     /// # Errors
     /// The runtime is not installed.
-    pub(super) fn version(self) -> anyhow::Result<String> {
+    pub(crate) fn version(self) -> anyhow::Result<String> {
         let (name, arguments): (_, &[&str]) = match self {
             Self::Python | Self::PythonQuarter => (
                 self.runtime(),
@@ -120,7 +120,7 @@ impl Program {
     }
 
     /// The question right after a restore.
-    pub(super) fn first_question(self, mib: u64) -> Question {
+    pub(crate) fn first_question(self, mib: u64) -> Question {
         let units = self.units(mib);
         let count = match self {
             Self::Python | Self::Java | Self::Prefork => units,
@@ -132,13 +132,13 @@ impl Program {
     }
 
     /// A question that reads all of the program's memory.
-    pub(super) fn whole_question(self, mib: u64) -> Question {
+    pub(crate) fn whole_question(self, mib: u64) -> Question {
         Question { seed: WHOLE_SEED, count: self.units(mib) }
     }
 
     /// Writes the source into `directory` and gives the command that serves on `socket`. The program leads a session
     /// of its own: CRIU refuses to dump a process whose session leader is not dumped with it.
-    pub(super) fn command(self, mib: u64, socket: &Path, directory: &Path) -> anyhow::Result<Command> {
+    pub(crate) fn command(self, mib: u64, socket: &Path, directory: &Path) -> anyhow::Result<Command> {
         let (file, source) = match self {
             Self::Python | Self::PythonQuarter => ("matrix_server.py", MATRIX_SERVER),
             Self::Node => ("cache_server.js", CACHE_SERVER),

@@ -14,10 +14,10 @@ use rewake_criu_images::{ImageDir, LazyExtent, PAGE};
 use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN, answer_header};
 
 use super::round::{address, free_port};
-use super::watch::Watch;
 use crate::cache;
 use crate::lazy::Image;
 use crate::report::Spread;
+use crate::watch::Watch;
 
 /// Clients at once.
 pub(super) const CLIENTS: usize = 8;

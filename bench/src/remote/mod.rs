@@ -2,20 +2,18 @@
 //! Restores whose pages another host has. Servers and clients of stock CRIU and of rewake, in turn, in one run.
 //!
 //! * [`round`]: one restore, from a server through a client, with its figures.
-//! * [`watch`]: memory of the processes of a round.
-//! * [`link`]: a slower link. [`certificates`]: for rounds with TLS. [`plain_loop`]: the limit of the background load.
+//! * [`certificates`]: for rounds with TLS. [`plain_loop`]: the limit of the background load.
 //! * [`clients`]: several clients of one image at once.
 //! * [`table`]: the tables.
 
 mod certificates;
 mod clients;
-mod link;
 mod plain_loop;
 mod round;
 mod table;
-mod watch;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
@@ -29,6 +27,9 @@ use crate::report::Setting;
 use certificates::Certificates;
 use clients::ServedClients;
 use round::{Conditions, Pairing, Programs, Sample};
+
+/// The way there and back over the slow link.
+const ROUND_TRIP: Duration = Duration::from_millis(1);
 
 /// Arguments of `rewake-bench remote`.
 #[derive(Debug, clap::Args)]

@@ -9,12 +9,13 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 use nix::sys::signal::Signal;
 
+use super::ROUND_TRIP;
 use super::certificates::Certificates;
-use super::link;
-use super::watch::Watch;
 use crate::criu::server_log;
 use crate::lazy::{Image, stop};
+use crate::link::Link;
 use crate::processes::{Exit, Process, reaped_cpu_seconds};
+use crate::watch::Watch;
 
 /// The programs, with absolute paths.
 #[derive(Debug)]
@@ -156,7 +157,7 @@ pub(super) fn run(
     let tls = conditions.tls.map(Certificates::options).unwrap_or_default();
     let mut server = RunningServer::start(programs, image, pairing.server, work.join("server"), &tls)?;
     let server_watch = Watch::start(server.process.pid());
-    let port = if conditions.is_slow { link::to(server.port)? } else { server.port };
+    let port = if conditions.is_slow { Link::to(server.port, ROUND_TRIP)?.port() } else { server.port };
     let options = [vec!["--page-server".to_owned()], address(port), tls].concat();
     let cpu_before = reaped_cpu_seconds();
     let mut client = dumped.listen(programs.of(pairing.client), "lazy-pages", &options, work)?;

@@ -7,7 +7,8 @@ use rewake_image_io::BLOCK;
 
 use super::clients::{CLIENTS, ServedClients};
 use super::round::{Maker, Pairing, Sample};
-use super::{BackgroundLoad, link};
+use super::{BackgroundLoad, ROUND_TRIP};
+use crate::link;
 use crate::report::{Setting, Spread, number, spread};
 
 /// What a process of rewake may have of anonymous and shared memory, in MiB.
@@ -75,7 +76,7 @@ pub(super) fn slow(slow: &[Sample], local: &[Sample]) -> String {
     }
     let local = over(local, Pairing::REWAKE, |sample| sample.latency.map(|latency| latency.p99 / 1e3));
     let transfer = BLOCK as f64 / link::RATE as f64;
-    let wanted = local.map(|local| (link::ROUND_TRIP.as_secs_f64() + transfer) * 1e3 + 3.0 * local.median);
+    let wanted = local.map(|local| (ROUND_TRIP.as_secs_f64() + transfer) * 1e3 + 3.0 * local.median);
     let wanted = wanted.map_or_else(|| "-".to_owned(), number);
     let _ = writeln!(
         text,

@@ -7,17 +7,14 @@ mod memory;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, bail, ensure};
 
+use crate::agent::Agent;
 use crate::cache;
-use crate::criu::quiet;
 use crate::lazy::Image;
-use crate::processes::{Process, catch_interrupts};
-
-/// Time until `rewake serve` answers.
-const START: Duration = Duration::from_secs(30);
+use crate::processes::catch_interrupts;
 
 /// Arguments of `rewake-bench replicas`.
 #[derive(Debug, clap::Args)]
@@ -152,21 +149,19 @@ fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
 }
 
 fn sample(options: &Options, image: &Image, way: Way, work: &Path) -> anyhow::Result<Sample> {
-    let socket = work.join("socket");
     let before = read_bytes()?;
-    let agent = if way == Way::Served { Some(start_agent(&options.rewake, &socket, work)?) } else { None };
+    let start = || Agent::start(&options.rewake, work, &[], &[]);
+    let agent = (way == Way::Served).then(start).transpose()?;
+    let socket = agent.as_ref().map(Agent::socket);
     let memory = memory::Sampler::start();
-    let start = |number: u64| restore(options, image, way, &work.join(number.to_string()), &socket);
+    let start = |number: u64| restore(options, image, way, &work.join(number.to_string()), socket);
     let restores = (0..options.count).map(start).collect::<Vec<_>>();
     let mut times = Vec::new();
     for restore in restores {
         times.push(restore.join().expect("a restore's thread returns errors")?);
     }
     let memory = memory.finish();
-    if let Some(mut agent) = agent {
-        agent.signal(nix::sys::signal::Signal::SIGTERM)?;
-        agent.wait(START)?;
-    }
+    agent.map(Agent::end).transpose()?;
     reap();
     let most = |of: fn(&(f64, f64)) -> f64| times.iter().map(of).fold(0.0, f64::max);
     Ok(Sample {
@@ -185,54 +180,58 @@ fn restore(
     image: &Image,
     way: Way,
     work: &Path,
-    socket: &Path,
+    socket: Option<&Path>,
 ) -> JoinHandle<anyhow::Result<(f64, f64)>> {
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "--pid", "--fork", "--mount-proc"]);
     let image = &image.dumped().directory;
+    let mut command;
     if way == Way::Eager {
-        command.arg(&options.criu).args(["restore", "-d", "-o", "restore.log", "-D"]).arg(image);
-        command.arg("-W").arg(work);
+        command = Command::new(&options.criu);
+        command.args(["restore", "-d", "-o", "restore.log", "-D"]).arg(image).arg("-W").arg(work);
     } else {
-        command.arg(&options.rewake).args(["restore", "--json", "--quiet", "-D"]).arg(image);
-        if way == Way::Served {
+        command = Command::new(&options.rewake);
+        command.args(["restore", "--json", "--quiet", "-D"]).arg(image);
+        if let Some(socket) = socket {
             command.arg("--socket").arg(socket);
         }
         command.arg("--criu").arg(&options.criu).args(["--", "-d"]);
     }
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let work = work.to_owned();
     std::thread::spawn(move || {
         std::fs::create_dir(&work)?;
+        let RestoreEnd { elapsed_ms, output } =
+            apart(&command).join().expect("a restore's thread returns errors")?;
+        if way == Way::Eager {
+            return Ok((elapsed_ms, elapsed_ms));
+        }
+        let result: serde_json::Value = serde_json::from_slice(&output)?;
+        let time = |name: &str| result[name].as_f64().with_context(|| format!("no {name} in {result}"));
+        Ok((time("alive_ms")?, time("all_resident_ms")?))
+    })
+}
+
+/// A restore that has succeeded.
+#[derive(Debug)]
+pub(crate) struct RestoreEnd {
+    pub(crate) elapsed_ms: f64,
+    /// What it wrote to standard output.
+    pub(crate) output: Vec<u8>,
+}
+
+/// Starts a command of a restore in pid and mount namespaces of its own. The restored processes end with it.
+pub(crate) fn apart(restore: &Command) -> JoinHandle<anyhow::Result<RestoreEnd>> {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--mount-proc"]);
+    command.arg(restore.get_program()).args(restore.get_args());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    std::thread::spawn(move || {
         let began = Instant::now();
         let output = command.output().context("unshare")?;
         let elapsed_ms = began.elapsed().as_secs_f64() * 1e3;
         if !output.status.success() {
             bail!("{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
         }
-        if way == Way::Eager {
-            return Ok((elapsed_ms, elapsed_ms));
-        }
-        let result: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let time = |name: &str| result[name].as_f64().with_context(|| format!("no {name} in {result}"));
-        Ok((time("alive_ms")?, time("all_resident_ms")?))
+        Ok(RestoreEnd { elapsed_ms, output: output.stdout })
     })
-}
-
-fn start_agent(program: &Path, socket: &Path, work: &Path) -> anyhow::Result<Process> {
-    let mut command = Command::new(program);
-    command.arg("serve").arg("--socket").arg(socket).arg("-o").arg(work.join("serve.log"));
-    let agent = Process::spawn(quiet(&mut command))?;
-    let answers = || {
-        let mut status = Command::new(program);
-        status.arg("status").arg("--socket").arg(socket);
-        quiet(&mut status).status().is_ok_and(|status| status.success())
-    };
-    let until = Instant::now() + START;
-    while !answers() {
-        ensure!(Instant::now() < until, "rewake serve does not answer within {START:?}");
-    }
-    Ok(agent)
 }
 
 /// Reaps every child that has ended: only then the kernel adds its reads here.

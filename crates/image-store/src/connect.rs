@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Opens what a URL names: a directory, or a bucket with credentials from the usual places.
+//! Opens what a URL names: a directory, or a bucket or a registry with credentials from the usual places.
 
 use std::fs::DirBuilder;
 use std::net::IpAddr;
@@ -15,19 +15,20 @@ use reqwest::Url;
 
 use crate::error::{ImageStoreError, Result, reason};
 use crate::profile::AwsProfile;
+use crate::registry::ImageRepository;
 use crate::url::StoreUrl;
 
 /// The limits of one request.
 #[derive(Debug, Clone, Copy)]
-struct RequestLimits {
+pub(crate) struct RequestLimits {
     /// Time in which a server must accept a connection.
-    connect: Duration,
+    pub(crate) connect: Duration,
     /// Time in which a server must send bytes. It includes the time in which a request is sent.
-    silence: Duration,
+    pub(crate) silence: Duration,
     /// Time in which a request must be answered as a whole.
-    request: Duration,
+    pub(crate) request: Duration,
     /// Time from the first attempt of a request after which it is not sent again.
-    retry: Duration,
+    pub(crate) retry: Duration,
 }
 
 /// Of commands that read: a request is short.
@@ -42,14 +43,28 @@ const PUSH_LIMITS: RequestLimits = RequestLimits { silence: Duration::from_secs(
 /// A request that hangs is sent again three times.
 const _: () = assert!(READ_LIMITS.retry.as_secs() > 3 * READ_LIMITS.request.as_secs());
 /// Times that a request is sent again after a failure of the server or of the connection.
-const RETRIES: usize = 8;
+pub(crate) const RETRIES: usize = 8;
 /// Time before a request is sent again: it doubles from the first to the second of these.
-const PAUSE: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
+pub(crate) const PAUSE: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
 
-/// Opens a store. `create`: its directory may be missing.
-pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Arc<dyn ObjectStore>> {
+/// What a URL names.
+#[derive(Debug)]
+pub(crate) enum Connected {
+    /// A bucket or a directory.
+    Objects(Arc<dyn ObjectStore>),
+    /// A repository of a registry.
+    Repository(Arc<ImageRepository>),
+}
+
+/// Opens a store. `create`: for a push; its directory may be missing.
+pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Connected> {
     let setup = |what: String| ImageStoreError::Setup { url: url.to_string(), what };
+    let limits = if create { PUSH_LIMITS } else { READ_LIMITS };
     match url {
+        StoreUrl::Registry { registry, repository } => {
+            let repository = ImageRepository::open(registry, repository, create, limits)?;
+            Ok(Connected::Repository(Arc::new(repository)))
+        }
         StoreUrl::Directory(path) => {
             if create {
                 // Memory may have secrets.
@@ -61,17 +76,16 @@ pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Arc<dyn ObjectStor
             }
             let objects =
                 LocalFileSystem::new_with_prefix(path).map_err(|error| setup(reason(&error.to_string())))?;
-            Ok(Arc::new(objects.with_fsync(true)))
+            Ok(Connected::Objects(Arc::new(objects.with_fsync(true))))
         }
         StoreUrl::S3 { bucket, prefix } => {
-            let limits = if create { PUSH_LIMITS } else { READ_LIMITS };
             let objects = builder(bucket)
                 .and_then(|builder| limited(builder, limits).build().map_err(|error| error.to_string()));
             let objects = objects.map_err(|what| setup(reason(&what)))?;
             if prefix.is_empty() {
-                return Ok(Arc::new(objects));
+                return Ok(Connected::Objects(Arc::new(objects)));
             }
-            Ok(Arc::new(PrefixStore::new(objects, prefix.as_str())))
+            Ok(Connected::Objects(Arc::new(PrefixStore::new(objects, prefix.as_str()))))
         }
     }
 }

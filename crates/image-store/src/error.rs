@@ -13,7 +13,9 @@ use crate::names::PACKS;
 #[non_exhaustive]
 pub enum ImageStoreError {
     /// The text is no URL of a store.
-    #[error("{url:?}: {what}: expected s3://BUCKET/... or file:///DIRECTORY/...")]
+    #[error(
+        "{url:?}: {what}: expected s3://BUCKET/..., file:///DIRECTORY/... or oci://REGISTRY/REPOSITORY:TAG"
+    )]
     Url {
         /// The text.
         url: String,
@@ -41,6 +43,14 @@ pub enum ImageStoreError {
     NoImage {
         /// The image.
         url: String,
+    },
+    /// A tag of a registry names something that is no image of Rewake's.
+    #[error("{url}: no image that `rewake push` has stored: its type is {found}; use another tag")]
+    OtherArtifact {
+        /// The tag.
+        url: String,
+        /// What it names.
+        found: String,
     },
     /// A push has given the name another image while this one was to be removed.
     #[error(
@@ -146,7 +156,9 @@ const MAX_TEXT: usize = 300;
 
 /// What to do about a damaged object.
 fn advice(object: &str) -> &'static str {
-    if object.rsplit('/').nth(1) == Some(PACKS) {
+    if object.starts_with("oci://") {
+        "the registry has to remove the blob and the tag before `rewake push` can store the image again"
+    } else if object.rsplit('/').nth(1) == Some(PACKS) {
         "`rewake verify` marks it, and then `rewake push` of the image stores its chunks again"
     } else {
         "remove the image with `rewake rm`, and push it again"

@@ -46,6 +46,7 @@ pub struct GarbageReport {
 /// # Errors
 /// The place is no store, or a name or an index cannot be read: nothing is removed. Or the store refuses.
 pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<GarbageReport> {
+    store.require_removable()?;
     store.require().await?;
     let now = store.now().await?;
     let is_old = |written: SystemTime| now.duration_since(written).unwrap_or_default() >= grace;

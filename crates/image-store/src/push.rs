@@ -26,7 +26,7 @@ use crate::error::{ImageStoreError, Result};
 use crate::format::{ChunkLocation, ImageIndex, StoredImage};
 use crate::garbage::GRACE;
 use crate::manifest_bytes::ManifestBytes;
-use crate::names::{INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, hash_part, random};
+use crate::names::{INDEXES, MANIFESTS, PACKS, REMOVED, hash_part, random};
 use crate::pack::{PackedChunk, Packs};
 use crate::store::{ImageStore, ListedObject, MAX_INDEX, MAX_INDEXES};
 
@@ -89,7 +89,7 @@ pub(crate) async fn push_within(
     let copy = copy.map_err(|reason| ImageStoreError::File { file: path.display().to_string(), reason })?;
     let manifest = ManifestReader::of(copy, length, &path)?;
     let id = manifest.id();
-    store.mark().await?;
+    store.begin(&images, || Ok(ManifestReader::open(&images)?), name).await?;
     let listed = store.sound_packs().await?;
     if has(store, name, id, &listed).await {
         return Ok(StorePushReport { id, had: true, ..StorePushReport::default() });
@@ -305,7 +305,7 @@ impl ImagePush<'_> {
         self.store.put_from(INDEXES, &image.version, &*encoded).await?;
         // From now on the index protects its packs.
         self.check_packs(&chunks).await?;
-        self.store.put(NAMES, name, image.encode()).await?;
+        self.store.publish(image, &chunks).await?;
         self.report.kept = self.packs.kept;
         self.report.written = self.packs.written + manifest_length + encoded.len() as u64;
         Ok(self.report)

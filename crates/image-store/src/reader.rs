@@ -86,6 +86,23 @@ impl ChunkReader {
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
     }
 
+    /// Returns the blocks of a chunk in pieces of about so many stored bytes, each with its stored bytes.
+    pub(crate) fn pieces(&self, digest: Digest, most: u64) -> Result<Vec<(Range<usize>, u64)>> {
+        let at = self.locate(digest)?;
+        let mut pieces: Vec<(Range<usize>, u64)> = Vec::new();
+        for block in 0..at.blocks.len() {
+            let stored = u64::from(at.stored(block));
+            match pieces.last_mut() {
+                Some((blocks, bytes)) if *bytes + stored <= most => {
+                    blocks.end += 1;
+                    *bytes += stored;
+                }
+                _ => pieces.push((block..block + 1, stored)),
+            }
+        }
+        Ok(pieces)
+    }
+
     fn locate_whole(&self, digest: Digest, length: u32) -> Result<&ChunkLocation> {
         let at = self.locate(digest)?;
         if at.length != length {

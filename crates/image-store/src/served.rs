@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
+use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
@@ -16,20 +17,20 @@ use rewake_image_io::BLOCK;
 use rewake_image_server::exports::{ImageFolder, OpenImage};
 use rewake_manifest::{ManifestRecord, SealedChunk};
 use tokio::runtime::Handle;
-use tokio::task::JoinHandle;
 
 use crate::error::Result;
 use crate::format::StoredImage;
 use crate::pinned::PinnedImage;
+use crate::read_ahead::{PIECE, ReadAhead};
 use crate::reader::ChunkReader;
 use crate::shared_reads::SharedReads;
 use crate::store::ImageStore;
 use crate::verify::manifest;
 
-/// Bytes of a connection that were read last: a range and the next one.
-const KEPT: usize = 4 << 20;
-/// Bytes of an image that were read last, for all connections: what a client has requested for the background at once.
-const KEPT_SHARED: usize = 16 << 20;
+/// Bytes of a connection that were read last, or are read ahead of it.
+const KEPT: usize = 8 << 20;
+/// The same of an image, for all of its connections.
+const KEPT_SHARED: usize = 32 << 20;
 
 /// A store whose images are served. Its requests run in a runtime that must have threads of its own.
 #[derive(Debug)]
@@ -89,10 +90,11 @@ pub(crate) struct StoredFiles {
     files: Vec<StoredFile>,
     reader: Arc<ChunkReader>,
     reads: SharedReads,
+    ahead: ReadAhead,
 }
 
 impl StoredFiles {
-    /// `kept`: bytes that were read last and stay in memory.
+    /// `kept`: bytes that were read last or ahead, and stay in memory.
     async fn open(pinned: &PinnedImage, kept: usize) -> Result<Self> {
         let (image, reader) = (pinned.image.clone(), Arc::clone(&pinned.reader));
         let (mut records, manifest) = manifest(&pinned.store, &image).await?;
@@ -112,7 +114,14 @@ impl StoredFiles {
                 (ManifestRecord::Segment(_) | ManifestRecord::Parent(_), _) => {}
             }
         }
-        Ok(Self { image, manifest, files, reader, reads: SharedReads::new(kept) })
+        Ok(Self {
+            image,
+            manifest,
+            files,
+            reader,
+            reads: SharedReads::new(kept),
+            ahead: ReadAhead::new(kept),
+        })
     }
 
     /// Returns the length of a file.
@@ -145,6 +154,45 @@ impl StoredFiles {
         Ok(bytes)
     }
 
+    /// Requests what follows a range, if its file is read in order.
+    fn read_ahead(self: &Arc<Self>, file: u32, range: &Range<u64>, runtime: &Handle) {
+        let Some(found) = file.checked_sub(1).and_then(|index| self.files.get(index as usize)) else {
+            return;
+        };
+        let wanted = self.ahead.note(file, range, found.length);
+        let first =
+            found.chunks.partition_point(|(offset, chunk)| offset + u64::from(chunk.length) <= wanted.start);
+        for (offset, chunk) in found.chunks[first..].iter().take_while(|(offset, _)| *offset < wanted.end) {
+            if !chunk.is_zero() && !self.request_ahead(*chunk, runtime) {
+                return self.ahead.stop_at(file, &wanted, *offset);
+            }
+        }
+    }
+
+    /// Requests what was not read of a chunk. Returns false if too much is in flight.
+    fn request_ahead(self: &Arc<Self>, chunk: SealedChunk, runtime: &Handle) -> bool {
+        let Ok(pieces) = self.reader.pieces(chunk.digest, PIECE) else { return true };
+        for (blocks, stored) in pieces {
+            if !self.ahead.begin(stored) {
+                return false;
+            }
+            let read = |blocks: Range<usize>| {
+                let reader = Arc::clone(&self.reader);
+                async move { Ok(reader.blocks_of(chunk, blocks).await?) }
+            };
+            let parts = self.reads.begin(chunk.digest, blocks, read);
+            let (files, began) = (Arc::clone(self), Instant::now());
+            runtime.spawn(async move {
+                for (read, _) in parts {
+                    // Who needs these bytes gets the error.
+                    let _ = read.wait(0..0).await;
+                }
+                files.ahead.end(stored, began.elapsed());
+            });
+        }
+        true
+    }
+
     /// Reads a part of a chunk. All of it is compared with its hash; less is not: a manifest has checksums of blocks.
     async fn part(&self, chunk: SealedChunk, part: Range<usize>) -> anyhow::Result<Vec<u8>> {
         let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
@@ -161,9 +209,6 @@ impl StoredFiles {
     }
 }
 
-/// A range that is being read.
-type RangeRead = (u32, Range<u64>, JoinHandle<anyhow::Result<Vec<u8>>>);
-
 /// An image of a store that a client has open.
 struct OpenStoredImage {
     files: Arc<StoredFiles>,
@@ -171,19 +216,11 @@ struct OpenStoredImage {
     /// The range that is read, and how many bytes of it are used.
     bytes: Vec<u8>,
     used: usize,
-    last: (u32, Range<u64>),
-    /// The range after it, if the client reads in order: it is requested before the client does.
-    ahead: Option<RangeRead>,
 }
 
 impl OpenStoredImage {
     fn new(files: Arc<StoredFiles>, runtime: Handle) -> Self {
-        Self { files, runtime, bytes: Vec::new(), used: 0, last: (0, 0..0), ahead: None }
-    }
-
-    fn start(&self, file: u32, range: Range<u64>) -> RangeRead {
-        let (files, read) = (Arc::clone(&self.files), range.clone());
-        (file, range, self.runtime.spawn(async move { files.read(file, read).await }))
+        Self { files, runtime, bytes: Vec::new(), used: 0 }
     }
 }
 
@@ -199,14 +236,9 @@ impl OpenImage for OpenStoredImage {
     fn begin(&mut self, file: u32, range: Range<u64>) -> anyhow::Result<()> {
         let length = self.files.length(file)?;
         ensure!(range.end <= length, "the file has {length}");
-        let ahead = self.ahead.take().filter(|(number, of, _)| (*number, of) == (file, &range));
-        let (_, _, read) = ahead.unwrap_or_else(|| self.start(file, range.clone()));
-        let is_in_order = self.last.0 == file && self.last.1.end == range.start;
-        let next = range.end..length.min(range.end + (range.end - range.start));
-        if is_in_order && !next.is_empty() {
-            self.ahead = Some(self.start(file, next));
-        }
-        self.last = (file, range);
+        let (files, of) = (Arc::clone(&self.files), range.clone());
+        let read = self.runtime.spawn(async move { files.read(file, of).await });
+        self.files.read_ahead(file, &range, &self.runtime);
         self.bytes = self.runtime.block_on(read).context("a read ended early")??;
         self.used = 0;
         Ok(())

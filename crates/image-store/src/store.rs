@@ -15,10 +15,14 @@ use object_store::path::Path;
 use object_store::{Error, ObjectStore, ObjectStoreExt as _};
 use tokio::io::AsyncWriteExt as _;
 
-use crate::connect;
+use rewake_criu_images::{Digest, ImageDir};
+use rewake_manifest::ManifestReader;
+
+use crate::connect::{self, Connected};
 use crate::error::{ImageStoreError, Result, request};
-use crate::format::{ImageIndex, StoredImage};
+use crate::format::{ChunkLocation, ImageIndex, StoredImage};
 use crate::names::{CLOCK, DAMAGED, INDEXES, NAMES, PACKS, REMOVED, is_object, random};
+use crate::registry::ImageRepository;
 use crate::url::StoreUrl;
 
 /// Requests that are outstanding at once, of one command.
@@ -39,11 +43,13 @@ const MARKER_BYTES: &[u8] = b"rewake-store 1\n";
 /// Bytes of one request that writes a long object. A longer object is written in parts.
 const PART: usize = 16 << 20;
 
-/// A store of images: a bucket, or a directory.
+/// A store of images: a bucket, a directory, or a repository of a registry.
 #[derive(Debug, Clone)]
 pub struct ImageStore {
     objects: Arc<dyn ObjectStore>,
     url: String,
+    /// Of a store in a registry: its names are tags.
+    repository: Option<Arc<ImageRepository>>,
     /// Bytes of objects that were received.
     received: Arc<AtomicU64>,
 }
@@ -62,7 +68,7 @@ impl ImageStore {
     /// # Errors
     /// There is no such directory, or no credentials, or the configuration is not usable.
     pub fn open(url: &StoreUrl) -> Result<Self> {
-        Ok(Self { objects: connect::connect(url, false)?, url: url.to_string(), received: Arc::default() })
+        Ok(Self::connected(connect::connect(url, false)?, url))
     }
 
     /// Adds the bytes of objects that are received from now on to a counter.
@@ -76,12 +82,20 @@ impl ImageStore {
     /// # Errors
     /// As for [`ImageStore::open`].
     pub fn create(url: &StoreUrl) -> Result<Self> {
-        Ok(Self { objects: connect::connect(url, true)?, url: url.to_string(), received: Arc::default() })
+        Ok(Self::connected(connect::connect(url, true)?, url))
+    }
+
+    fn connected(connected: Connected, url: &StoreUrl) -> Self {
+        let (objects, repository): (Arc<dyn ObjectStore>, _) = match connected {
+            Connected::Objects(objects) => (objects, None),
+            Connected::Repository(repository) => (repository.objects(), Some(repository)),
+        };
+        Self { objects, url: url.to_string(), repository, received: Arc::default() }
     }
 
     #[cfg(test)]
     pub(crate) fn of(objects: Arc<dyn ObjectStore>) -> Self {
-        Self { objects, url: "test:".to_owned(), received: Arc::default() }
+        Self { objects, url: "test:".to_owned(), repository: None, received: Arc::default() }
     }
 
     /// Makes the place a store, if it is none.
@@ -98,6 +112,10 @@ impl ImageStore {
 
     /// Refuses a place that is no store of this version.
     pub(crate) async fn require(&self) -> Result<()> {
+        if self.repository.is_some() {
+            // A type of artifact is proof enough.
+            return Ok(());
+        }
         let (path, object) = (Path::from(MARKER), self.image_url(MARKER));
         match self.read(&path, &object, MAX_MARKER).await? {
             None => Err(ImageStoreError::NoStore { url: self.url.clone() }),
@@ -108,18 +126,54 @@ impl ImageStore {
         }
     }
 
+    /// Refuses a registry: it removes blobs by rules of its own.
+    pub(crate) fn require_removable(&self) -> Result<()> {
+        if self.repository.is_none() {
+            return Ok(());
+        }
+        Err(self.setup(
+            "a registry removes images itself: delete the tag there, with `skopeo delete` for example, and have the \
+             registry collect its garbage",
+        ))
+    }
+
+    /// Begins the push of an image: a registry has more of it than a bucket. `manifest`: a reader of its own.
+    pub(crate) async fn begin(
+        &self,
+        images: &ImageDir,
+        manifest: impl FnOnce() -> Result<ManifestReader>,
+        name: &str,
+    ) -> Result<()> {
+        let Some(repository) = &self.repository else { return self.mark().await };
+        repository.begin(images, manifest()?, name).await
+    }
+
+    /// Gives an image its name: its manifest, its index and its packs are in the store.
+    pub(crate) async fn publish(&self, image: StoredImage, chunks: &[(Digest, ChunkLocation)]) -> Result<()> {
+        let Some(repository) = &self.repository else {
+            return self.put(NAMES, &image.name, image.encode()).await;
+        };
+        let packs = chunks.iter().map(|(_, chunk)| Arc::clone(&chunk.pack));
+        repository.publish(image, &packs.collect()).await
+    }
+
     /// Lists the images. An entry is an error where an image's object cannot be read.
     ///
     /// # Errors
     /// The place is no store, or it cannot be listed.
     pub async fn images(&self) -> Result<Vec<(String, Result<StoredImage>)>> {
         self.require().await?;
-        let names = self.list(NAMES).await?.into_keys();
+        let names = match &self.repository {
+            Some(repository) => repository.tags().await?,
+            None => self.list(NAMES).await?.into_keys().collect(),
+        };
         let images = futures::stream::iter(names).map(async |name| {
             let image = self.image(&name).await;
             (name, image)
         });
-        Ok(images.buffered(MAX_REQUESTS).collect().await)
+        let images = images.buffered(MAX_REQUESTS);
+        let is_ours = |image: &Result<_>| !matches!(image, Err(ImageStoreError::OtherArtifact { .. }));
+        Ok(images.filter(|(_, image)| std::future::ready(is_ours(image))).collect().await)
     }
 
     /// Reads what the store has under an image's name.
@@ -127,10 +181,13 @@ impl ImageStore {
     /// # Errors
     /// There is no image of this name, or its object is damaged.
     pub async fn image(&self, name: &str) -> Result<StoredImage> {
-        self.find(name).await?.ok_or_else(|| ImageStoreError::NoImage { url: format!("{}/{name}", self.url) })
+        self.find(name).await?.ok_or_else(|| ImageStoreError::NoImage { url: self.image_url(name) })
     }
 
     pub(crate) async fn find(&self, name: &str) -> Result<Option<StoredImage>> {
+        if let Some(repository) = &self.repository {
+            return repository.find(name).await;
+        }
         let object = self.object(NAMES, name);
         let Some(bytes) = self.read(&path(NAMES, name), &object, MAX_NAME_OBJECT).await? else {
             return Ok(None);
@@ -144,6 +201,7 @@ impl ImageStore {
     /// # Errors
     /// There is no image of this name, or no store; a push has replaced the image meanwhile; or the store refuses.
     pub async fn remove(&self, name: &str) -> Result<()> {
+        self.require_removable()?;
         self.require().await?;
         let image = match self.image(name).await {
             // Its index has no name from now on, so `collect_garbage` finds it.
@@ -182,6 +240,10 @@ impl ImageStore {
 
     /// Returns the store's time. Ages are differences of its own times: hosts may have other clocks.
     pub(crate) async fn now(&self) -> Result<SystemTime> {
+        if self.repository.is_some() {
+            // Nothing there has an age.
+            return Ok(SystemTime::now());
+        }
         let name = random().map_err(|error| self.setup(&error.to_string()))?;
         self.put(CLOCK, &name, Vec::new()).await?;
         let found = self.objects.head(&path(CLOCK, &name)).await;
@@ -309,7 +371,8 @@ impl ImageStore {
     /// Returns the image's URL in this store, for messages.
     #[must_use]
     pub fn image_url(&self, name: &str) -> String {
-        format!("{}/{name}", self.url)
+        let separator = if self.repository.is_some() { ':' } else { '/' };
+        format!("{}{separator}{name}", self.url)
     }
 }
 

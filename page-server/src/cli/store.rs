@@ -14,8 +14,8 @@ pub struct PushArgs {
     /// Directory of the images: they must be sealed
     #[arg(value_name = "IMG")]
     pub images_dir: PathBuf,
-    /// The store and, as the last part, the name that the image gets in it: s3://BUCKET/FOLDER/NAME or
-    /// file:///DIRECTORY/NAME. An image of that name is replaced
+    /// The store and, as the last part, the name that the image gets in it: s3://BUCKET/FOLDER/NAME,
+    /// file:///DIRECTORY/NAME or oci://REGISTRY/REPOSITORY:TAG. An image of that name is replaced
     #[arg(value_name = "URL")]
     pub image: ImageUrl,
 }
@@ -23,7 +23,7 @@ pub struct PushArgs {
 /// Options of `rewake ls`.
 #[derive(Debug, Args)]
 pub struct LsArgs {
-    /// The store: s3://BUCKET/FOLDER or file:///DIRECTORY
+    /// The store: s3://BUCKET/FOLDER, file:///DIRECTORY or oci://REGISTRY/REPOSITORY
     #[arg(value_name = "STORE")]
     pub store: StoreUrl,
 }
@@ -48,21 +48,38 @@ pub struct GcArgs {
     pub now: bool,
 }
 
-/// An image of another host or of a store.
+/// An image of another host or of a store, or the archive of a container engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PullSource {
     /// `HOST:IMAGE`
     Server(RemoteImage),
-    /// `s3://...` or `file://...`
+    /// `s3://...`, `file://...` or `oci://...`
     Store(ImageUrl),
+    /// The path of an archive.
+    Archive(PathBuf),
 }
 
 impl std::str::FromStr for PullSource {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if is_url(text) { parse(text).map(Self::Store) } else { text.parse().map(Self::Server) }
+        if is_url(text) {
+            parse(text).map(Self::Store)
+        } else if is_archive(text) {
+            Ok(Self::Archive(text.into()))
+        } else {
+            text.parse().map(Self::Server).map_err(|expected: String| {
+                format!("{expected}, a URL, or an archive: a path with a / or with the ending .tar, .tar.gz or .tar.zst")
+            })
+        }
     }
+}
+
+/// Whether a text is the path of an archive. A host's name has no slash, and CRI-O's archives have colons in theirs.
+fn is_archive(text: &str) -> bool {
+    let host = text.split(':').next().unwrap_or_default();
+    let endings = [".tar", ".tar.gz", ".tgz", ".tar.zst"];
+    host.contains('/') || endings.iter().any(|ending| text.ends_with(ending))
 }
 
 /// A sealed image: its directory, or its URL in a store.

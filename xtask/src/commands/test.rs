@@ -17,8 +17,8 @@ use crate::{program, repository, tidy, vm};
 /// to spare.
 const OPEN_FILES: u64 = 16_384;
 
-/// Packages for single tests: containers, and two of `bench programs`.
-const PACKAGES: [&str; 4] = ["runc", "python3-numpy", "redis-tools", "iproute2"];
+/// Packages for single tests: containers, two of `bench programs`, and copies of images in registries.
+const PACKAGES: [&str; 5] = ["runc", "python3-numpy", "redis-tools", "iproute2", "skopeo"];
 
 /// Programs that took less time are not in the list of times.
 const SHOWN: Duration = Duration::from_secs(1);
@@ -42,7 +42,11 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
         Ok(())
     });
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
-    report.step("set-up of runc, numpy and redis", || setup::install(&PACKAGES));
+    report.step("set-up of runc, numpy, redis and skopeo", || setup::install(&PACKAGES));
+    report.step("set-up of docker-registry", || {
+        environment.push(("REWAKE_DOCKER_REGISTRY", setup::docker_registry()?.display().to_string()));
+        Ok(())
+    });
     report.step("set-up of SeaweedFS", || {
         // Without it, its tests say so, and tests/expected-skips allows that.
         let program = setup::seaweedfs()?.map(|program| ("REWAKE_WEED", program.display().to_string()));

@@ -4,6 +4,7 @@
 mod criu;
 mod fetch;
 mod packages;
+mod registry;
 mod seaweedfs;
 
 use std::fs::{self, File};
@@ -51,6 +52,12 @@ pub(crate) fn seaweedfs() -> anyhow::Result<Option<PathBuf>> {
     let _lock = lock()?;
     packages::install(&["python3-pip"])?;
     seaweedfs::program()
+}
+
+/// Debian's registry of OCI images.
+pub(crate) fn docker_registry() -> anyhow::Result<PathBuf> {
+    let _lock = lock()?;
+    registry::program()
 }
 
 /// Debian's archive, as this machine's apt knows it; the most likely entry first.

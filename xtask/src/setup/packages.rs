@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The system's own packages.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -65,6 +67,27 @@ pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
     .with_context(|| {
         format!("install the Debian packages {list}; install them by hand if this machine must not")
     })
+}
+
+/// Downloads a package into a folder, and returns its file. Nothing is installed.
+pub(super) fn download(package: &str, folder: &Path) -> anyhow::Result<PathBuf> {
+    alone(|| {
+        let mut update = apt_get();
+        update.arg("update");
+        update
+    })
+    .context("refresh the package lists of this machine")?;
+    alone(|| {
+        let mut download = apt_get();
+        // The user `_apt` may not write into the folder: then apt says so, and downloads as root.
+        download.args(["download", package]).current_dir(folder);
+        download
+    })
+    .with_context(|| format!("download the Debian package {package}"))?;
+    let entries = fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
+    let mut paths = entries.flatten().map(|entry| entry.path());
+    let found = paths.find(|path| path.extension().is_some_and(|extension| extension == "deb"));
+    found.with_context(|| format!("apt-get left no package in {}", folder.display()))
 }
 
 fn is_installed(package: &str) -> anyhow::Result<bool> {

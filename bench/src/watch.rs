@@ -15,13 +15,13 @@ const INTERVAL: Duration = Duration::from_millis(50);
 
 /// Reads the memory of a tree of processes at intervals.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(crate) struct Watch {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<BTreeMap<i32, u64>>,
 }
 
 impl Watch {
-    pub(super) fn start(root: Pid) -> Self {
+    pub(crate) fn start(root: Pid) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
@@ -40,7 +40,7 @@ impl Watch {
 
     /// Ends the watch when the root has ended, and waits for descendants that outlive it. Returns the largest memory of
     /// one process in bytes.
-    pub(super) fn finish(self) -> u64 {
+    pub(crate) fn finish(self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         let peaks = self.thread.join().expect("the watch cannot panic: it only reads files and compares");
         reap_adopted(&peaks.keys().map(|pid| Pid::from_raw(*pid)).collect::<Vec<_>>());

@@ -9,9 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
-use rewake_testkit::process::{MINUTE, until};
-use rewake_testkit::programs::rewake;
 use tempfile::TempDir;
+
+use crate::process::{MINUTE, until};
+use crate::programs::rewake;
 
 /// The key that the server knows.
 pub const KEY: [&str; 2] = ["a-key-id", "a-secret-that-is-never-shown"];
@@ -36,6 +37,7 @@ const FILER: usize = 6;
 pub struct SeaweedServer {
     child: Child,
     port: u16,
+    filer: u16,
     folder: TempDir,
 }
 
@@ -75,9 +77,9 @@ impl SeaweedServer {
         command.args(PORTS.iter().zip(ports).map(|(option, port)| format!("-{option}={port}")));
         command.env("HOME", folder.path()).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start SeaweedFS")?;
-        let server = Self { child, port: ports[0], folder };
+        let server = Self { child, port: ports[0], filer: ports[FILER], folder };
         let is_ready = || {
-            make_bucket(ports[FILER]).ok()?;
+            server.upload("", &[]).ok()?;
             let output = server.rewake(&["ls", "s3://bucket"]).ok()?.output().ok()?;
             String::from_utf8_lossy(&output.stderr).contains("no store of images").then_some(())
         };
@@ -111,6 +113,24 @@ impl SeaweedServer {
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
     }
 
+    /// Writes an object of the bucket as a plain file, without S3; an empty name makes the bucket. Returns the status.
+    ///
+    /// # Errors
+    /// The server does not answer.
+    pub fn upload(&self, name: &str, bytes: &[u8]) -> anyhow::Result<u16> {
+        let mut filer = TcpStream::connect((Ipv4Addr::LOCALHOST, self.filer))?;
+        filer.set_read_timeout(Some(MINUTE))?;
+        let length = bytes.len();
+        // A POST makes a folder.
+        let method = if name.is_empty() { "POST" } else { "PUT" };
+        let head = format!("Host: filer\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n");
+        write!(filer, "{method} /buckets/bucket/{name} HTTP/1.1\r\n{head}")?;
+        filer.write_all(bytes)?;
+        let mut answer = String::new();
+        filer.read_to_string(&mut answer)?;
+        answer.split(' ').nth(1).context("no status")?.parse().context("a status")
+    }
+
     /// Ends the server.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
@@ -127,16 +147,6 @@ impl Drop for SeaweedServer {
     fn drop(&mut self) {
         self.kill();
     }
-}
-
-/// Makes the bucket: a folder of the server's filer.
-fn make_bucket(filer: u16) -> std::io::Result<()> {
-    let mut filer = TcpStream::connect((Ipv4Addr::LOCALHOST, filer))?;
-    filer.set_read_timeout(Some(Duration::from_secs(5)))?;
-    let request =
-        "POST /buckets/bucket/ HTTP/1.1\r\nHost: filer\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
-    filer.write_all(request.as_bytes())?;
-    filer.read_to_end(&mut Vec::new()).map(drop)
 }
 
 /// Ports that were free a moment ago.

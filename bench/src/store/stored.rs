@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! An image in a store behind a link.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use rewake_testkit::seaweedfs::SeaweedServer;
+
+use super::{ROUND_TRIP, Tools, run};
+use crate::agent::Agent;
+use crate::link::Link;
+
+/// Time until the cache has all of an image.
+const COMPLETE: Duration = Duration::from_secs(120);
+
+/// A store with one image, and the link to it.
+#[derive(Debug)]
+pub(super) struct Stored {
+    server: SeaweedServer,
+    pub(super) link: Link,
+}
+
+impl Stored {
+    /// Starts a store and pushes a sealed image.
+    pub(super) fn new(tools: &Tools, image: &Path) -> anyhow::Result<Self> {
+        let server = SeaweedServer::start(&tools.weed).context("SeaweedFS")?;
+        let link = Link::to(server.port(), ROUND_TRIP)?;
+        let stored = Self { server, link };
+        stored.push(tools, image, Self::URL)?;
+        Ok(stored)
+    }
+
+    /// The image.
+    pub(super) const URL: &str = "s3://bucket/image";
+
+    /// Pushes an image without the link.
+    pub(super) fn push(&self, tools: &Tools, image: &Path, url: &str) -> anyhow::Result<()> {
+        let mut push = tools.rewake(&["push"]);
+        push.arg(image).arg(url).envs(SeaweedServer::environment(self.server.port()));
+        run(&mut push).map(drop)
+    }
+
+    /// Variables for a client behind the link.
+    pub(super) fn variables(&self) -> [(String, String); 3] {
+        SeaweedServer::environment(self.link.port())
+    }
+
+    /// Starts an agent with an empty cache.
+    pub(super) fn agent(&self, tools: &Tools, work: &Path) -> anyhow::Result<Agent> {
+        let cache = work.join("cache");
+        Agent::start(&tools.rewake, work, &[Path::new("--cache"), &cache], &self.variables())
+    }
+}
+
+/// Waits until the agent's cache has all of its image.
+pub(super) fn complete(agent: &Agent) -> anyhow::Result<()> {
+    let done = || agent.says(&["cache", "ls"]).is_ok_and(|list| list.contains(" complete "));
+    let complete = rewake_testkit::until(COMPLETE, || done().then_some(()));
+    complete.context("the cache has not all of the image")
+}
+
+/// Makes a folder.
+pub(super) fn folder(parent: &Path, name: &str) -> anyhow::Result<PathBuf> {
+    let path = parent.join(name);
+    std::fs::create_dir(&path).with_context(|| path.display().to_string())?;
+    Ok(path)
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads ahead of clients that read a file in order: a request to a store takes milliseconds, so what they need next is
+//! requested before they ask for it. It does no I/O.
+
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use rewake_image_io::BLOCK;
+
+/// Places in files that are read in order, at once: threads of programs, and the background load.
+const PLACES: usize = 4;
+/// The first window, in bytes: each further read in order doubles it.
+const FIRST_WINDOW: u64 = 4 * BLOCK as u64;
+/// Bytes between two reads that are still in order: the client has what is between them.
+const GAP: u64 = 2 * BLOCK as u64;
+
+/// Stored bytes of one request: 512 KiB take 4 ms of a link of 1 Gbit/s. Who needs one of its blocks waits for all of it.
+pub(crate) const PIECE: u64 = 512 << 10;
+/// Stored bytes that are requested ahead at least: two requests keep a link busy.
+const LEAST_AHEAD: u64 = 2 * PIECE;
+/// Stored bytes that are requested ahead at most: 8 MiB keep 3 Gbit/s busy over 20 ms.
+const MOST_AHEAD: u64 = 8 << 20;
+/// Time that a request may wait for those before it: a page fault elsewhere waits as long.
+const QUEUE_TIME: Duration = Duration::from_millis(10);
+
+/// A place up to which a file was read in order.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    file: u32,
+    /// The end of the last read.
+    end: u64,
+    /// The end of what was requested ahead.
+    ahead: u64,
+    window: u64,
+}
+
+/// What is requested ahead.
+#[derive(Debug)]
+struct Flight {
+    /// Used last at the end.
+    places: Vec<Place>,
+    /// Stored bytes in flight, and how many may be.
+    bytes: u64,
+    limit: u64,
+    /// The time of the fastest answer.
+    fastest: Option<Duration>,
+}
+
+/// The read-ahead of an image, for all of its clients.
+#[derive(Debug)]
+pub(crate) struct ReadAhead {
+    flight: Mutex<Flight>,
+    /// Bytes of the largest window.
+    window: u64,
+}
+
+impl ReadAhead {
+    /// `kept`: bytes that were read last and stay in memory. All windows have room in them.
+    pub(crate) fn new(kept: usize) -> Self {
+        let flight = Flight { places: Vec::new(), bytes: 0, limit: LEAST_AHEAD, fastest: None };
+        Self { flight: Mutex::new(flight), window: (kept / PLACES) as u64 }
+    }
+
+    /// Notes that a client reads a range of a file. Returns the range to request ahead; mostly an empty one.
+    pub(crate) fn note(&self, file: u32, range: &Range<u64>, length: u64) -> Range<u64> {
+        let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let follows = |place: &Place| {
+            place.file == file
+                && place.end <= range.start
+                && range.start <= place.ahead.max(place.end.saturating_add(GAP))
+        };
+        let Some(found) = flight.places.iter().rposition(follows) else {
+            if flight.places.len() == PLACES {
+                flight.places.remove(0);
+            }
+            flight.places.push(Place { file, end: range.end, ahead: range.end, window: 0 });
+            return 0..0;
+        };
+        let mut place = flight.places.remove(found);
+        place.end = range.end;
+        place.window = (2 * place.window).clamp(FIRST_WINDOW, self.window);
+        let start = place.ahead.max(range.end);
+        let end = length.min(range.end + place.window);
+        // Few large requests: a new one is made when half of the window has been read.
+        let is_due = end == length || start + place.window / 2 <= end;
+        let wanted = if is_due && start < end && flight.bytes < flight.limit { start..end } else { 0..0 };
+        place.ahead = start.max(wanted.end);
+        flight.places.push(place);
+        wanted
+    }
+
+    /// Notes that `bytes` are requested ahead. Returns false if no more may be in flight: the caller stops there.
+    pub(crate) fn begin(&self, bytes: u64) -> bool {
+        let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let may = flight.bytes < flight.limit;
+        flight.bytes += if may { bytes } else { 0 };
+        may
+    }
+
+    /// Notes that what a client's read would have requested ahead ends here, as no more may be in flight.
+    pub(crate) fn stop_at(&self, file: u32, wanted: &Range<u64>, end: u64) {
+        let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let places = flight.places.iter_mut();
+        for place in places.filter(|place| place.file == file && place.ahead == wanted.end) {
+            place.ahead = end;
+        }
+    }
+
+    /// Notes the answer to a request of so many bytes: the limit grows while answers come at once, and shrinks while they
+    /// queue.
+    pub(crate) fn end(&self, bytes: u64, took: Duration) {
+        let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
+        flight.bytes -= bytes;
+        let fastest = flight.fastest.map_or(took, |fastest| fastest.min(took));
+        flight.fastest = Some(fastest);
+        let limit = flight.limit;
+        flight.limit = if took > 2 * fastest + QUEUE_TIME {
+            (limit - PIECE).max(LEAST_AHEAD)
+        } else {
+            (limit + PIECE / 2).min(MOST_AHEAD)
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KIB: u64 = 1 << 10;
+    const LENGTH: u64 = 1 << 30;
+    const KEPT: usize = 32 << 20;
+    const MILLISECOND: Duration = Duration::from_millis(1);
+
+    /// Reads 64 KiB from an offset in KiB. Returns what is requested ahead, in KiB.
+    fn read(ahead: &ReadAhead, file: u32, at: u64) -> Range<u64> {
+        let wanted = ahead.note(file, &(at * KIB..(at + 64) * KIB), LENGTH);
+        wanted.start / KIB..wanted.end / KIB
+    }
+
+    #[test]
+    fn reads_in_order_have_a_window_that_doubles() {
+        let ahead = ReadAhead::new(KEPT);
+        assert!(read(&ahead, 1, 0).is_empty());
+        assert_eq!(read(&ahead, 1, 64), 128..384);
+        assert_eq!(read(&ahead, 1, 128), 384..704);
+        // Half of a window of 1 MiB is not free yet.
+        assert!(read(&ahead, 1, 192).end == 256 + 1024);
+        let mut end = 256 + 1024;
+        for at in (256..32 << 10).step_by(64) {
+            let wanted = read(&ahead, 1, at);
+            assert!(wanted.is_empty() || wanted.start == end && wanted.end - end >= 512, "{wanted:?}");
+            end = end.max(wanted.end);
+            assert!(end > at + 64, "nothing is requested ahead of {at}");
+        }
+        assert!((end - (32 << 10)) <= 8 << 10, "{end}");
+    }
+
+    #[test]
+    fn random_reads_request_nothing_ahead_and_leave_a_sweep_alone() {
+        let ahead = ReadAhead::new(KEPT);
+        read(&ahead, 1, 0);
+        for step in 1..100 {
+            assert!(read(&ahead, 2, step * 7919 % 100_000 * 64).is_empty(), "{step}");
+            let _ = read(&ahead, 1, step * 64);
+        }
+        let place =
+            ahead.flight.lock().unwrap().places.iter().find(|place| place.file == 1).copied().unwrap();
+        assert!(place.window == 8 << 20 && place.ahead > place.end, "{place:?}");
+    }
+
+    #[test]
+    fn a_client_that_has_some_blocks_still_reads_in_order() {
+        let ahead = ReadAhead::new(KEPT);
+        read(&ahead, 1, 0);
+        assert!(!read(&ahead, 1, 64 + 128).is_empty());
+        // What was requested ahead is skipped.
+        assert!(!read(&ahead, 1, 512).is_empty());
+        assert!(read(&ahead, 1, 100_032).is_empty());
+    }
+
+    #[test]
+    fn requests_that_queue_are_fewer() {
+        let ahead = ReadAhead::new(KEPT);
+        let settled = |took: Duration| {
+            for _ in 0..100 {
+                assert!(ahead.begin(PIECE));
+                ahead.end(PIECE, took);
+            }
+            ahead.flight.lock().unwrap().limit
+        };
+        assert_eq!(settled(5 * MILLISECOND), MOST_AHEAD);
+        assert_eq!(settled(21 * MILLISECOND), LEAST_AHEAD);
+        assert!(ahead.begin(PIECE) && ahead.begin(PIECE) && !ahead.begin(PIECE));
+    }
+}
