@@ -13,5 +13,7 @@ mod source;
 mod target;
 
 pub use chunks::ChunkPlace;
-pub use pull::{MAX_MANIFEST, PullReport, complete, complete_image, pull, pull_eager};
+pub use pull::{
+    ID_DIGITS, MAX_MANIFEST, PullReport, complete, complete_image, pull, pull_eager, pull_eager_unread,
+};
 pub use source::{ChunkSource, ImageSource};

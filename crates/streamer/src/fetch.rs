@@ -14,11 +14,12 @@ use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
 use nix::libc::linger;
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer};
+use rewake_fetcher::restarts::FetcherRestarts;
 use rewake_fetcher::unread::leave_unread;
 use rewake_image_io::{FetchSource, PresenceMap};
 use tokio::io::unix::AsyncFd;
@@ -34,15 +35,6 @@ use crate::session::Session;
 use crate::session::image::{Image, sealed};
 use crate::sys;
 
-/// How many fetchers may end within [`WINDOW`] before the session ends: another one does not help if each fails at once.
-const MAX_FETCHERS: usize = 8;
-const WINDOW: Duration = Duration::from_secs(10);
-/// How many fetchers in a row may end without a page that has arrived. Each waits 30 s for an answer: a migration's link
-/// may be cut for 300 s, and this limit is longer.
-const MAX_FRUITLESS: u32 = 16;
-/// The pause before the second fetcher of those; the first is started at once, and each further pause is twice as long:
-/// 3 s in all.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Time for the last message: that of a new connection, and of an answer.
 const FINISH_TIME: Duration = Duration::from_secs(60);
 /// Time for a fetcher to end.
@@ -81,9 +73,7 @@ pub(crate) struct Fetch {
     number: Cell<u32>,
     /// Whether a fetcher has had a connection, or what copied the first part of an image.
     connected: Cell<bool>,
-    ends: RefCell<Vec<Instant>>,
-    /// Pages that had arrived when the last fetcher ended, and how many have ended since without another one.
-    fruitless: Cell<(u64, u32)>,
+    restarts: RefCell<FetcherRestarts>,
 }
 
 /// How a fetcher ended.
@@ -212,8 +202,7 @@ impl Fetch {
             is_closed: Cell::new(false),
             number: Cell::new(number),
             connected: Cell::new(is_image),
-            ends: RefCell::default(),
-            fruitless: Cell::default(),
+            restarts: RefCell::default(),
         })
     }
 
@@ -273,7 +262,7 @@ impl Fetch {
                 self.readers.iter().for_each(sys::write_eventfd);
                 std::future::pending().await
             }
-            Ok(()) => anyhow::anyhow!("{}: the fetcher ended before the restore did", self.name),
+            Ok(()) => anyhow!("{}: the fetcher ended before the restore did", self.name),
             Err(error) => error,
         }
     }
@@ -368,12 +357,9 @@ impl Fetch {
             if self.peer == PagePeer::Connected && self.connected.get() {
                 bail!("{reason}: the connection of --ps-socket cannot be made again");
             }
-            if self.is_fruitless() {
-                bail!("{reason}: {MAX_FRUITLESS} connections in a row have brought no page");
-            }
-            let Some(pause) = self.pause() else {
-                bail!("{reason}: {MAX_FETCHERS} fetchers ended within {} s", WINDOW.as_secs());
-            };
+            let arrived = self.source.presence().arrived();
+            let pause = self.restarts.borrow_mut().note_end(arrived);
+            let pause = pause.map_err(|limit| anyhow!("{reason}: {limit}"))?;
             warn!("{reason}: starting another fetcher");
             sleep(pause).await;
             self.start_another(finishing).await?;
@@ -419,26 +405,6 @@ impl Fetch {
                 }
             }
         }
-    }
-
-    /// Counts the end of a fetcher. Returns whether no other one would bring a page.
-    fn is_fruitless(&self) -> bool {
-        let (arrived, count) = self.fruitless.get();
-        let now = self.source.presence().arrived();
-        let count = if now == arrived { count + 1 } else { 0 };
-        self.fruitless.set((now, count));
-        count >= MAX_FRUITLESS
-    }
-
-    /// Returns the time to wait before another fetcher is started: none if no other one would help.
-    fn pause(&self) -> Option<Duration> {
-        let mut ends = self.ends.borrow_mut();
-        ends.retain(|end| end.elapsed() < WINDOW);
-        let before = ends.len();
-        ends.push(Instant::now());
-        let doubled = u32::try_from(before).ok().and_then(|before| before.checked_sub(1));
-        (before + 1 < MAX_FETCHERS)
-            .then(|| doubled.map_or(Duration::ZERO, |times| FIRST_PAUSE * (1 << times)))
     }
 
     async fn start_another(&self, finishing: bool) -> anyhow::Result<()> {

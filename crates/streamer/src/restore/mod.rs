@@ -20,9 +20,8 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
-use crate::fetch::Fetch;
 use crate::fetch_peer::FetchPeer;
-use crate::gpu::fetched_files::{FetchedGpuFiles, SessionGpuFiles};
+use crate::gpu::fetched_files::{ArrivalLimit, FetchedGpuFiles, SessionGpuFiles};
 use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome, SessionState};
 use crate::record::model::State;
@@ -242,8 +241,8 @@ impl StreamedRestore {
         };
         timeline.brings(&session.session);
         // Before a restore is started: its plugin finds the session open.
-        let is_image = session.fetch.as_deref().is_some_and(Fetch::is_image);
-        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?, is_image));
+        let limit = ArrivalLimit::of(session.fetch.as_deref());
+        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?, limit));
         start.ready();
         let outcome = worker.serve(&mut session, over.clone()).await;
         if let Ok(summary) = &outcome {
