@@ -2,9 +2,9 @@
 //! Decides which pages are requested next. It does no I/O.
 //!
 //! CRIU's protocol has one connection, and answers have the order of the requests. So a demand request waits for the
-//! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for the background
-//! load. An image server has a connection for each class. A demand waits for no answer of the other connection: its block
-//! is requested again. But both share the link.
+//! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for
+//! the background load. An image server has a connection for each class. A demand waits for no answer of the
+//! other connection: its block is requested again. But both share the link.
 //!
 //! A page fault requests a block at most, and GPU memory that is demanded a chunk. Larger demand requests are on the
 //! connection of page faults, so the smaller ones are first.
@@ -41,8 +41,8 @@ pub(crate) struct FlightLimits {
     separate: bool,
 }
 
-/// For a near page server: 512 KiB keep 4 Gbit/s busy over 1 ms; 64 KiB take 0.5 ms of a link of 1 Gbit/s. For a far one
-/// [`BackgroundWindow`] has others.
+/// For a near page server: 512 KiB keep 4 Gbit/s busy over 1 ms; 64 KiB take 0.5 ms of a link of 1 Gbit/s.
+/// For a far one [`BackgroundWindow`] has others.
 pub(crate) const OF_PAGE_SERVER: FlightLimits =
     FlightLimits { unit: 1, request: MAX_PAGES, quiet: NEAR_PAGES, busy: BUSY_PAGES, separate: false };
 
@@ -57,8 +57,8 @@ pub(crate) const LANES: usize = 2;
 const QUIET_AFTER: Duration = Duration::from_millis(5);
 /// Requests of page faults in flight at most: a thread waits for each.
 const MAX_DEMANDS: usize = 64;
-/// Pages of larger demand requests in flight at most while page faults wait, and [`QUIET_AFTER`] longer: 256 KiB take 2 ms
-/// of a link of 1 Gbit/s.
+/// Pages of larger demand requests in flight at most while page faults wait, and [`QUIET_AFTER`] longer: 256
+/// KiB take 2 ms of a link of 1 Gbit/s.
 const MAX_LARGE_PAGES: u64 = MAX_PAGES;
 /// Requests that wait at most: a streamer has a few for each reactor, and one for each thread that waits.
 const MAX_QUEUED: usize = 1 << 16;
@@ -502,7 +502,7 @@ mod tests {
     #[test]
     fn larger_demands_share_the_window_of_one_connection() {
         let mut scene = scene();
-        scene.queue.runs = vec![0..1000];
+        scene.queue.runs = vec![0..900, 900..1000];
         let round = |scene: &mut Scene, took| {
             scene.now += took;
             while let Some(flight) = scene.queue.expected(0).cloned() {

@@ -27,7 +27,8 @@ pub struct FetcherRestarts {
 }
 
 impl FetcherRestarts {
-    /// Notes that a fetcher has ended. So many pages have arrived by now. Returns the pause until another one is started.
+    /// Notes that a fetcher has ended. So many pages have arrived by now. Returns the pause until another one
+    /// is started.
     ///
     /// # Errors
     /// No other one would help.

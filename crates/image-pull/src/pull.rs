@@ -39,8 +39,8 @@ pub struct PullReport {
     pub left: u64,
 }
 
-/// Copies an image into a directory. A directory that has the image already stays as it is; one in which an earlier copy
-/// was cut is completed. `expected` is the beginning of an image id.
+/// Copies an image into a directory. A directory that has the image already stays as it is; one in which an
+/// earlier copy was cut is completed. `expected` is the beginning of an image id.
 ///
 /// # Errors
 /// The server is lost for long, or sends bytes that the manifest does not prove. The manifest is damaged or of another
@@ -53,9 +53,9 @@ pub fn pull(
     copy(source, directory, expected, CopyExtent::All)
 }
 
-/// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that have pages
-/// which are not lazy, and the headers of files with GPU memory. Space for the others is reserved. If none is left, the
-/// directory has the image then.
+/// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that
+/// have pages which are not lazy, and the headers of files with GPU memory. Space for the others is reserved.
+/// If none is left, the directory has the image then.
 ///
 /// # Errors
 /// As for [`pull`]. Or the image is incremental.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! URLs of stores and of images in them. The last part of an image's URL is its name, and what is before it is the store.
+//! URLs of stores and of images in them. The last part of an image's URL is its name, and what is before it
+//! is the store.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! CRIU's page protocol on this host: requests of a lazy restore travel over the migration's connection.
 //!
-//! The client, `rewake lazy-pages --page-server`, never sees that the connection is cut. Its requests wait, and are sent
-//! again on the next connection. It gives up after 30 s without an answer, and connects again: one client is served at a
-//! time, the newest.
+//! The client, `rewake lazy-pages --page-server`, never sees that the connection is cut. Its requests wait,
+//! and are sent again on the next connection. It gives up after 30 s without an answer, and connects again:
+//! one client is served at a time, the newest.
 //!
 //! Pages that are on this host by then are answered here. Others are answered by the source, with bytes or with the
 //! digest of a block that was sent before the freeze.
@@ -89,7 +89,8 @@ impl RelayRequest {
 }
 
 impl RelayState {
-    /// Sends a request to the source, if that is to answer it. One that is lost with the connection is sent on the next.
+    /// Sends a request to the source, if that is to answer it. One that is lost with the connection is sent
+    /// on the next.
     fn send(&self, request: &RelayRequest) {
         if let Some(link) = self.link.as_ref().filter(|_| !request.is_local) {
             let (pid, run, wants_bytes) = (request.pid, request.run, self.wants_bytes);

@@ -66,8 +66,8 @@ struct FetcherRun {
 }
 
 impl ArrivingMemory {
-    /// Plans what a directory lacks, and starts the fetcher. The image server listens on `server`. `ended` is called, in
-    /// a thread of its own, when all bytes have arrived, or no more of them do.
+    /// Plans what a directory lacks, and starts the fetcher. The image server listens on `server`. `ended` is
+    /// called, in a thread of its own, when all bytes have arrived, or no more of them do.
     ///
     /// # Errors
     /// The directory has no image, or a damaged one.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Starts the session's fetcher, and another one when it dies or loses its connection.
 //!
-//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. The fetcher of an image in the node's cache
-//! is the agent's ([`agent_fetch`]). Its socket, and a duplicate of its connection, are in the session's fd store. So it
-//! outlives a worker, and the connection ends only when the targets need nothing more of it or have been killed. A CRIU
-//! that dumped its program resumes it then: never while the targets run.
+//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. The fetcher of an image in the
+//! node's cache is the agent's ([`agent_fetch`]). Its socket, and a duplicate of its connection, are in the
+//! session's fd store. So it outlives a worker, and the connection ends only when the targets need nothing
+//! more of it or have been killed. A CRIU that dumped its program resumes it then: never while the targets
+//! run.
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -85,8 +86,8 @@ enum FetcherEnd {
 }
 
 impl Fetch {
-    /// Starts the fetcher of a new session, or uses the one that the agent has `given`; none if all bytes of its image are
-    /// local.
+    /// Starts the fetcher of a new session, or uses the one that the agent has `given`; none if all bytes of
+    /// its image are local.
     ///
     /// # Errors
     /// It cannot be started, or the fd store has no room.
@@ -110,8 +111,8 @@ impl Fetch {
         if let Some(connection) = connected {
             put(store, EntryKind::Peer, 0, &[connection.as_raw_fd()]).await?;
         }
-        // An image server serves several connections, and the copy of what CRIU reads was one: it may be started again at
-        // any time.
+        // An image server serves several connections, and the copy of what CRIU reads was one: it may be
+        // started again at any time.
         let again = server.image.is_some();
         let (child, socket) = match given {
             Some(AgentFetch::Partial { socket, layout, .. }) => {
@@ -267,8 +268,8 @@ impl Fetch {
         }
     }
 
-    /// Has the fetcher end, as all memory is resident. It sends a page server the last message. Or it fetches what an image
-    /// still lacks: the session is closed then.
+    /// Has the fetcher end, as all memory is resident. It sends a page server the last message. Or it fetches
+    /// what an image still lacks: the session is closed then.
     ///
     /// # Errors
     /// The page server has not confirmed it, or not all of the image has arrived.
@@ -304,8 +305,8 @@ impl Fetch {
         }
     }
 
-    /// Makes the connection end as a failure when the fd store is emptied: the targets have been killed, and a CRIU that
-    /// dumped their program resumes it.
+    /// Makes the connection end as a failure when the fd store is emptied: the targets have been killed, and
+    /// a CRIU that dumped their program resumes it.
     pub(crate) async fn end_as_failure(&self) {
         if self.is_shared() {
             return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The sessions of the agent. A streamer serves each, in processes of its own: what happens to one affects no other, nor
-//! the agent.
+//! The sessions of the agent. A streamer serves each, in processes of its own: what happens to one affects no
+//! other, nor the agent.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};

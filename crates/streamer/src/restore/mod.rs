@@ -198,8 +198,8 @@ impl StreamedRestore {
         self.end_unless_connected(start)
     }
 
-    /// Checks, in a successor, that no GPU memory is missing that a successor cannot load. An error before GRANT leaves a
-    /// program at its source.
+    /// Checks, in a successor, that no GPU memory is missing that a successor cannot load. An error before
+    /// GRANT leaves a program at its source.
     fn expect_gpu_memory(&self, ledger: Ledger) -> anyhow::Result<()> {
         ensure!(
             !ledger.gates().any(),
@@ -252,7 +252,8 @@ impl StreamedRestore {
             // An error means that the thread has ended, however it went.
             let ended = over.wait_for(|load| load.is_over()).await;
             if !ended.is_ok_and(|load| *load == GpuLoad::Done) {
-                // Its processes with GPUs were killed. What others of the tree need is resident: the copy stays partial.
+                // Its processes with GPUs were killed. What others of the tree need is resident: the copy
+                // stays partial.
                 session.fetches_rest = false;
             }
         }
@@ -337,7 +338,8 @@ pub fn report(summary: &SessionSummary) {
     );
 }
 
-/// Checks that GPU memory of a migration was loaded: the plugin has handed it to the worker that died, or finds no listener.
+/// Checks that GPU memory of a migration was loaded: the plugin has handed it to the worker that died, or
+/// finds no listener.
 fn expect_loaded(images: &Path, ledger: Ledger) -> anyhow::Result<()> {
     ensure!(
         ledger.has_loaded_gpus() || ImageDir::open(images)?.arriving_files()?.is_empty(),

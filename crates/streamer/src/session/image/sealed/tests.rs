@@ -109,7 +109,8 @@ fn bytes_of(plan: &OwnedFd) -> Vec<u8> {
     bytes
 }
 
-/// Everything of a task that a session uses: pid, extents, ranges that are loaded first, the working set and file names.
+/// Everything of a task that a session uses: pid, extents, ranges that are loaded first, the working set and
+/// file names.
 type Content = (u32, Vec<Extent>, Vec<std::ops::Range<u64>>, Vec<Prefetch>, Vec<PathBuf>);
 
 fn content(image: &Image) -> Vec<Content> {
