@@ -51,7 +51,8 @@ fn owned(arguments: &[&str]) -> Vec<String> {
     arguments.iter().map(|&argument| argument.to_owned()).collect()
 }
 
-/// The rate, in GB/s, of one sequential reader of `file` with O_DIRECT, for at most 15 s. `work` gets fio's output file.
+/// The rate, in GB/s, of one sequential reader of `file` with O_DIRECT, for at most 15 s. `work` gets fio's
+/// output file.
 pub(crate) fn sequential(file: &Path, work: &Path) -> anyhow::Result<f64> {
     let (_, report) = sequential_by_the_best(file, work)?;
     rate(&report)

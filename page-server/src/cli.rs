@@ -186,8 +186,8 @@ pub struct PageServerArgs {
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Keep listening after the first client, until SIGTERM. CRIU's server ends after one client; the scripts that call
-    /// it wait for that. Several clients are served at once. Each dump gets a folder of its own in the images directory:
-    /// the pid of its first task, or PID.2, PID.3 for later ones
+    /// it wait for that. Several clients are served at once. Each dump gets a folder of its own in the images
+    /// directory: the pid of its first task, or PID.2, PID.3 for later ones
     #[arg(long)]
     pub keep_listening: bool,
     /// The image that the dump is incremental to, relative to the images directory
@@ -348,8 +348,8 @@ pub struct ServeArgs {
     /// Keep images of stores in this directory, and share them between restores. Only this user may access it
     #[arg(long, value_name = "DIR")]
     pub cache: Option<PathBuf>,
-    /// Bytes that these images may have together; K, M, G and T multiply by powers of 1024 [default: half of what is free,
-    /// and of what they have]
+    /// Bytes that these images may have together; K, M, G and T multiply by powers of 1024 [default: half of
+    /// what is free, and of what they have]
     #[arg(long, value_name = "BYTES", requires = "cache", value_parser = bytes)]
     pub cache_size: Option<u64>,
     /// Serve metrics for Prometheus on http://ADDRESS/metrics, for example 127.0.0.1:9464
@@ -403,8 +403,8 @@ pub enum WaitFor {
 /// Options of `rewake restore`.
 #[derive(Debug, Args)]
 pub struct RestoreArgs {
-    /// An image of a store, s3://BUCKET/FOLDER/NAME, file:///DIRECTORY/NAME or oci://REGISTRY/REPOSITORY:TAG: it is
-    /// restored from the cache of the node agent, while its memory arrives there
+    /// An image of a store, s3://BUCKET/FOLDER/NAME, file:///DIRECTORY/NAME or oci://REGISTRY/REPOSITORY:TAG: it
+    /// is restored from the cache of the node agent, while its memory arrives there
     #[arg(value_name = "URL", conflicts_with_all = ["images_dir", "from", "record"])]
     pub image: Option<ImageUrl>,
     /// Directory of the images
@@ -422,16 +422,18 @@ pub struct RestoreArgs {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) programs: Programs,
-    /// Record the working set in the image directory (rewake-working-set.json): the memory that the program accesses first.
-    /// CPU memory is loaded only when it is accessed, until no page fault came for 3 s, for 30 s at most. Later restores of
-    /// the image load the working set before the rest. An earlier record is not used, and gets what is new
+    /// Record the working set in the image directory (rewake-working-set.json): the memory that the program
+    /// accesses first. CPU memory is loaded only when it is accessed, until no page fault came for 3 s, for
+    /// 30 s at most. Later restores of the image load the working set before the rest. An earlier record is
+    /// not used, and gets what is new
     #[arg(long)]
     pub record: bool,
     /// For so many seconds, load CPU memory only when it is accessed. Then the background load begins
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=DAY))]
     pub on_demand_only: Option<u64>,
-    /// When this command ends, with `-- -d`: `alive` as soon as the processes run, `working-set` when the working set that
-    /// an earlier restore recorded is resident, `resident` when all memory is. The streamer continues by itself
+    /// When this command ends, with `-- -d`: `alive` as soon as the processes run, `working-set` when the
+    /// working set that an earlier restore recorded is resident, `resident` when all memory is. The streamer
+    /// continues by itself
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = WaitFor::Resident)]
     pub wait: WaitFor,
     /// Show nothing while it runs, and no timeline

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A target in a container that runc made: with namespaces of its own, the one of pids among them, and a root of the host's libraries.
+//! A target in a container that runc made: with namespaces of its own, the one of pids among them, and a root
+//! of the host's libraries.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -56,8 +57,8 @@ pub enum Network {
     Hosts,
 }
 
-/// A container with one target, its bundle, images and logs. Dropping it ends it; when the test fails, the ends of all logs are
-/// printed first.
+/// A container with one target, its bundle, images and logs. Dropping it ends it; when the test fails, the
+/// ends of all logs are printed first.
 #[derive(Debug)]
 pub struct Container {
     dir: TempDir,

@@ -21,7 +21,8 @@
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
 //! Without `REWAKE_BIN`, `rewake` is the one that was built beside the test programs.
-//! The tests need root. One that does not run says so by `rewake_skip`, and `cargo xtask test` compares that with a list.
+//! The tests need root. One that does not run says so by `rewake_skip`, and `cargo xtask test` compares that
+//! with a list.
 
 #![forbid(unsafe_code)]
 

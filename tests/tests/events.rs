@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Everyday events that end a streamer's processes, or all processes of a restore: `cgroup.kill`, a service manager's stop,
-//! a cgroup that runs out of memory, the end of a container's first process. [`TABLE`] is the specification.
+//! Everyday events that end a streamer's processes, or all processes of a restore: `cgroup.kill`, a service
+//! manager's stop, a cgroup that runs out of memory, the end of a container's first process. [`TABLE`] is the
+//! specification.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
@@ -108,8 +109,8 @@ const MOST: usize = 5;
 /// How long the test watches a target that must not run.
 const WATCHED: Duration = Duration::from_millis(200);
 
-/// Restores a scene with its streamer in a cgroup, and lets the event happen in a phase. None when all memory was resident
-/// before the event.
+/// Restores a scene with its streamer in a cgroup, and lets the event happen in a phase. None when all memory
+/// was resident before the event.
 fn happens(
     scene: &Scene,
     group: &Cgroup,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A redis under load moves between two hosts. Its client has both addresses, as with a failover: it sees one stall, and
-//! no value is lost.
+//! A redis under load moves between two hosts. Its client has both addresses, as with a failover: it sees one
+//! stall, and no value is lost.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};

@@ -73,17 +73,17 @@ fn recovered() -> Output {
 /// child's userfaultfd.
 const FORK_LOST: &str = "the userfaultfd of a forked process of its session is lost";
 
-/// Whether the target was killed because a child's userfaultfd was lost. The child may have read zeros until `recover` ran
-/// (decision 15, "Where it ends"): then it reports them, and the target may report the child.
+/// Whether the target was killed because a child's userfaultfd was lost. The child may have read zeros until
+/// `recover` ran (decision 15, "Where it ends"): then it reports them, and the target may report the child.
 fn ended_for_a_lost_child(verdict: &Verdict) -> bool {
     let of_the_child =
         |line: &str| line.ends_with("found 0x0, a page of zeros") || line == "BAD a child saw wrong bytes";
     verdict.killed() || matches!(verdict, Verdict::Bad(lines) if lines.lines().all(of_the_child))
 }
 
-/// Total deaths at random moments after a target was parked, until there were `rounds` and half of them came while memory
-/// was missing; three times as many are enough for that. Of those that fork, a fifth may be killed, and reported, for a
-/// death in the middle of a fork.
+/// Total deaths at random moments after a target was parked, until there were `rounds` and half of them came
+/// while memory was missing; three times as many are enough for that. Of those that fork, a fifth may be
+/// killed, and reported, for a death in the middle of a fork.
 fn campaign(scenario: &str, rounds: usize) {
     let criu = need!(Criu::main());
     own_sessions().unwrap();

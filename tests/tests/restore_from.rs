@@ -37,7 +37,8 @@ struct Remote {
 }
 
 impl Remote {
-    /// The link lies until the streamer has ended. One lie is not enough: a block that both connections bring is used once.
+    /// The link lies until the streamer has ended. One lie is not enough: a block that both connections bring
+    /// is used once.
     fn lies_to_the_end(&self) {
         let work = self.scene.work().display().to_string();
         let ended = until(MINUTE, || {

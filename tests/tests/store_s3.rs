@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A store behind S3: SeaweedFS, with keys. `REWAKE_PUSH_KILLS` is the number of killed pushes, `REWAKE_SEED` repeats the
-//! moments of another run.
+//! A store behind S3: SeaweedFS, with keys. `REWAKE_PUSH_KILLS` is the number of killed pushes, `REWAKE_SEED`
+//! repeats the moments of another run.
 
 use std::fs;
 use std::path::{Path, PathBuf};

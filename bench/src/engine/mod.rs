@@ -39,8 +39,8 @@ pub(crate) struct Options {
     /// Loads of replicas' memory, read for each and read once, in turns; 0: none
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=100))]
     replicas_rounds: u64,
-    /// MiB of an image whose last buffer is demanded while all of it is loaded: as much of the disk and of the page cache is needed, and 1 GiB
-    /// of memory
+    /// MiB of an image whose last buffer is demanded while all of it is loaded: as much of the disk and of
+    /// the page cache is needed, and 1 GiB of memory
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(128..=1 << 20))]
     far_mib: u64,
     /// Loads of that buffer alone and of all, in turns; 0: none

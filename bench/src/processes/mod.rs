@@ -148,7 +148,8 @@ fn cpu_seconds(usage: &libc::rusage) -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// User and system seconds of all children that this process has reaped so far, with the children that those had reaped.
+/// User and system seconds of all children that this process has reaped so far, with the children that those
+/// had reaped.
 pub(crate) fn reaped_cpu_seconds() -> f64 {
     // SAFETY: rusage is plain integers, for which zeros are valid.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };

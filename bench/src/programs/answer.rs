@@ -25,8 +25,8 @@ const _: () = assert!(MAX_MIB < VALUE_STRIDE);
 pub(crate) const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
 const SPREAD_32: u32 = 0x9E37_79B1;
 
-/// What a client asks of a program, in one request: `count` of its units, in an order that depends on `seed`. Of redis it
-/// asks with `count` requests.
+/// What a client asks of a program, in one request: `count` of its units, in an order that depends on `seed`.
+/// Of redis it asks with `count` requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Question {
     /// The checksum starts with it, so that no question has the answer of an earlier one.

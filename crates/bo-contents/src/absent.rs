@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Chunks that have not arrived from another host. Each has a slot, is requested from the fetcher, and is read when all
-//! of it has arrived. If it is demanded meanwhile, it is requested again as that. Chunks that have arrived, and holes, do
-//! not wait for these.
+//! of it has arrived. If it is demanded meanwhile, it is requested again as that. Chunks that have arrived,
+//! and holes, do not wait for these.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 

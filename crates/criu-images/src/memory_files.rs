@@ -27,7 +27,8 @@ fn holds_memory(name: &str) -> bool {
     name.ends_with(".img") && starts.iter().any(|start| name.starts_with(start))
 }
 
-/// Whether a file of this name holds the memory of a compute process on a GPU. Files of render nodes are not among them.
+/// Whether a file of this name holds the memory of a compute process on a GPU. Files of render nodes are not
+/// among them.
 #[must_use]
 pub fn is_gpu_pages_file(name: &str) -> bool {
     name.ends_with(".img") && name.starts_with("amdgpu-pages-")

@@ -51,7 +51,8 @@ pub struct PageService {
 /// # Errors
 /// The only client failed, or a signal came before it was done. What clients failed at is logged, too.
 pub fn run(server: PageService, entrance: Entrance, ready: impl FnOnce()) -> anyhow::Result<()> {
-    // Where programs compete for processors, a thread that waits for a page is served sooner. Without it, a little later.
+    // Where programs compete for processors, a thread that waits for a page is served sooner. Without it, a
+    // little later.
     let _ = sys::short_time_slice();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The socket between a streamer and its fetcher: SOCK_SEQPACKET, a message each time.
 //!
-//! The streamer sends orders ([`FetchOrder`]); its reactors send [`FetchRequest`]s on the same socket. The fetcher sends
-//! reports ([`FetchReport`]). The fetcher of an image that several restores share belongs to the node agent, which sends
-//! it a socket to each streamer.
+//! The streamer sends orders ([`FetchOrder`]); its reactors send [`FetchRequest`]s on the same socket. The
+//! fetcher sends reports ([`FetchReport`]). The fetcher of an image that several restores share belongs to
+//! the node agent, which sends it a socket to each streamer.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};

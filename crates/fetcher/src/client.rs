@@ -131,8 +131,8 @@ impl FetchClients {
         self.all.push(FetchClient { number: ClientNumber(self.count), socket, readers: Vec::new() });
     }
 
-    /// Takes the orders of streamers. One that has ended, or sends what it may not, is not served any more: its streamer
-    /// sees the end of its socket.
+    /// Takes the orders of streamers. One that has ended, or sends what it may not, is not served any more:
+    /// its streamer sees the end of its socket.
     pub(crate) fn take_orders(
         &mut self,
         owner: BorrowedFd<'_>,

@@ -4,8 +4,8 @@
 //! * It has no capabilities, and gets no new privileges.
 //! * Landlock, where the kernel has it: it may access no path, and connect to the peer's ports only.
 //! * seccomp: it may use sockets, memory, and the files that the streamer sent.
-//! * Limits: the length of the files; no core file. Descriptors are not limited further: a streamer that shares a fetcher
-//!   sends an eventfd for each of its readers.
+//! * Limits: the length of the files; no core file. Descriptors are not limited further: a streamer that
+//!   shares a fetcher sends an eventfd for each of its readers.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -2,8 +2,8 @@
 //! The fetcher: the process that brings missing pages of an image from a page server, or from an image server.
 //!
 //! A streamer starts it (`rewake fetcher`), so that no network code runs in a process that holds userfaultfds. Or the
-//! node agent does, for all streamers that restore one image. It writes pages into a cache file, or into the files of the image, and sets their bits in a [presence
-//! map](rewake_image_io::PresenceMap).
+//! node agent does, for all streamers that restore one image. It writes pages into a cache file, or into the files of
+//! the image, and sets their bits in a [presence map](rewake_image_io::PresenceMap).
 //!
 //! * [`plan`]: what each page of the presence map is at the peer, and where the peer is.
 //! * [`channel`]: the messages between streamer and fetcher. `client`: the streamers that share one.
@@ -11,7 +11,7 @@
 //!   protocols on it; `peer_wire`: one of them. `received`: what has arrived on it.
 //!   `queue`: which pages are requested next. `window`: how many at once.
 //! * [`process`]: the fetcher itself. Start here. `confine`: what it may do. `waiting`: for sockets.
-//! * [`unread`]: how a streamer ends a connection as a failure.
+//! * [`unread`]: how a streamer ends a connection as a failure. [`restarts`]: when another fetcher is started.
 //!
 //! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, `rewake page-server --lazy-pages`, or `rewake
 //! export`. Its answers are hostile input: their lengths and addresses must be those of a request.
@@ -26,6 +26,7 @@ pub mod plan;
 pub mod process;
 mod queue;
 mod received;
+pub mod restarts;
 mod stream;
 pub mod unread;
 mod waiting;

@@ -95,8 +95,9 @@ pub enum FetchedMemory {
         layout: HeaderLayout,
         /// The pages, in the order of the cache file.
         extents: Vec<FetchExtent>,
-        /// Files that it has too, and that are written into the same files of this host. They are after the cache file in
-        /// the presence map. Only a source of a migration has some: each is requested as a [task](file_task).
+        /// Files that it has too, and that are written into the same files of this host. They are after the
+        /// cache file in the presence map. Only a source of a migration has some: each is requested as a
+        /// [task](file_task).
         files: Vec<SparseFile>,
     },
     /// Blocks of files, of an image server. They are written into the same files of this host.
@@ -241,7 +242,8 @@ impl FetchPlan {
         }
     }
 
-    /// Returns what a page server is asked for: pages of tasks, and files in the place of tasks. None of an image server.
+    /// Returns what a page server is asked for: pages of tasks, and files in the place of tasks. None of an
+    /// image server.
     pub(crate) fn page_extents(&self) -> Vec<FetchExtent> {
         let FetchedMemory::Pages { extents, files, .. } = &self.memory else { return Vec::new() };
         let of_file = |file: &SparseFile| {

@@ -3,8 +3,8 @@
 //!
 //! Standard input is the socket to the streamer. It connects to the peer when the first page is requested: a CRIU that
 //! dumped its program serves one connection, and takes its end for success. To an image server it has a connection for
-//! page faults, and one for the background, from its start on. It ends when the streamer has closed the socket, or after
-//! the last message.
+//! page faults, and one for the background, from its start on. It ends when the streamer has closed the
+//! socket, or after the last message.
 //!
 //! A fetcher of the node agent serves many streamers. The rest of the image is fetched while none of them is connected.
 
@@ -185,8 +185,8 @@ impl Fetcher {
     /// Fetches pages until the end.
     fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
         if let PeerMemory::Files(_) = self.memory {
-            // Now: an image that is replaced later is served to those that have opened it. The first connection is that of
-            // page faults.
+            // Now: an image that is replaced later is served to those that have opened it. The first
+            // connection is that of page faults.
             for lane in 0..LANES {
                 self.connect(socket, lane)?;
             }

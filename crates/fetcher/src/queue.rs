@@ -2,9 +2,9 @@
 //! Decides which pages are requested next. It does no I/O.
 //!
 //! CRIU's protocol has one connection, and answers have the order of the requests. So a demand request waits for the
-//! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for the background
-//! load. An image server has a connection for each class. A demand waits for no answer of the other connection: its block
-//! is requested again. But both share the link.
+//! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for
+//! the background load. An image server has a connection for each class. A demand waits for no answer of the
+//! other connection: its block is requested again. But both share the link.
 //!
 //! A page fault requests a block at most, and GPU memory that is demanded a chunk. Larger demand requests are on the
 //! connection of page faults, so the smaller ones are first.
@@ -41,8 +41,8 @@ pub(crate) struct FlightLimits {
     separate: bool,
 }
 
-/// For a near page server: 512 KiB keep 4 Gbit/s busy over 1 ms; 64 KiB take 0.5 ms of a link of 1 Gbit/s. For a far one
-/// [`BackgroundWindow`] has others.
+/// For a near page server: 512 KiB keep 4 Gbit/s busy over 1 ms; 64 KiB take 0.5 ms of a link of 1 Gbit/s.
+/// For a far one [`BackgroundWindow`] has others.
 pub(crate) const OF_PAGE_SERVER: FlightLimits =
     FlightLimits { unit: 1, request: MAX_PAGES, quiet: NEAR_PAGES, busy: BUSY_PAGES, separate: false };
 
@@ -57,8 +57,8 @@ pub(crate) const LANES: usize = 2;
 const QUIET_AFTER: Duration = Duration::from_millis(5);
 /// Requests of page faults in flight at most: a thread waits for each.
 const MAX_DEMANDS: usize = 64;
-/// Pages of larger demand requests in flight at most while page faults wait, and [`QUIET_AFTER`] longer: 256 KiB take 2 ms
-/// of a link of 1 Gbit/s.
+/// Pages of larger demand requests in flight at most while page faults wait, and [`QUIET_AFTER`] longer: 256
+/// KiB take 2 ms of a link of 1 Gbit/s.
 const MAX_LARGE_PAGES: u64 = MAX_PAGES;
 /// Requests that wait at most: a streamer has a few for each reactor, and one for each thread that waits.
 const MAX_QUEUED: usize = 1 << 16;
@@ -255,12 +255,20 @@ impl FetchQueue {
         {
             return Ok(Some(flight));
         }
-        let most = if faults > 0 || is_recent(self.last_small) { MAX_LARGE_PAGES } else { quiet };
-        let room = most.saturating_sub(large).min(MAX_PAGES) / unit * unit;
+        // On one connection larger demands and the background share a window, which follows the link.
+        let (shared, before) =
+            if separate { (quiet, large) } else { (self.window.pages(false), large + background) };
+        let most =
+            if faults > 0 || is_recent(self.last_small) { shared.min(MAX_LARGE_PAGES) } else { shared };
+        let room = most.saturating_sub(before).min(MAX_PAGES) / unit * unit;
         if room > 0
             && let Some(flight) = self.take(Waiting::Large, room, presence, now)?
         {
             return Ok(Some(flight));
+        }
+        if !separate && !self.large.is_empty() {
+            // The background would take the room that the next answer makes.
+            return Ok(None);
         }
         let is_busy = faults > 0 || large > 0 || is_recent(self.last_demand);
         let window = match (separate, is_busy) {
@@ -338,7 +346,7 @@ impl FetchQueue {
     /// Takes the answer to the first request in flight, of its first `pages` pages. The others are requested again.
     pub(crate) fn answered(&mut self, lane: usize, pages: u64, now: Instant) {
         let Some(flight) = self.in_flight[lane].pop_front() else { return };
-        self.window.note(now - flight.sent, flight.class == Class::Background);
+        self.window.note(now - flight.sent, flight.class == Class::Background || flight.large);
         self.to_wake.add(&flight.readers);
         if pages < flight.pages {
             let rest = WantedPages { pages: flight.first + pages..flight.end(), readers: flight.readers };
@@ -489,6 +497,31 @@ mod tests {
         assert_eq!(scene.arrives(4), 0b100);
         scene.add(Class::Demand, 5, 0..20);
         assert_eq!((scene.next(), scene.queue.to_wake.of(OWNER)), (None, 1 << 5), "all pages have arrived");
+    }
+
+    #[test]
+    fn larger_demands_share_the_window_of_one_connection() {
+        let mut scene = scene();
+        scene.queue.runs = vec![0..900, 900..1000];
+        let round = |scene: &mut Scene, took| {
+            scene.now += took;
+            while let Some(flight) = scene.queue.expected(0).cloned() {
+                scene.arrives(flight.pages);
+            }
+            std::iter::from_fn(|| scene.next()).map(|pages| pages.end - pages.start).sum::<u64>()
+        };
+        scene.add(Class::Background, 0, 900..964);
+        assert_eq!(scene.next(), Some(900..964));
+        scene.add(Class::Demand, 1, 0..900);
+        assert_eq!([scene.next(), scene.next()], [Some(0..64), None]);
+        let rounds = [(); 2].map(|()| round(&mut scene, Duration::from_millis(1)));
+        assert_eq!(rounds, [128 + 2 * 16, 160 + 3 * 16], "answers do not queue: the link is far and fast");
+        for _ in 0..16 {
+            round(&mut scene, Duration::from_millis(2));
+        }
+        scene.add(Class::Demand, 1, 0..900);
+        scene.presence = scene_with(vec![], OF_PAGE_SERVER).presence;
+        assert_eq!(round(&mut scene, Duration::from_millis(2)), 16, "they do now");
     }
 
     #[test]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How many pages of background requests may be in flight.
+//! How many pages of background requests, and of demands for more than a block, may be in flight.
 //!
 //! Answers have the order of the requests, so a demand request waits for all that were sent before it. A link is busy
 //! with as many bytes as it delivers in one round trip. More of them wait in front of it, and delay a demand.
@@ -40,11 +40,11 @@ impl BackgroundWindow {
         self.fastest.is_some_and(|fastest| fastest >= FAR)
     }
 
-    /// Notes how long an answer took, and whether it was one to a background request.
-    pub(crate) fn note(&mut self, took: Duration, is_background: bool) {
+    /// Notes how long an answer took, and whether its request was one that the window limits.
+    pub(crate) fn note(&mut self, took: Duration, is_limited: bool) {
         let fastest = self.fastest.map_or(took, |fastest| fastest.min(took));
         self.fastest = Some(fastest);
-        if !is_background {
+        if !is_limited {
             return;
         }
         let most = if self.is_far() { FAR_PAGES } else { NEAR_PAGES };

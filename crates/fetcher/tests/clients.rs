@@ -11,31 +11,29 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
-use nix::sys::wait::{WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
+use nix::sys::socket::{MsgFlags, recv, send};
 use rewake_criu_images::Digest;
+use rewake_fetcher::MAX_FETCH_CLIENTS;
 use rewake_fetcher::channel::{self as orders, FetchReport};
 use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer, SparseFile};
-use rewake_fetcher::{MAX_FETCH_CLIENTS, process};
 use rewake_image_io::{BLOCK, Class, FetchRequest, PresenceMap, presence_file};
 use rewake_image_protocol::message;
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
 use rewake_image_protocol::{Data, Opened, Read, hello, reply_of};
 
+mod support;
+
+use support::{FetcherProcess, LIMIT, readable, socket_pair};
+
 const BLOCKS: u64 = 64;
 const BLOCK_PAGES: u64 = 16;
 const LEN: u64 = BLOCKS * BLOCK as u64;
 const ID: Digest = Digest([5; 32]);
-/// Time that a fetcher has for a step.
-const LIMIT: Duration = Duration::from_secs(20);
 
-/// A fetcher in a process of its own, and an image server whose reads are answered when the test says so.
+/// A fetcher, and an image server whose reads are answered when the test says so.
 struct Scene {
-    fetcher: Pid,
-    owner: OwnedFd,
+    fetcher: FetcherProcess,
     presence: PresenceMap,
     cache: File,
     /// The blocks that were requested.
@@ -62,26 +60,15 @@ fn scene() -> Scene {
     let memory = FetchedMemory::Files { image: "web".to_owned(), id: ID, files };
     FetchPlan { peer: PagePeer::Unix(path), tls: None, len: LEN, memory }.write(&plan).unwrap();
     let presence = presence_file(LEN).unwrap();
-    let (owner, its) =
-        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
-    // SAFETY: the child makes system calls and allocates, which glibc permits after a fork.
-    let fetcher = match unsafe { fork() }.unwrap() {
-        ForkResult::Child => {
-            dup2_stdin(its).unwrap();
-            let code = process::run().map_or(9, i32::from);
-            // SAFETY: it ends this process.
-            unsafe { libc::_exit(code) }
-        }
-        ForkResult::Parent { child } => child,
-    };
-    drop(its);
-    orders::send_start(owner.as_fd(), false, [plan.as_fd(), presence.as_fd()], None).unwrap();
-    orders::send_files(owner.as_fd(), &[cache.as_fd()]).unwrap();
+    let fetcher = FetcherProcess::start();
+    let owner = fetcher.socket.as_fd();
+    orders::send_start(owner, false, [plan.as_fd(), presence.as_fd()], None).unwrap();
+    orders::send_files(owner, &[cache.as_fd()]).unwrap();
     let presence = PresenceMap::open(presence.as_fd(), LEN).unwrap();
     let (requests, requested) = channel();
     let (answers, answered) = channel();
     thread::spawn(move || serve(&listener, &requests, &answered));
-    let scene = Scene { fetcher, owner, presence, cache, requested, answers, _dir: dir };
+    let scene = Scene { fetcher, presence, cache, requested, answers, _dir: dir };
     assert!((0..2).all(|_| matches!(scene.report(), FetchReport::Connected(_))));
     scene
 }
@@ -129,26 +116,18 @@ fn content(block: u64) -> Vec<u8> {
     vec![block.to_le_bytes()[0] + 1; BLOCK]
 }
 
-fn readable(descriptor: &OwnedFd) {
-    let limit = PollTimeout::try_from(LIMIT).unwrap();
-    let ready = poll(&mut [PollFd::new(descriptor.as_fd(), PollFlags::POLLIN)], limit).unwrap();
-    assert_eq!(ready, 1, "nothing for {LIMIT:?}");
-}
-
 impl Scene {
     fn client(&self) -> Client {
-        let (socket, its) =
-            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
-        orders::send_client(self.owner.as_fd(), its.as_fd()).unwrap();
-        let reader = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());
+        let (socket, its) = socket_pair();
+        orders::send_client(self.fetcher.socket.as_fd(), its.as_fd()).unwrap();
+        let reader = support::reader();
         // One that is refused may be so by now.
         let _ = orders::send_readers(socket.as_fd(), &[reader.as_fd()]);
         Client { socket, _its: its, reader }
     }
 
     fn report(&self) -> FetchReport {
-        readable(&self.owner);
-        orders::receive_report(self.owner.as_fd()).unwrap().unwrap()
+        self.fetcher.report()
     }
 
     fn requested(&self) -> std::ops::Range<u64> {
@@ -165,13 +144,6 @@ impl Scene {
         self.cache.read_exact_at(&mut bytes, block * BLOCK as u64).unwrap();
         self.presence.has(block * BLOCK as u64, BLOCK) && bytes == content(block)
     }
-
-    fn code(&self) -> i32 {
-        match waitpid(self.fetcher, None).unwrap() {
-            WaitStatus::Exited(_, code) => code,
-            other => panic!("{other:?}"),
-        }
-    }
 }
 
 impl Client {
@@ -181,8 +153,7 @@ impl Client {
     }
 
     fn woken(&self) {
-        readable(&self.reader);
-        nix::unistd::read(&self.reader, &mut [0; 4096]).unwrap();
+        support::woken(&self.reader);
     }
 
     /// Whether the fetcher has closed its socket.
@@ -257,7 +228,7 @@ fn the_rest_is_fetched_when_no_streamer_is_connected() {
     let client = scene.client();
     client.request(Class::Demand, 3);
     assert_eq!(scene.requested(), 3..4);
-    orders::send_finish(scene.owner.as_fd()).unwrap();
+    orders::send_finish(scene.fetcher.socket.as_fd()).unwrap();
     scene.answer();
     client.woken();
     assert!(scene.requested.recv_timeout(Duration::from_millis(200)).is_err(), "a streamer is connected");
@@ -270,5 +241,5 @@ fn the_rest_is_fetched_when_no_streamer_is_connected() {
     }
     assert!(matches!(scene.report(), FetchReport::Closed));
     assert!(scene.presence.is_closed() && (0..BLOCKS).all(|block| scene.has(block)));
-    assert_eq!(scene.code(), 0);
+    assert_eq!(scene.fetcher.code(), 0);
 }

@@ -7,17 +7,12 @@ use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
-use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
+use nix::sys::socket::{MsgFlags, send};
 use nix::sys::wait::{WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
 use rewake_criu_tls::{TlsOptions, TlsServer};
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile};
-use rewake_fetcher::process;
 use rewake_image_io::{Class, FetchRequest, PresenceMap, presence_file};
 use rewake_page_protocol::{
     HeaderLayout, MessageHeader, PageMessage, PageRun, WIDE_LEN, answer_header, file_task,
@@ -26,6 +21,10 @@ use rewake_testkit::authority::Authority;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_rustls::server::TlsStream;
 
+mod support;
+
+use support::{FetcherProcess, LIMIT};
+
 const PAGE: usize = 4096;
 const PAGES: u64 = 256;
 const PID: u32 = 77;
@@ -33,13 +32,10 @@ const BASE: u64 = 0x7000_0000;
 /// The file beside the cache file: two pages and some bytes.
 const FILE_BYTES: u64 = 2 * PAGE as u64 + 8;
 const FILE_NUMBER: u32 = 3;
-/// Time that a fetcher or a peer has for a step.
-const LIMIT: Duration = Duration::from_secs(20);
 
-/// A fetcher in a process of its own, and the peer that it connects to.
+/// A fetcher, and the peer that it connects to.
 struct Scene {
-    fetcher: Pid,
-    socket: OwnedFd,
+    fetcher: FetcherProcess,
     presence: PresenceMap,
     cache: File,
     /// The file beside it.
@@ -66,30 +62,20 @@ fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
     let memory = FetchedMemory::Pages { layout, extents, files };
     FetchPlan { peer, tls, len, memory }.write(&plan).unwrap();
     let presence = presence_file(len).unwrap();
-    let (socket, its) =
-        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
-    // SAFETY: the child makes system calls and allocates, which glibc permits after a fork.
-    let fetcher = match unsafe { fork() }.unwrap() {
-        ForkResult::Child => {
-            dup2_stdin(its).unwrap();
-            let code = process::run().map_or(9, i32::from);
-            // SAFETY: it ends this process.
-            unsafe { libc::_exit(code) }
-        }
-        ForkResult::Parent { child } => child,
-    };
-    channel::send_start(socket.as_fd(), false, [plan.as_fd(), presence.as_fd()], None).unwrap();
-    channel::send_files(socket.as_fd(), &[cache.as_fd(), file.as_fd()]).unwrap();
-    let reader = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());
-    channel::send_readers(socket.as_fd(), &[reader.as_fd()]).unwrap();
+    let fetcher = FetcherProcess::start();
+    let socket = fetcher.socket.as_fd();
+    channel::send_start(socket, false, [plan.as_fd(), presence.as_fd()], None).unwrap();
+    channel::send_files(socket, &[cache.as_fd(), file.as_fd()]).unwrap();
+    let reader = support::reader();
+    channel::send_readers(socket, &[reader.as_fd()]).unwrap();
     let presence = PresenceMap::open(presence.as_fd(), len).unwrap();
-    Scene { fetcher, socket, presence, cache, file, reader, listener, layout }
+    Scene { fetcher, presence, cache, file, reader, listener, layout }
 }
 
 impl Scene {
     fn request(&self, class: Class, first: u64, pages: u32) {
         let request = FetchRequest { class, reader: 0, pages, first };
-        send(self.socket.as_raw_fd(), &request.encode(), MsgFlags::empty()).unwrap();
+        send(self.fetcher.socket.as_raw_fd(), &request.encode(), MsgFlags::empty()).unwrap();
     }
 
     fn peer(&self) -> Peer {
@@ -100,8 +86,12 @@ impl Scene {
     }
 
     fn report(&self) -> FetchReport {
-        readable(&self.socket);
-        channel::receive_report(self.socket.as_fd()).unwrap().unwrap()
+        self.fetcher.report()
+    }
+
+    /// Has the fetcher send the last message.
+    fn finish(&self) {
+        channel::send_finish(self.fetcher.socket.as_fd()).unwrap();
     }
 
     /// The reason why it failed, and whether another fetcher may succeed.
@@ -114,8 +104,7 @@ impl Scene {
 
     /// Waits until the reader is woken.
     fn woken(&self) {
-        readable(&self.reader);
-        nix::unistd::read(&self.reader, &mut [0; 4096]).unwrap();
+        support::woken(&self.reader);
     }
 
     fn arrived(&self) -> Vec<u64> {
@@ -129,17 +118,8 @@ impl Scene {
     }
 
     fn code(&self) -> i32 {
-        match waitpid(self.fetcher, None).unwrap() {
-            WaitStatus::Exited(_, code) => code,
-            other => panic!("{other:?}"),
-        }
+        self.fetcher.code()
     }
-}
-
-fn readable(descriptor: &OwnedFd) {
-    let limit = PollTimeout::try_from(LIMIT).unwrap();
-    let ready = poll(&mut [PollFd::new(descriptor.as_fd(), PollFlags::POLLIN)], limit).unwrap();
-    assert_eq!(ready, 1, "nothing for {LIMIT:?}");
 }
 
 struct Peer {
@@ -208,7 +188,7 @@ fn pages_arrive_and_the_last_message_ends_the_session() {
         for page in scene.arrived() {
             assert_eq!(scene.bytes(page), content(page));
         }
-        channel::send_finish(scene.socket.as_fd()).unwrap();
+        scene.finish();
         assert_eq!(peer.next(), PageMessage::Close { forced: false });
         assert!(!scene.presence.is_closed());
         peer.stream.write_all(&[0; 4]).unwrap();
@@ -239,7 +219,7 @@ fn a_file_of_a_migration_arrives_up_to_its_end() {
 #[test]
 fn without_a_request_the_peer_still_gets_the_last_message() {
     let scene = scene(HeaderLayout::Wide);
-    channel::send_finish(scene.socket.as_fd()).unwrap();
+    scene.finish();
     let mut peer = scene.peer();
     assert_eq!(peer.next(), PageMessage::Close { forced: false });
     peer.stream.write_all(&[0; 4]).unwrap();
@@ -344,7 +324,7 @@ fn a_cut_answer_adds_no_page_and_another_fetcher_may_help() {
 #[test]
 fn another_answer_to_the_last_message_is_a_failure() {
     let scene = scene(HeaderLayout::Wide);
-    channel::send_finish(scene.socket.as_fd()).unwrap();
+    scene.finish();
     let mut peer = scene.peer();
     peer.next();
     peer.stream.write_all(&[0xff; 4]).unwrap();
@@ -359,20 +339,18 @@ fn without_the_last_message_the_connection_is_reset() {
     scene.request(Class::Background, 8, 4);
     let mut peer = scene.peer();
     peer.get();
-    let Scene { socket, fetcher, .. } = scene;
+    let FetcherProcess { pid, socket } = scene.fetcher;
     drop(socket);
-    assert_eq!(waitpid(fetcher, None).unwrap(), WaitStatus::Exited(fetcher, 0));
+    assert_eq!(waitpid(pid, None).unwrap(), WaitStatus::Exited(pid, 0));
     assert_eq!(peer.ended().unwrap_err().kind(), io::ErrorKind::ConnectionReset);
 }
 
 #[test]
 fn a_peer_that_does_not_listen_is_named() {
-    let scene = scene(HeaderLayout::Wide);
+    let mut scene = scene(HeaderLayout::Wide);
     let address = scene.listener.local_addr().unwrap();
-    let Scene { listener, socket, presence, cache, file, reader, fetcher, layout } = scene;
-    drop(listener);
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let scene = Scene { fetcher, socket, presence, cache, file, reader, listener, layout };
+    // The fetcher connects when a page is requested.
+    scene.listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     scene.request(Class::Demand, 0, 1);
     let (again, reason) = scene.failure();
     assert!(!again && reason.contains(&format!("page server {address}: connecting")), "{reason}");
@@ -421,7 +399,7 @@ fn encrypted_pages_that_have_arrived_are_taken_at_once() {
         scene.woken();
     }
     assert!((0..65).all(|page| scene.bytes(page) == content(page)));
-    channel::send_finish(scene.socket.as_fd()).unwrap();
+    scene.finish();
     runtime.block_on(async {
         stream.read_exact(&mut [0; WIDE_LEN]).await.unwrap();
         stream.write_all(&[0; 4]).await.unwrap();

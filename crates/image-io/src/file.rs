@@ -91,8 +91,8 @@ impl ImageFile {
         Ok(Self::with(file, name, state.clone(), state, None))
     }
 
-    /// Takes over a file that a fetcher writes: a cache file, or one of an image some of whose blocks are missing. It is read through the page cache, where its bytes are when they
-    /// have arrived.
+    /// Takes over a file that a fetcher writes: a cache file, or one of an image some of whose blocks are
+    /// missing. It is read through the page cache, where its bytes are when they have arrived.
     ///
     /// # Errors
     /// As for [`ImageFile::from_file`].
@@ -175,8 +175,8 @@ impl ImageFile {
         self.source.as_ref()
     }
 
-    /// Whether the file has these bytes, and those that must be read to check them: of a sealed file whole blocks. Bytes
-    /// that have not arrived must not be read.
+    /// Whether the file has these bytes, and those that must be read to check them: of a sealed file whole
+    /// blocks. Bytes that have not arrived must not be read.
     pub fn has(&self, offset: u64, len: usize) -> bool {
         let Some(source) = &self.source else { return true };
         if !self.is_sealed() {
@@ -217,9 +217,9 @@ impl ImageFile {
         }
     }
 
-    /// Accepts that a fetcher of another process writes what the file lacks. Blocks of a sealed file are checked when they
-    /// are read. Of others the caller reads only what has arrived. It is read through the page cache, which has what was
-    /// written last.
+    /// Accepts that a fetcher of another process writes what the file lacks. Blocks of a sealed file are
+    /// checked when they are read. Of others the caller reads only what has arrived. It is read through the
+    /// page cache, which has what was written last.
     pub fn allow_arrival(&self) {
         self.arrives.store(true, Ordering::Relaxed);
         self.kept.store(true, Ordering::Relaxed);

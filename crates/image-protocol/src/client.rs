@@ -79,8 +79,8 @@ impl<S: Read + Write> ImageClient<S> {
         !self.outstanding.is_empty()
     }
 
-    /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_FILE`](crate::WORKING_SET_FILE) the
-    /// working set.
+    /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names,
+    /// [`WORKING_SET_FILE`](crate::WORKING_SET_FILE) the working set.
     ///
     /// # Errors
     /// The connection fails.

@@ -53,8 +53,9 @@ impl Chunks {
         Self { manifest, files: 0, left, offset: 0, first, needed: None }
     }
 
-    /// Says which parts of the file of the last step are needed now. Other chunks are left to the restore. The blocks of
-    /// these parts are needed as a whole: a restore requests whole blocks, and would write over bytes that CRIU reads.
+    /// Says which parts of the file of the last step are needed now. Other chunks are left to the restore.
+    /// The blocks of these parts are needed as a whole: a restore requests whole blocks, and would write over
+    /// bytes that CRIU reads.
     pub(crate) fn need_only(&mut self, ranges: &[Range<u64>]) {
         let block = BLOCK as u64;
         let mut needed: Vec<Range<u64>> = Vec::new();

@@ -15,7 +15,7 @@ use crate::source::ChunkSource;
 use crate::target::{Target, is_complete, is_right};
 
 /// The fewest digits of an image id that identify an image.
-const ID_DIGITS: usize = 16;
+pub const ID_DIGITS: usize = 16;
 
 /// The longest manifest, in bytes: that of an image of some 25 TiB.
 pub const MAX_MANIFEST: u64 = 4 << 30;
@@ -39,8 +39,8 @@ pub struct PullReport {
     pub left: u64,
 }
 
-/// Copies an image into a directory. A directory that has the image already stays as it is; one in which an earlier copy
-/// was cut is completed. `expected` is the beginning of an image id.
+/// Copies an image into a directory. A directory that has the image already stays as it is; one in which an
+/// earlier copy was cut is completed. `expected` is the beginning of an image id.
 ///
 /// # Errors
 /// The server is lost for long, or sends bytes that the manifest does not prove. The manifest is damaged or of another
@@ -50,12 +50,12 @@ pub fn pull(
     directory: &Path,
     expected: Option<&str>,
 ) -> anyhow::Result<PullReport> {
-    copy(source, directory, expected, false)
+    copy(source, directory, expected, CopyExtent::All)
 }
 
-/// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that have pages
-/// which are not lazy, and the headers of files with GPU memory. Space for the others is reserved. If none is left, the
-/// directory has the image then.
+/// Copies what `criu restore --lazy-pages` reads itself: all files, but only those chunks of pages files that
+/// have pages which are not lazy, and the headers of files with GPU memory. Space for the others is reserved.
+/// If none is left, the directory has the image then.
 ///
 /// # Errors
 /// As for [`pull`]. Or the image is incremental.
@@ -64,7 +64,30 @@ pub fn pull_eager(
     directory: &Path,
     expected: Option<&str>,
 ) -> anyhow::Result<PullReport> {
-    copy(source, directory, expected, true)
+    copy(source, directory, expected, CopyExtent::Eager)
+}
+
+/// [`pull_eager`], for a caller that finds what an earlier copy has brought by its checksums. Chunks that are left to a
+/// restore are not read, so all of them count as left.
+///
+/// # Errors
+/// As for [`pull_eager`].
+pub fn pull_eager_unread(
+    source: &mut dyn ChunkSource,
+    directory: &Path,
+    expected: Option<&str>,
+) -> anyhow::Result<PullReport> {
+    copy(source, directory, expected, CopyExtent::EagerUnread)
+}
+
+/// Which chunks are copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CopyExtent {
+    All,
+    /// What CRIU reads itself. Others that are here are found by their hashes.
+    Eager,
+    /// What CRIU reads itself.
+    EagerUnread,
 }
 
 /// Returns the id of a directory's complete image; none without one. `expected` is the beginning of the id.
@@ -118,7 +141,7 @@ fn copy(
     source: &mut dyn ChunkSource,
     directory: &Path,
     expected: Option<&str>,
-    eager: bool,
+    extent: CopyExtent,
 ) -> anyhow::Result<PullReport> {
     let id = source.image_id();
     check_id(id, expected, &"the source")?;
@@ -131,7 +154,7 @@ fn copy(
         "the source has a manifest of {length} bytes, {MAX_MANIFEST} expected at most"
     );
     let (steps, buffer) = (VecDeque::new(), Vec::new());
-    let mut copy = ImageCopy { source, target, report, eager, ranges: None, steps, buffer };
+    let mut copy = ImageCopy { source, target, report, extent, ranges: None, steps, buffer };
     if let Some(file) = made {
         copy.manifest(&file, length)?;
     }
@@ -147,7 +170,7 @@ fn copy(
     };
     let mut first = manifest()?;
     match first.next_record()? {
-        Some(ManifestRecord::Parent(_)) if eager => {
+        Some(ManifestRecord::Parent(_)) if extent != CopyExtent::All => {
             copy.target.abandon();
             bail!(
                 "the image is incremental: copy its parent, and then the image itself, with `rewake pull`, and restore \
@@ -179,8 +202,7 @@ struct ImageCopy<'a> {
     source: &'a mut dyn ChunkSource,
     target: Target,
     report: PullReport,
-    /// Whether lazy pages are left to a restore.
-    eager: bool,
+    extent: CopyExtent,
     /// What CRIU reads itself, when the pagemaps have arrived.
     ranges: Option<BTreeMap<String, Vec<Range<u64>>>>,
     /// Steps whose bytes were requested, and those behind them.
@@ -257,7 +279,7 @@ impl ImageCopy<'_> {
 
     /// Returns which parts of a file a restore needs at its start; none: all of it.
     fn needed(&mut self, name: &str) -> anyhow::Result<Option<Vec<Range<u64>>>> {
-        if !self.eager {
+        if self.extent == CopyExtent::All {
             return Ok(None);
         }
         if is_pages_file(name) {
@@ -281,8 +303,8 @@ impl ImageCopy<'_> {
     /// Leaves a chunk to the restore, unless an earlier copy has brought it.
     fn leave(&mut self, place: ChunkPlace, chunk: &SealedChunk) -> anyhow::Result<()> {
         // Where the file system has no bytes there are none to compare: that is most of a copy that was cut early.
-        let is_hole = self.target.is_hole(place, chunk.length)?;
-        if !is_hole && self.target.has(place, chunk, &mut self.buffer) {
+        let is_read = self.extent == CopyExtent::Eager && !self.target.is_hole(place, chunk.length)?;
+        if is_read && self.target.has(place, chunk, &mut self.buffer) {
             self.report.kept += u64::from(chunk.length);
             return Ok(());
         }

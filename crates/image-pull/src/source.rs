@@ -52,8 +52,8 @@ pub trait ChunkSource {
     /// The source is lost for long, or has not these bytes.
     fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64>;
 
-    /// Reads the recorded working set of the image, while no read is outstanding. Returns how many bytes travelled; none
-    /// if the source has no working set.
+    /// Reads the recorded working set of the image, while no read is outstanding. Returns how many bytes
+    /// travelled; none if the source has no working set.
     ///
     /// # Errors
     /// The source is lost for long.

@@ -188,8 +188,8 @@ impl Target {
         self.existed && self.read(at, into).is_ok() && is_right(into, chunk)
     }
 
-    /// Whether these bytes are zeros. They are, where no earlier copy or restore has written to the file. It must be the
-    /// file that was made last.
+    /// Whether these bytes are zeros. They are, where no earlier copy or restore has written to the file. It
+    /// must be the file that was made last.
     ///
     /// # Errors
     /// They cannot be read.

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, Properties, kfd_name, pages_name};
 use rewake_criu_images::{Generation, ImageLease, Inventory, PageFlags, Pagemap, write};
-use rewake_image_pull::{ImageSource, PullReport, complete, complete_image, pull, pull_eager};
+use rewake_image_pull::{
+    ImageSource, PullReport, complete, complete_image, pull, pull_eager, pull_eager_unread,
+};
 use rewake_image_server::connection::serve;
 use rewake_image_server::exports::{Exports, ImageDirectory};
 use rewake_manifest::{WORKING_SET_NAME, seal, verify};
@@ -329,6 +331,10 @@ fn what_is_lazy_is_left_and_can_be_brought_by_another_program() {
     file.write_all_at(&memory[at..at + CHUNK], at as u64).unwrap();
     let second = eager();
     assert_eq!((second.left, second.sent), (CHUNK as u64, 0), "nothing is sent twice");
+    let mut source = scene.source("web/1", usize::MAX).unwrap().0;
+    let unread = pull_eager_unread(&mut source, &scene.copy(), None).unwrap();
+    assert_eq!((unread.left, unread.sent), (2 * CHUNK as u64, 0), "what is lazy is not read");
+    assert!(fs::read(&pages).unwrap()[at..at + CHUNK] == memory[at..at + CHUNK]);
     file.write_all_at(&memory[at..], at as u64).unwrap();
     assert_eq!(complete(&scene.copy()).unwrap(), first.id);
     scene.assert_copied();

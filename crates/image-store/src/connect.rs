@@ -90,8 +90,8 @@ pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Connected> {
     }
 }
 
-/// Configures S3 by the environment, then by the profile files. Without credentials there, the host's are requested from
-/// its metadata service.
+/// Configures S3 by the environment, then by the profile files. Without credentials there, the host's are
+/// requested from its metadata service.
 fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
     let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
     let profile = AwsProfile::read(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))?;

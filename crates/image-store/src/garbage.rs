@@ -40,8 +40,8 @@ pub struct GarbageReport {
     pub waiting: u64,
 }
 
-/// Removes what no image uses, if it is older than `grace`: [`GRACE`], or less where no push runs. All is planned before
-/// the first removal.
+/// Removes what no image uses, if it is older than `grace`: [`GRACE`], or less where no push runs. All is
+/// planned before the first removal.
 ///
 /// # Errors
 /// The place is no store, or a name or an index cannot be read: nothing is removed. Or the store refuses.

@@ -62,7 +62,8 @@ impl ChunkReader {
         }
     }
 
-    /// Reads blocks of a chunk. All of them are compared with its hash; fewer are not: a manifest has checksums of blocks.
+    /// Reads blocks of a chunk. All of them are compared with its hash; fewer are not: a manifest has
+    /// checksums of blocks.
     pub(crate) async fn blocks_of(&self, chunk: SealedChunk, blocks: Range<usize>) -> Result<Vec<u8>> {
         let SealedChunk { digest, length } = chunk;
         let at = self.locate_whole(digest, length)?;

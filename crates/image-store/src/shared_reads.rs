@@ -54,8 +54,8 @@ impl SharedReads {
         Self { recent: Mutex::default(), limit: limit / BLOCK }
     }
 
-    /// Returns the reads that have these blocks of a chunk, in their order, and where they are in each. `read` begins one
-    /// where there is none.
+    /// Returns the reads that have these blocks of a chunk, in their order, and where they are in each.
+    /// `read` begins one where there is none.
     pub(crate) fn begin<F>(
         &self,
         chunk: Digest,
@@ -118,7 +118,8 @@ mod tests {
             Self { runtime, reads: SharedReads::new(8 * BLOCK), begun: RefCell::default() }
         }
 
-        /// Reads blocks of a chunk of 32, each of which has its number in every byte. Returns the numbers, and the length.
+        /// Reads blocks of a chunk of 32, each of which has its number in every byte. Returns the numbers,
+        /// and the length.
         fn read(&self, chunk: Digest, blocks: Range<usize>, fails: bool) -> anyhow::Result<(Vec<u8>, usize)> {
             let read = |blocks: Range<usize>| {
                 self.begun.borrow_mut().push(blocks.clone());

@@ -195,8 +195,8 @@ impl ImageStore {
         StoredImage::decode(&bytes, name, &object).map(Some)
     }
 
-    /// Removes an image's name. `collect_garbage` removes its bytes later. The mark is written first: if the name stays,
-    /// `collect_garbage` removes the mark.
+    /// Removes an image's name. `collect_garbage` removes its bytes later. The mark is written first: if the
+    /// name stays, `collect_garbage` removes the mark.
     ///
     /// # Errors
     /// There is no image of this name, or no store; a push has replaced the image meanwhile; or the store refuses.

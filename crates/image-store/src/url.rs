@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! URLs of stores and of images in them. The last part of an image's URL is its name, and what is before it is the store.
-//! In a registry that part is the tag, and the store is the repository.
+//! URLs of stores and of images in them. The last part of an image's URL is its name, and what is before it
+//! is the store. In a registry that part is the tag, and the store is the repository.
 
 use std::fmt;
 use std::path::PathBuf;

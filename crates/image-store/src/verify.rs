@@ -57,8 +57,8 @@ impl fmt::Display for WrongChunk {
     }
 }
 
-/// Compares each chunk of an image with its hash, and gives each wrong one to `report`. Its pack is marked: the next push
-/// of any image stores the pack's chunks again instead of using it.
+/// Compares each chunk of an image with its hash, and gives each wrong one to `report`. Its pack is marked:
+/// the next push of any image stores the pack's chunks again instead of using it.
 ///
 /// # Errors
 /// There is no such image, its index or manifest is damaged, or the store cannot be read.

@@ -50,8 +50,8 @@ pub struct SealReport {
 /// Seals an image directory. Files and manifest are on the disk when it returns.
 ///
 /// # Errors
-/// The directory is no image, a partial copy, or sealed already; a file changes meanwhile, or cannot be read or written. It
-/// has no manifest then.
+/// The directory is no image, a partial copy, or sealed already; a file changes meanwhile, or cannot be read
+/// or written. It has no manifest then.
 pub fn seal(directory: &Path) -> Result<SealReport> {
     let images = ImageDir::open(directory)?;
     images.inventory()?;

@@ -133,8 +133,9 @@ impl TreeCgroup {
         bail!("process {root} forks faster than its tree can be moved into a cgroup, {MAX_PASSES} times")
     }
 
-    /// Makes an empty group below this process's own, for a tree that will be restored. It stays as long as the tree, so
-    /// groups of earlier trees that have ended are removed. The lock keeps other agents from that while it is empty.
+    /// Makes an empty group below this process's own, for a tree that will be restored. It stays as long as
+    /// the tree, so groups of earlier trees that have ended are removed. The lock keeps other agents from
+    /// that while it is empty.
     pub(crate) fn for_restore() -> anyhow::Result<(Self, Flock<File>)> {
         let own = mount()?.join(group_of(std::process::id().cast_signed())?);
         for entry in fs::read_dir(&own).with_context(|| format!("listing {}", own.display()))?.flatten() {

@@ -43,8 +43,8 @@ const LOST_LIMIT: Duration = Duration::from_secs(90);
 const LONGEST_LOST_LIMIT: Duration = Duration::from_secs(3600);
 /// Time in which a source notices that a connection is lost. Its own limit passes first, so it decides.
 const NOTICE_LIMIT: Duration = Duration::from_secs(30);
-/// Time without a connection after which missing memory is given up, or GRANT, which the source may have written: longer
-/// than the source's 300 s, by the time in which a lost connection is noticed.
+/// Time without a connection after which missing memory is given up, or GRANT, which the source may have
+/// written: longer than the source's 300 s, by the time in which a lost connection is noticed.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
 /// Time that the lazy-pages client has to listen, or to end.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
@@ -237,8 +237,9 @@ impl DestinationAgent<'_> {
         }
     }
 
-    /// Whether a restore of an agent that was killed is in its last step. It is in the group of its tasks, and ends by itself
-    /// when the program runs, or when its memory does not arrive: only then do the group's processes show which.
+    /// Whether a restore of an agent that was killed is in its last step. It is in the group of its tasks,
+    /// and ends by itself when the program runs, or when its memory does not arrive: only then do the group's
+    /// processes show which.
     fn has_left_restore(&self) -> bool {
         self.restore.is_none() && self.entry.restore.as_ref().is_some_and(ClientProcess::lives)
     }
@@ -366,8 +367,8 @@ impl DestinationAgent<'_> {
         });
     }
 
-    /// Starts the process that serves the restore's page faults, with this agent as its page server. If it or this agent
-    /// is killed, no page reads as zeros: the userfaultfds are parked in the tree.
+    /// Starts the process that serves the restore's page faults, with this agent as its page server. If it or
+    /// this agent is killed, no page reads as zeros: the userfaultfds are parked in the tree.
     fn start_client(&mut self) -> anyhow::Result<()> {
         let listener = self.bind_pages()?;
         let program = env::current_exe().context("finding this program")?;

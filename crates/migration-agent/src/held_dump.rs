@@ -40,7 +40,8 @@ impl HeldDump {
         self.script = Some(script);
     }
 
-    /// Why the dump failed, if it has. Also one that is held must not end: the queues of a GPU process are then resumed.
+    /// Why the dump failed, if it has. Also one that is held must not end: the queues of a GPU process are
+    /// then resumed.
     pub(crate) fn failure(&mut self) -> Option<String> {
         match self.criu.ended() {
             Ok(Some(status)) => Some(self.criu.failure(status)),
@@ -48,8 +49,8 @@ impl HeldDump {
         }
     }
 
-    /// Has CRIU release the tree. In the middle of a dump it is not killed before it has taken its code out of the tree:
-    /// `next` waits a moment for its script.
+    /// Has CRIU release the tree. In the middle of a dump it is not killed before it has taken its code out
+    /// of the tree: `next` waits a moment for its script.
     pub(crate) fn release(mut self, mut next: impl FnMut() -> Option<WaitingScript>) {
         let mut reports = CriuReports::new("criu dump is in the middle of its dump, and is not killed");
         while self.script.is_none() && matches!(self.criu.ended(), Ok(None)) {

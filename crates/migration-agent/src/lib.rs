@@ -8,7 +8,8 @@
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `earlier`: what agents of this host have left that were killed.
-//! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy restore, over that connection.
+//! * `peer`, `frame`, `source_link`, `destination_link`: the connection. `relay`: page requests of a lazy
+//!   restore, over that connection.
 //! * `host`: what hosts compare, with `room`, `sockets`, `program_files` (`file_hasher`, in a thread of
 //!   `file_look`). [`dry_run`]: that alone.
 //! * [`pre_copy`]: rounds of memory while the tree runs. `tree_blocks`: their order. `tree_memory`: blocks and pages.

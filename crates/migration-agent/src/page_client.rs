@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The process that serves the restored program's page faults: `rewake lazy-pages`, with this agent as its page server.
 //!
-//! It outlives an agent that is killed, and looks for its page server again for 5 s. A later agent finds it by the record.
+//! It outlives an agent that is killed, and looks for its page server again for 5 s. A later agent finds it
+//! by the record.
 
 use std::path::Path;
 use std::thread::sleep;
@@ -71,7 +72,8 @@ impl PageClient {
                 (!status.success()).then(|| client.failure(status))
             }
             Self::Left(client) if client.lives() => return None,
-            // Its exit code is not known. It removes the note of its session at its end, and kills the tree if it fails.
+            // Its exit code is not known. It removes the note of its session at its end, and kills the tree
+            // if it fails.
             Self::Left(_) => {
                 has_session(Path::new(SESSIONS), work).then(|| "lazy-pages was killed".to_owned())
             }

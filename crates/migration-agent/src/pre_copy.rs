@@ -3,8 +3,8 @@
 //!
 //! What has changed since it was sent was sent in vain: it travels again after the freeze. While a program writes, this
 //! grows with the time that pre-copy takes. It ends pre-copy, also in the middle of a round, at a fifth of the memory:
-//! about 1.2 times the memory is sent then, whatever the program writes. With `--pre-copy-only` the changed blocks count
-//! as downtime, and rounds follow as long as they become smaller.
+//! about 1.2 times the memory is sent then, whatever the program writes. With `--pre-copy-only` the changed
+//! blocks count as downtime, and rounds follow as long as they become smaller.
 
 use std::hash::RandomState;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -140,7 +140,8 @@ impl PreCopy {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends rounds until the share of changed blocks no longer falls, or too much was sent in vain. Returns false if the migration has ended.
+    /// Sends rounds until the share of changed blocks no longer falls, or too much was sent in vain. Returns
+    /// false if the migration has ended.
     ///
     /// # Errors
     /// The downtime would be longer than the user accepts.
@@ -196,7 +197,8 @@ impl PreCopy {
         })
     }
 
-    /// Sends bytes that are of no use, and returns how many the link takes in a second; none if the migration has ended.
+    /// Sends bytes that are of no use, and returns how many the link takes in a second; none if the migration
+    /// has ended.
     fn measure(&self) -> Result<Option<f64>, String> {
         self.on_links(|link| {
             let begin = Instant::now();

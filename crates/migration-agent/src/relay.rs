@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! CRIU's page protocol on this host: requests of a lazy restore travel over the migration's connection.
 //!
-//! The client, `rewake lazy-pages --page-server`, never sees that the connection is cut. Its requests wait, and are sent
-//! again on the next connection. It gives up after 30 s without an answer, and connects again: one client is served at a
-//! time, the newest.
+//! The client, `rewake lazy-pages --page-server`, never sees that the connection is cut. Its requests wait,
+//! and are sent again on the next connection. It gives up after 30 s without an answer, and connects again:
+//! one client is served at a time, the newest.
 //!
 //! Pages that are on this host by then are answered here. Others are answered by the source, with bytes or with the
 //! digest of a block that was sent before the freeze.
@@ -50,6 +50,8 @@ pub(crate) struct PageRelay {
 #[derive(Debug, Default)]
 struct RelayState {
     link: Option<Arc<FrameWriter>>,
+    /// The number of the newest client.
+    client: u64,
     outstanding: VecDeque<RelayRequest>,
     /// The source has answered with a digest that is not a candidate's.
     wants_bytes: bool,
@@ -69,7 +71,7 @@ struct RelayClient {
 }
 
 /// A request without an answer.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RelayRequest {
     /// Of its client.
     number: u64,
@@ -87,7 +89,8 @@ impl RelayRequest {
 }
 
 impl RelayState {
-    /// Sends a request to the source, if that is to answer it. One that is lost with the connection is sent on the next.
+    /// Sends a request to the source, if that is to answer it. One that is lost with the connection is sent
+    /// on the next.
     fn send(&self, request: &RelayRequest) {
         if let Some(link) = self.link.as_ref().filter(|_| !request.is_local) {
             let (pid, run, wants_bytes) = (request.pid, request.run, self.wants_bytes);
@@ -98,6 +101,12 @@ impl RelayState {
     fn push(&mut self, request: RelayRequest) {
         self.send(&request);
         self.outstanding.push_back(request);
+    }
+
+    /// Forgets the requests of clients that have ended. No link must have them: its answers have their order.
+    fn forget_ended(&mut self) {
+        let newest = self.client;
+        self.outstanding.retain(|request| [THIS_HOST, newest].contains(&request.number));
     }
 
     fn begins_local(&self) -> bool {
@@ -120,7 +129,21 @@ impl PageRelay {
     pub(crate) fn connect(&self, link: Option<Arc<FrameWriter>>) {
         let mut state = self.state();
         state.link = link;
+        state.forget_ended();
         state.outstanding.iter().for_each(|request| state.send(request));
+        self.has_room.notify_all();
+        self.has_local.notify_one();
+    }
+
+    /// Notes that a client has taken the place of the one before.
+    fn use_client(&self, client: RelayClient) {
+        let mut state = self.state();
+        state.client = client.number;
+        if state.link.is_none() {
+            state.forget_ended();
+        }
+        drop(state);
+        *self.client() = Some(client);
     }
 
     /// Serves clients, one after the other. Whether one has all pages is its process's to say.
@@ -138,7 +161,7 @@ impl PageRelay {
         for number in 1.. {
             let (stream, _) = listener.accept().context("waiting for a lazy-pages client")?;
             let writer = stream.try_clone().context("a lazy-pages client")?;
-            *self.client() = Some(RelayClient { number, stream: writer });
+            self.use_client(RelayClient { number, stream: writer });
             self.serve(number, &stream)?;
             *self.client() = None;
         }
@@ -245,7 +268,8 @@ impl PageRelay {
     /// Removes the oldest request, whose pages up to `end` have arrived.
     fn answered(&self, request: &RelayRequest, end: u64) -> anyhow::Result<()> {
         let mut state = self.state();
-        state.outstanding.pop_front();
+        // Its client and the link may have ended meanwhile.
+        let _ = state.outstanding.pop_front_if(|oldest| oldest == request);
         if request.number == THIS_HOST {
             match request.run.end() - end {
                 0 => state.fetches -= 1,
@@ -451,6 +475,27 @@ mod tests {
         assert_eq!(scene.requested(), PAGE);
         scene.relay.answer(7, PAGE, page(5)).unwrap();
         expect_page(&mut client, 1, 5);
+    }
+
+    #[test]
+    fn requests_of_an_ended_client_are_not_sent_again() {
+        let mut scene = Scene::start();
+        scene.client().write_all(&get(1)).unwrap();
+        assert_eq!(scene.requested(), PAGE);
+        scene.relay.connect(None);
+        let mut client = scene.client();
+        client.write_all(&get(2)).unwrap();
+        let newest = |scene: &Scene| scene.relay.state().outstanding.back().map(|last| last.run.vaddr());
+        let began = Instant::now();
+        while newest(&scene) != Some(2 * PAGE) {
+            assert!(began.elapsed() < LIMIT);
+            thread::yield_now();
+        }
+        assert_eq!(scene.relay.state().outstanding.len(), 1);
+        scene.source = Scene::link(&scene.relay);
+        assert_eq!(scene.requested(), 2 * PAGE);
+        scene.relay.answer(7, 2 * PAGE, page(5)).unwrap();
+        expect_page(&mut client, 2, 5);
     }
 
     #[test]

@@ -130,7 +130,7 @@ fn serve(
                         pid,
                         run,
                         wants_bytes,
-                        &shared.pre_copy.blocks(),
+                        || shared.pre_copy.blocks(),
                     )
                 };
                 writer.send(&answer)?;

@@ -2,8 +2,8 @@
 //! The blocks of a tree that runs, in a random order.
 //!
 //! A program often writes its memory from the first address to the last. In the order of addresses, a round that
-//! overtakes such a program sends in vain all that is written afterwards; one that follows it, nothing. In a random order
-//! it is half of what is written during the round, wherever the program begins.
+//! overtakes such a program sends in vain all that is written afterwards; one that follows it, nothing. In a
+//! random order it is half of what is written during the round, wherever the program begins.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::ops::Range;
@@ -50,7 +50,8 @@ impl BlockUnit {
 }
 
 impl TreeBlocks {
-    /// Lists the blocks of these processes. One that has ended has none. The order is that of all lists with this state.
+    /// Lists the blocks of these processes. One that has ended has none. The order is that of all lists with
+    /// this state.
     pub(crate) fn of(processes: &[i32], order: &RandomState) -> Self {
         let mut found = Self { tasks: Vec::new(), units: Vec::new(), len: 0 };
         for pid in processes {
@@ -87,8 +88,8 @@ impl TreeBlocks {
         self.units.iter().flat_map(|unit| unit.blocks().map(|vaddr| (&self.tasks[unit.task as usize], vaddr)))
     }
 
-    /// Which share of all candidates has changed since it was sent: a sample of them is read again. The lock is not held
-    /// meanwhile.
+    /// Which share of all candidates has changed since it was sent: a sample of them is read again. The lock
+    /// is not held meanwhile.
     pub(crate) fn changed_share(&self, sent: &Mutex<SourceBlocks>) -> f64 {
         let sent = || sent.lock().unwrap_or_else(PoisonError::into_inner);
         // The first blocks of the list were sent in the first round.

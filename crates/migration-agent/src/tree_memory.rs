@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
@@ -58,12 +58,21 @@ impl TreeMemory {
         Ok(Self { tasks, files: ArrivingFiles::open(images)? })
     }
 
-    /// Answers the first pages of a request. The tasks must be frozen.
-    pub(crate) fn answer(&self, pid: u32, run: PageRun, wants_bytes: bool, blocks: &SourceBlocks) -> Frame {
-        let candidates = (!wants_bytes).then_some(blocks);
+    /// Answers the first pages of a request. The tasks must be frozen. `blocks` locks what was sent before the freeze:
+    /// files with GPU memory have no such blocks.
+    pub(crate) fn answer<B: Deref<Target = SourceBlocks>>(
+        &self,
+        pid: u32,
+        run: PageRun,
+        wants_bytes: bool,
+        blocks: impl FnOnce() -> B,
+    ) -> Frame {
         let parts = match file_of_task(pid) {
             Some(number) => self.files.read(number, run).map(|bytes| parts_of(&bytes)),
-            None => self.task(pid).and_then(|task| task.answer(run, candidates)),
+            None => self.task(pid).and_then(|task| {
+                let candidates = (!wants_bytes).then(blocks);
+                task.answer(run, candidates.as_deref())
+            }),
         };
         match parts {
             Ok(parts) => Frame::Pages { pid, vaddr: run.vaddr(), parts },
@@ -273,6 +282,8 @@ fn private_range(line: &str) -> Option<Range<u64>> {
 
 #[cfg(test)]
 mod tests {
+    use rewake_page_protocol::file_task;
+
     use super::*;
 
     #[test]
@@ -300,7 +311,7 @@ mod tests {
         let number = *tree.tasks.keys().next().unwrap();
         // The last page of the first block, and the second block.
         let run = PageRun::new(first + BLOCK - PAGE as u64, 17).unwrap();
-        let answer = |wants_bytes| match tree.answer(number, run, wants_bytes, &blocks) {
+        let answer = |wants_bytes| match tree.answer(number, run, wants_bytes, || &blocks) {
             Frame::Pages { parts, .. } => parts,
             other => panic!("{other:?}"),
         };
@@ -312,6 +323,9 @@ mod tests {
         assert_eq!((*unchanged, bytes.len(), bytes[0]), (digest(&read[..]), BLOCK_LEN, 8));
         let [PagePart::Bytes(bytes)] = &answer(true)[..] else { panic!("{:?}", answer(true)) };
         assert_eq!((bytes.len(), bytes[0], bytes[PAGE]), (17 * PAGE, 7, 8));
+        let of_file = || -> &SourceBlocks { panic!("a file has no block that was sent before the freeze") };
+        let answer = tree.answer(file_task(1).unwrap(), PageRun::new(0, 1).unwrap(), false, of_file);
+        assert!(matches!(answer, Frame::PagesLost(_)), "{answer:?}");
         assert_eq!(memory[changed], 8);
     }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which blocks of the program's memory are at the destination.
 //!
-//! While the program runs a block travels as a candidate: its bytes may be old, or torn. After the freeze the destination
-//! requests pages, and the source answers with a digest of the block as it is then, if that is the digest of the
-//! candidate. The destination compares it with the bytes that it has stored. Invariant I1: a candidate's bytes are used
-//! after that comparison only.
+//! While the program runs a block travels as a candidate: its bytes may be old, or torn. After the freeze the
+//! destination requests pages, and the source answers with a digest of the block as it is then, if that is
+//! the digest of the candidate. The destination compares it with the bytes that it has stored. Invariant I1:
+//! a candidate's bytes are used after that comparison only.
 
 use std::collections::HashMap;
 
@@ -173,8 +173,9 @@ impl DestinationBlocks {
         self.pages
     }
 
-    /// Notes a candidate. The digest is that of the bytes, taken here; pages outside `pages` are zeros. Returns the slot as
-    /// it was before, in which the bytes are to be stored; none if pages of the block are resident.
+    /// Notes a candidate. The digest is that of the bytes, taken here; pages outside `pages` are zeros.
+    /// Returns the slot as it was before, in which the bytes are to be stored; none if pages of the block are
+    /// resident.
     pub fn candidate(
         &mut self,
         block: BlockPlace,

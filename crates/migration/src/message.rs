@@ -46,7 +46,8 @@ pub enum FromDestination {
         version: u32,
         /// How far it is.
         progress: DestinationProgress,
-        /// GPU memory may arrive there while the program runs.
+        /// GPU memory may arrive there while the program runs. An earlier version does not send it, and is refused by
+        /// its number.
         #[serde(default)]
         gpu_on_demand: bool,
     },

@@ -89,8 +89,8 @@ pub enum SourceOutcome {
         /// Why.
         String,
     ),
-    /// After GRANT an agent answered that is not the destination's. The tree stays frozen, and the record says GRANT: an
-    /// agent that finds the destination can continue.
+    /// After GRANT an agent answered that is not the destination's. The tree stays frozen, and the record
+    /// says GRANT: an agent that finds the destination can continue.
     Frozen(
         /// Why.
         String,

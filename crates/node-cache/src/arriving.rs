@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The missing memory of one image: the fetcher that brings it, which is started again when it ends, and the sockets of
-//! the streamers that share it.
+//! The missing memory of one image: the fetcher that brings it, which is started again when it ends, and the sockets
+//! of the streamers that share it.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::Path;
@@ -17,19 +17,15 @@ use rewake_criu_images::Digest;
 use rewake_fetcher::MAX_FETCH_CLIENTS;
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::PagePeer;
+use rewake_fetcher::restarts::FetcherRestarts;
 use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_streamer::shared_fetch::SharedFetch;
 use tracing::{info, warn};
 
-/// How many fetchers may end within [`WINDOW`] before none is started any more.
-const MAX_FETCHERS: usize = 8;
-const WINDOW: Duration = Duration::from_secs(10);
-/// How many fetchers in a row may end without a byte that has arrived: each may have waited 30 s for one.
-const MAX_FRUITLESS: u32 = 16;
-/// The pause before another fetcher is started: each further one within [`WINDOW`] is twice as long.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
 /// Time for a fetcher to be started.
 const START_TIME: Duration = Duration::from_secs(30);
+/// Time between two looks whether one was.
+const START_LOOK: Duration = Duration::from_millis(20);
 
 /// What a streamer gets.
 #[derive(Debug)]
@@ -70,8 +66,8 @@ struct FetcherRun {
 }
 
 impl ArrivingMemory {
-    /// Plans what a directory lacks, and starts the fetcher. The image server listens on `server`. `arrived` is called, in a
-    /// thread of its own, when all bytes have arrived.
+    /// Plans what a directory lacks, and starts the fetcher. The image server listens on `server`. `ended` is
+    /// called, in a thread of its own, when all bytes have arrived, or no more of them do.
     ///
     /// # Errors
     /// The directory has no image, or a damaged one.
@@ -79,7 +75,7 @@ impl ArrivingMemory {
         id: Digest,
         directory: &Path,
         server: &Path,
-        arrived: impl FnOnce(&Arc<Self>) + Send + 'static,
+        ended: impl FnOnce(&Arc<Self>) + Send + 'static,
     ) -> anyhow::Result<Arc<Self>> {
         let image = Some(FetchedImage { name: id.to_string(), id: id.to_string() });
         let peer = FetchPeer { peer: PagePeer::Unix(server.to_owned()), tls: None, connected: None, image };
@@ -88,9 +84,8 @@ impl ArrivingMemory {
         let memory = Arc::new(Self { id, fetch, run, changed, thread });
         let own = Arc::clone(&memory);
         let serve = move || {
-            if own.run_fetchers() {
-                arrived(&own);
-            }
+            own.run_fetchers();
+            ended(&own);
         };
         let started = thread::Builder::new().name("fetch".to_owned()).spawn(serve);
         *memory.thread() = Some(started.context("starting a thread")?);
@@ -159,7 +154,7 @@ impl ArrivingMemory {
                 bail!("no fetcher was started in {} s", START_TIME.as_secs());
             }
             // The thread of the fetchers may not have seen yet that one has ended.
-            let pause = left.min(FIRST_PAUSE);
+            let pause = left.min(START_LOOK);
             run = self.changed.wait_timeout(run, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -181,37 +176,36 @@ impl ArrivingMemory {
         }
     }
 
-    /// Starts fetchers until all bytes have arrived. Returns whether they have.
-    fn run_fetchers(&self) -> bool {
-        let (mut ends, mut again, mut fruitless) = (Vec::new(), false, 0);
+    /// Starts fetchers until all bytes have arrived, or no more of them do.
+    fn run_fetchers(&self) {
+        let (mut restarts, mut again) = (FetcherRestarts::default(), false);
         loop {
-            let missing = self.missing();
-            let (is_last, reason) = match self.run_one(again) {
-                Ok(FetchReport::Closed) => return !self.run().stopped,
-                Ok(FetchReport::Failed { again, reason }) => (!again, reason),
-                Ok(_) => (false, "the fetcher has ended".to_owned()),
-                Err(error) => (true, format!("{error:#}")),
-            };
+            let Some((may_help, reason)) = end_of(self.run_one(again)) else { return };
             if self.run().stopped {
-                return false;
+                return;
             }
-            ends.retain(|end: &Instant| end.elapsed() < WINDOW);
-            fruitless = if self.missing() == missing { fruitless + 1 } else { 0 };
-            if is_last || ends.len() + 1 >= MAX_FETCHERS || fruitless >= MAX_FRUITLESS {
-                warn!("image {:.16}: {reason}: no more of its memory arrives", self.id);
-                self.run().failure = Some(reason);
-                self.changed.notify_all();
-                return false;
-            }
+            let pause = if may_help {
+                restarts.note_end(self.fetch.arrived()).map_err(|limit| format!("{reason}: {limit}"))
+            } else {
+                Err(reason.clone())
+            };
+            let pause = match pause {
+                Ok(pause) => pause,
+                Err(reason) => {
+                    warn!("image {:.16}: {reason}: no more of its memory arrives", self.id);
+                    self.run().failure = Some(reason);
+                    self.changed.notify_all();
+                    return;
+                }
+            };
             warn!("image {:.16}: {reason}: starting another fetcher", self.id);
-            thread::sleep(FIRST_PAUSE * (1 << ends.len()));
-            ends.push(Instant::now());
+            thread::sleep(pause);
             again = true;
         }
     }
 
-    /// Runs a fetcher to its end. Returns its last report: none but [`FetchReport::Closed`] and [`FetchReport::Failed`] if
-    /// it was killed.
+    /// Runs a fetcher to its end. Returns its last report: none but [`FetchReport::Closed`] and [`FetchReport::Failed`]
+    /// if it was killed.
     fn run_one(&self, again: bool) -> anyhow::Result<FetchReport> {
         let (mut child, socket) = self.fetch.start(again)?;
         // If it has ended, that is found by its socket.
@@ -262,6 +256,17 @@ impl ArrivingMemory {
     }
 }
 
+/// Returns why a fetcher has ended before all bytes have arrived, and whether another one may bring them. None: they
+/// have arrived. One that could not be started may be so later: processes or memory may be short.
+fn end_of(ran: anyhow::Result<FetchReport>) -> Option<(bool, String)> {
+    match ran {
+        Ok(FetchReport::Closed) => None,
+        Ok(FetchReport::Failed { again, reason }) => Some((again, reason)),
+        Ok(_) => Some((true, "the fetcher has ended".to_owned())),
+        Err(error) => Some((true, format!("{error:#}"))),
+    }
+}
+
 /// Whether a streamer and the fetcher have both ends of a socket: this process has a copy of the fetcher's.
 fn is_served(socket: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(socket.as_fd(), PollFlags::empty())];
@@ -279,6 +284,16 @@ fn reap(child: &mut Child) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_fetcher_that_could_not_be_started_is_started_again() {
+        let short = anyhow::Error::from(Errno::EAGAIN).context("starting the fetcher");
+        let (again, reason) = end_of(Err(short)).unwrap();
+        assert!(again && reason.starts_with("starting the fetcher: EAGAIN"), "{reason}");
+        let wrong = FetchReport::Failed { again: false, reason: "a wrong answer".to_owned() };
+        assert_eq!(end_of(Ok(wrong)), Some((false, "a wrong answer".to_owned())));
+        assert_eq!(end_of(Ok(FetchReport::Closed)), None);
+    }
 
     #[test]
     fn a_streamer_is_served_until_it_or_the_fetcher_ends_its_socket() {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::Digest;
-use rewake_image_pull::{PullReport, complete, pull, pull_eager};
+use rewake_image_pull::{ID_DIGITS, PullReport, complete, pull, pull_eager_unread};
 use rewake_image_server::exports::{ImageFolder, OpenImage};
 use rewake_image_store::{ImageStore, ImageUrl, PinnedImage, StoreSource, StoredImage};
 use tokio::runtime::Runtime;
@@ -22,8 +22,6 @@ use crate::{images_served, space};
 
 /// Threads that send requests to stores, and decompress.
 const STORE_THREADS: usize = 2;
-/// The fewest digits of an image id that identify an image.
-const ID_DIGITS: usize = 16;
 
 /// The images of stores on this host.
 #[derive(Debug)]
@@ -158,8 +156,15 @@ impl NodeCache {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns all images. Those are forgotten that are not here, and that no client waits for.
     fn all(&self) -> Vec<Arc<CacheEntry>> {
-        self.entries().values().cloned().collect()
+        let mut entries = self.entries();
+        // Under this lock no other thread gets an entry.
+        entries.retain(|id, entry| {
+            let is_idle = Arc::strong_count(entry) == 1 && matches!(entry.phase(), EntryPhase::Idle);
+            !is_idle || self.folder.image(*id).exists()
+        });
+        entries.values().cloned().collect()
     }
 
     /// Brings an image of a store, if it is not here: what CRIU reads itself. A fetcher brings the rest. `id` is the
@@ -187,8 +192,8 @@ impl NodeCache {
         let Some(entry) = known else { return self.acquire_from_store(url, id) };
         let pin = CachePin::new(&entry, &self.folder);
         // A removal may have been faster.
-        let is_brought = self.ensure(&entry, Remake::Unusable, url, None)?;
-        self.folder.note_use(entry.id)?;
+        let is_brought = self.ensure(&entry, Remake::Unusable, Some(url), None)?;
+        self.note_use(&entry);
         Ok((pin, is_brought))
     }
 
@@ -203,9 +208,15 @@ impl NodeCache {
         let new = || Arc::new(CacheEntry::new(stored.id, &self.folder));
         let entry = Arc::clone(self.entries().entry(stored.id).or_insert_with(new));
         let pin = CachePin::new(&entry, &self.folder);
-        let is_brought = self.ensure(&entry, Remake::Unusable, url, Some((store, stored)))?;
-        self.folder.note_use(entry.id)?;
+        let is_brought = self.ensure(&entry, Remake::Unusable, Some(url), Some((store, stored)))?;
+        self.note_use(&entry);
         Ok((pin, is_brought))
+    }
+
+    fn note_use(&self, entry: &CacheEntry) {
+        if let Err(error) = self.folder.note_use(entry.id) {
+            warn!("{error:#}: image {:.16} may be removed before others that were used earlier", entry.id);
+        }
     }
 
     /// Asks a store for what has an image's name now.
@@ -231,20 +242,23 @@ impl NodeCache {
         )
     }
 
-    /// Brings an image, if that is necessary. `found`: what the store has under its name. Returns whether this thread has
-    /// brought it.
+    /// Brings an image, if that is necessary, from this store or from where it came from. `found`: what the store has
+    /// under its name. Returns whether this thread has brought it.
     fn ensure(
         self: &Arc<Self>,
         entry: &Arc<CacheEntry>,
         remake: Remake,
-        url: &ImageUrl,
+        url: Option<&ImageUrl>,
         found: Option<(ImageStore, StoredImage)>,
     ) -> anyhow::Result<bool> {
         let mut is_brought = false;
         let ensured = entry.ensure(remake, |doubted| {
             is_brought = true;
+            let origin = || self.folder.origin(entry.id);
+            let url =
+                url.cloned().or_else(origin).context("it is not known which store the image came from")?;
             let bring = || {
-                let (store, stored) = found.map_or_else(|| self.find(url), Ok)?;
+                let (store, stored) = found.map_or_else(|| self.find(&url), Ok)?;
                 let (id, now) = (entry.id, stored.id);
                 if now != id {
                     let reason =
@@ -253,7 +267,7 @@ impl NodeCache {
                 }
                 let pinned = Arc::new(self.runtime.block_on(PinnedImage::of(&store, stored))?);
                 entry.set_pinned(Arc::clone(&pinned));
-                self.bring(entry, url, &pinned, doubted)
+                self.bring(entry, &url, &pinned, doubted)
             };
             bring().with_context(|| url.to_string())
         });
@@ -278,31 +292,36 @@ impl NodeCache {
             let is_free = self.folder.make_partial(id).with_context(|| directory.display().to_string())?;
             ensure!(
                 is_free,
-                "image {id:.16} of the cache has a wrong block, and restores use the others: try again when they have \
-                 ended"
+                "image {id:.16} of the cache has a wrong block, and restores use the others: try again when they \
+                 have ended"
             );
         }
         let (mut source, digits) = (StoreSource::of(pinned, self.runtime.handle().clone()), id.to_string());
-        let copy = if doubted { pull } else { pull_eager };
+        // What has arrived is found by its checksums, when the fetcher is started: it is not read here as well.
+        let copy = if doubted { pull } else { pull_eager_unread };
         let PullReport { sent, kept, left, .. } = copy(&mut source, &directory, Some(&digits))?;
-        info!("image {id:.16}: {sent} bytes were sent, {kept} were here, {left} are left");
+        info!("image {id:.16}: {sent} bytes were sent, {kept} were here, {left} are left to restores");
+        self.folder.end_doubt(id)?;
         if left == 0 {
             return Ok(EntryPhase::Complete);
         }
         let (cache, own) = (Arc::downgrade(self), Arc::downgrade(entry));
-        let arrived = move |memory: &Arc<ArrivingMemory>| {
+        let ended = move |memory: &Arc<ArrivingMemory>| {
             if let (Some(cache), Some(entry)) = (cache.upgrade(), own.upgrade()) {
-                cache.arrived(&entry, memory);
+                cache.ended(&entry, memory);
             }
         };
-        let memory = ArrivingMemory::start(id, &directory, &self.folder.socket(), arrived)?;
+        let memory = ArrivingMemory::start(id, &directory, &self.folder.socket(), ended)?;
         Ok(EntryPhase::Partial(memory))
     }
 
-    /// Compares all bytes of an image with its manifest: they have arrived.
-    fn arrived(&self, entry: &CacheEntry, memory: &Arc<ArrivingMemory>) {
+    /// Compares all bytes of an image with its manifest, if they have arrived.
+    fn ended(&self, entry: &CacheEntry, memory: &Arc<ArrivingMemory>) {
         if !entry.has(memory) {
             return;
+        }
+        if memory.failure().is_some() {
+            return entry.lost(memory);
         }
         let completed = complete(&self.folder.image(entry.id)).map(drop);
         let read = entry.pinned().map_or(0, |pinned| pinned.bytes_read());
@@ -320,8 +339,7 @@ impl NodeCache {
     pub fn fetch(self: &Arc<Self>, id: &str) -> anyhow::Result<Option<SharedSockets>> {
         let entry = self.with_id(id)?;
         // It is not here if an earlier agent had its fetcher.
-        let url = self.folder.origin(entry.id).context("it is not known which store the image came from")?;
-        self.ensure(&entry, Remake::Left, &url, None)?;
+        self.ensure(&entry, Remake::Left, None, None)?;
         match entry.phase() {
             EntryPhase::Partial(memory) => memory.join().map(Some),
             _ => Ok(None),
@@ -342,8 +360,15 @@ impl NodeCache {
         let Some(entry) = self.entries().get(&id).cloned() else { return };
         if entry.doubt(began) {
             warn!(
-                "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used again"
+                "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used \
+                 again"
             );
+            // The next agent knows it, too.
+            if self.folder.is_complete(id)
+                && let Err(error) = self.folder.note_doubt(id)
+            {
+                warn!("{error:#}: an agent that is started before that does not compare it");
+            }
         }
     }
 
@@ -434,10 +459,100 @@ impl NodeCache {
 struct CacheImages(Weak<NodeCache>);
 
 impl ImageFolder for CacheImages {
-    fn open(&self, name: &Path, _: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+    fn open(&self, name: &Path, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+        ensure!(ancestor == 0, "images of the cache have no parents");
         let cache = self.0.upgrade().context("the cache has ended")?;
         let entry = cache.with_id(name.to_str().context("expected an image id")?)?;
         let pinned = entry.pinned().context("the image is not fetched any more")?;
         pinned.open_files(cache.runtime.handle())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use rewake_criu_images::{Inventory, write};
+    use rewake_image_store::push;
+    use rewake_manifest::seal;
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const MEMORY: [u8; 5000] = [7; 5000];
+
+    /// A store with an image none of whose memory is lazy.
+    struct StoredImageScene {
+        dir: TempDir,
+        url: ImageUrl,
+    }
+
+    impl StoredImageScene {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let image = dir.path().join("image");
+            fs::create_dir_all(dir.path().join("store")).unwrap();
+            fs::create_dir(&image).unwrap();
+            write::inventory(&image, &Inventory { version: 2, plugins: Vec::new(), run_id: None }).unwrap();
+            fs::write(image.join("pages-1.img"), MEMORY).unwrap();
+            seal(&image).unwrap();
+            let url: ImageUrl = format!("file://{}/store/web", dir.path().display()).parse().unwrap();
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let store = ImageStore::open(&url.store).unwrap();
+            runtime.block_on(push(&store, &image, &url.name)).unwrap();
+            Self { dir, url }
+        }
+
+        /// An agent's cache of so many bytes.
+        fn cache(&self, size: u64) -> Arc<NodeCache> {
+            let folder = CacheFolder::open(&self.dir.path().join("cache"), Some(size)).unwrap();
+            NodeCache::start(folder).unwrap()
+        }
+    }
+
+    #[test]
+    fn a_complete_image_is_used_without_its_origin() {
+        let scene = StoredImageScene::new();
+        let cache = scene.cache(1 << 20);
+        let id = cache.acquire(&scene.url, None).unwrap().id().to_string();
+        fs::remove_file(cache.folder.path().join(format!("{id}.json"))).unwrap();
+        assert!(cache.fetch(&id).unwrap().is_none(), "nothing is missing");
+        let pin = cache.acquire(&scene.url, Some(&id)).unwrap();
+        assert!(fs::read(pin.path().join("pages-1.img")).unwrap() == MEMORY);
+    }
+
+    #[test]
+    fn of_an_image_that_does_not_fit_nothing_is_kept() {
+        let scene = StoredImageScene::new();
+        let cache = scene.cache(1000);
+        let error = cache.acquire(&scene.url, None).unwrap_err();
+        assert!(format!("{error:#}").contains("no space for image"), "{error:#}");
+        let entry = cache.entries().values().next().cloned().unwrap();
+        assert!(entry.pinned().is_none(), "its index is not in memory any more");
+        drop(entry);
+        assert!(cache.list().is_empty() && cache.entries().is_empty());
+    }
+
+    #[test]
+    fn the_next_agent_compares_an_image_with_a_wrong_block() {
+        let scene = StoredImageScene::new();
+        let cache = scene.cache(1 << 20);
+        let path = cache.acquire(&scene.url, None).unwrap().path().to_owned();
+        fs::write(path.join("pages-1.img"), [8; 5000]).unwrap();
+        cache.doubt(&path, Instant::now());
+        drop(cache);
+        let cache = scene.cache(1 << 20);
+        let id = cache.acquire(&scene.url, None).unwrap().id();
+        assert!(fs::read(path.join("pages-1.img")).unwrap() == MEMORY);
+        assert!(!cache.folder.is_doubted(id));
+    }
+
+    #[test]
+    fn a_request_for_a_parent_is_refused() {
+        let scene = StoredImageScene::new();
+        let cache = scene.cache(1 << 20);
+        let images = CacheImages(Arc::downgrade(&cache));
+        let error = images.open(Path::new("a7"), 1).map(drop).unwrap_err();
+        assert_eq!(error.to_string(), "images of the cache have no parents");
     }
 }

@@ -87,7 +87,7 @@ impl CacheEntry {
             reason: String::new(),
             pinned: None,
             reserved: 0,
-            doubted: false,
+            doubted: folder.is_doubted(id),
             compared: None,
         };
         Self { id, state: Mutex::new(state), changed: Condvar::new() }
@@ -147,8 +147,8 @@ impl CacheEntry {
         self.lock().reserved = bytes;
     }
 
-    /// Has `make` bring it, unless it is here already, or another thread brings it. `make` gets whether all bytes must be
-    /// compared.
+    /// Has `make` bring it, unless it is here already, or another thread brings it. `make` gets whether all bytes must
+    /// be compared.
     ///
     /// # Errors
     /// `make` has failed, in this thread or in the one that was waited for.
@@ -236,9 +236,17 @@ impl CacheEntry {
         self.changed.notify_all();
     }
 
-    /// Notes that a restore, which has begun at a time, has found a wrong block. What has arrived is compared again before
-    /// the next restore, and for those that run. Returns false if that was done since then: several restores report the
-    /// same block.
+    /// Notes that no more of this memory arrives: it is not read in the store any more.
+    pub(crate) fn lost(&self, memory: &Arc<ArrivingMemory>) {
+        let mut state = self.lock();
+        if is_of(&state.phase, memory) {
+            state.pinned = None;
+        }
+    }
+
+    /// Notes that a restore, which has begun at a time, has found a wrong block. What has arrived is compared again
+    /// before the next restore, and for those that run. Returns false if that was done since then: several restores
+    /// report the same block.
     pub(crate) fn doubt(&self, began: Instant) -> bool {
         let mut state = self.lock();
         if state.compared.is_some_and(|compared| compared > began) {
@@ -248,7 +256,7 @@ impl CacheEntry {
             EntryPhase::Complete => state.doubted = true,
             EntryPhase::Partial(memory) => {
                 WRONG_BLOCK.clone_into(&mut state.reason);
-                state.phase = EntryPhase::Ending;
+                (state.phase, state.pinned) = (EntryPhase::Ending, None);
                 drop(state);
                 memory.stop();
                 self.lock().phase = EntryPhase::Idle;
@@ -308,7 +316,7 @@ impl Drop for MakingGuard<'_> {
             }
             Err((before, reason)) => {
                 (state.phase, state.reason, state.reserved) = (before, reason, 0);
-                state.failures += 1;
+                (state.failures, state.pinned) = (state.failures + 1, None);
             }
         }
         drop(state);

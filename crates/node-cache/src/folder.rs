@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The cache's directory: `ID` for each image, and beside it `ID.json`, which says where the image came from. The time of
-//! that file is that of the image's last use.
+//! The cache's directory: `ID` for each image, and beside it `ID.json`, which says where the image came from. The time
+//! of that file is that of the image's last use. `ID.doubt`: a restore has found a wrong block.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -19,6 +19,8 @@ use serde::{Deserialize, Serialize};
 
 /// The prefix of directories that are being removed.
 const REMOVED: &str = ".removed-";
+/// The end of the name of a file that is being written.
+const PART: &str = ".part";
 /// The socket of the image server.
 const SOCKET: &str = ".images";
 /// Digits of an image id.
@@ -145,13 +147,16 @@ impl CacheFolder {
         }
         // It has no origin if it was never begun.
         let _ = fs::remove_file(self.origin_path(id));
-        Ok(true)
+        self.end_doubt(id).map(|()| true)
     }
 
     fn remove_leftovers(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.path)?.flatten() {
-            if entry.file_name().to_string_lossy().starts_with(REMOVED) {
+            let name = entry.file_name();
+            if name.to_string_lossy().starts_with(REMOVED) {
                 fs::remove_dir_all(entry.path())?;
+            } else if name.to_string_lossy().ends_with(PART) {
+                fs::remove_file(entry.path())?;
             }
         }
         Ok(())
@@ -161,11 +166,39 @@ impl CacheFolder {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Notes where an image comes from.
+    /// Notes where an image comes from. One thread at a time brings an image.
     pub(crate) fn note_origin(&self, id: Digest, url: &ImageUrl) -> anyhow::Result<()> {
         let path = self.origin_path(id);
+        let part = path.with_added_extension(&PART[1..]);
         let origin = serde_json::to_vec(&ImageOrigin { url: url.to_string() })?;
-        fs::write(&path, origin).with_context(|| format!("writing {}", path.display()))
+        let written = fs::write(&part, origin).and_then(|()| fs::rename(&part, &path));
+        written.with_context(|| format!("writing {}", path.display()))
+    }
+
+    fn doubt_path(&self, id: Digest) -> PathBuf {
+        self.path.join(format!("{id}.doubt"))
+    }
+
+    /// Notes that an image has a wrong block.
+    pub(crate) fn note_doubt(&self, id: Digest) -> anyhow::Result<()> {
+        let path = self.doubt_path(id);
+        File::create(&path).map(drop).with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// Returns whether an image has a wrong block, and was not compared since.
+    pub(crate) fn is_doubted(&self, id: Digest) -> bool {
+        self.doubt_path(id).exists()
+    }
+
+    /// Notes that an image was compared.
+    pub(crate) fn end_doubt(&self, id: Digest) -> anyhow::Result<()> {
+        let path = self.doubt_path(id);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("removing {}", path.display()))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Notes that an image is used now.
@@ -267,6 +300,17 @@ pub(crate) mod tests {
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o750)).unwrap();
         let refused = CacheFolder::open(dir.path(), None).unwrap_err();
         assert!(format!("{refused:#}").contains("chmod 700"), "{refused:#}");
+    }
+
+    #[test]
+    fn an_origin_is_replaced_as_a_whole() {
+        let (_dir, folder) = folder(1 << 20);
+        let id = image(&folder, 7, 100);
+        let earlier = File::open(folder.origin_path(id)).unwrap();
+        folder.note_origin(id, &url("other")).unwrap();
+        assert_eq!(folder.origin(id), Some(url("other")));
+        let earlier: ImageOrigin = serde_json::from_reader(earlier).unwrap();
+        assert_eq!(earlier.url, url("web").to_string(), "it was not written in place");
     }
 
     #[test]

@@ -7,19 +7,15 @@ use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use rewake_image_server::clients::serve_each;
 use rewake_image_server::connection::{Served, serve};
 use rewake_image_server::exports::{Exports, ImageFolder};
-use tracing::{error, info, warn};
+use tracing::{error, info};
 
-/// Connections at once: a fetcher has two.
-const MAX_CONNECTIONS: usize = 256;
-/// Time after a fetcher could not be accepted.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Time for a fetcher to take bytes that were sent.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
 
@@ -32,45 +28,13 @@ pub(crate) fn start(socket: &Path, folder: Arc<dyn ImageFolder>) -> anyhow::Resu
         _ => {}
     }
     let listener = UnixListener::bind(socket).with_context(|| socket.display().to_string())?;
-    let exports = Arc::new(Exports::new(folder));
-    let accept = move || accept(&listener, &exports);
-    thread::Builder::new().name("images".to_owned()).spawn(accept).context("starting a thread").map(drop)
-}
-
-fn accept(listener: &UnixListener, exports: &Arc<Exports>) {
-    let connected = Arc::new(AtomicUsize::new(0));
-    loop {
-        let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                warn!(%error, "accepting a fetcher");
-                thread::sleep(ACCEPT_PAUSE);
-                continue;
-            }
-        };
-        if connected.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
-            connected.fetch_sub(1, Ordering::Relaxed);
-            error!("a fetcher was turned away: MAX_CONNECTIONS = {MAX_CONNECTIONS} are connected");
-            continue;
-        }
-        let (exports, slot) = (Arc::clone(exports), ConnectionSlot(Arc::clone(&connected)));
-        let serve = move || {
-            let _slot = slot;
-            connection(&exports, stream);
-        };
-        if let Err(error) = thread::Builder::new().name("image".to_owned()).spawn(serve) {
-            error!("a fetcher was turned away, it gets no thread: {error}");
-        }
-    }
-}
-
-/// One of the [`MAX_CONNECTIONS`]: free again when this is dropped, also by a panic.
-struct ConnectionSlot(Arc<AtomicUsize>);
-
-impl Drop for ConnectionSlot {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
+    let exports = Exports::new(folder);
+    let serve_all = move || {
+        let accept = || listener.accept().map(|(stream, _)| (stream, "a fetcher".to_owned()));
+        serve_each(accept, move |stream, _| connection(&exports, stream))
+    };
+    let started = thread::Builder::new().name("images".to_owned()).spawn(serve_all);
+    started.context("starting a thread").map(drop)
 }
 
 fn connection(exports: &Exports, mut stream: UnixStream) {

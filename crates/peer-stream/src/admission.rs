@@ -39,8 +39,8 @@ impl Admission {
         Self { tls: Some(tls), allowed }
     }
 
-    /// Begins a connection, and returns it and what the client may do. Its write limit must have been set; afterwards it
-    /// has no read limit.
+    /// Begins a connection, and returns it and what the client may do. Its write limit must have been set;
+    /// afterwards it has no read limit.
     ///
     /// # Errors
     /// The client is not admitted, which it learns, or is lost.

@@ -107,7 +107,8 @@ impl ProcessId {
     pub fn is_dump_blocked(self) -> io::Result<bool> {
         for path in self.paths() {
             match fs::exists(path) {
-                // A folder that this user cannot reach has no mark: [`ProcessId::prepare`] opens it before the first one.
+                // A folder that this user cannot reach has no mark: [`ProcessId::prepare`] opens it before
+                // the first one.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
                 Ok(false) => {}
                 found => return found,

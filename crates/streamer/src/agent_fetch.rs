@@ -50,8 +50,8 @@ pub(crate) async fn ask(agent: &Path, id: &str) -> Result<AgentFetch, ClientErro
     }))
 }
 
-/// Asks again, when the fetcher or the agent has ended. An agent that refuses for now is asked again, too: its store may
-/// be away, or the next agent has the cache.
+/// Asks again, when the fetcher or the agent has ended. An agent that refuses for now is asked again, too:
+/// its store may be away, or the next agent has the cache.
 ///
 /// # Errors
 /// The agent refuses for good, or none has answered in time.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Starts the session's fetcher, and another one when it dies or loses its connection.
 //!
-//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. The fetcher of an image in the node's cache
-//! is the agent's ([`agent_fetch`]). Its socket, and a duplicate of its connection, are in the session's fd store. So it
-//! outlives a worker, and the connection ends only when the targets need nothing more of it or have been killed. A CRIU
-//! that dumped its program resumes it then: never while the targets run.
+//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. The fetcher of an image in the
+//! node's cache is the agent's ([`agent_fetch`]). Its socket, and a duplicate of its connection, are in the
+//! session's fd store. So it outlives a worker, and the connection ends only when the targets need nothing
+//! more of it or have been killed. A CRIU that dumped its program resumes it then: never while the targets
+//! run.
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -14,11 +15,12 @@ use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
 use nix::libc::linger;
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer};
+use rewake_fetcher::restarts::FetcherRestarts;
 use rewake_fetcher::unread::leave_unread;
 use rewake_image_io::{FetchSource, PresenceMap};
 use tokio::io::unix::AsyncFd;
@@ -34,15 +36,6 @@ use crate::session::Session;
 use crate::session::image::{Image, sealed};
 use crate::sys;
 
-/// How many fetchers may end within [`WINDOW`] before the session ends: another one does not help if each fails at once.
-const MAX_FETCHERS: usize = 8;
-const WINDOW: Duration = Duration::from_secs(10);
-/// How many fetchers in a row may end without a page that has arrived. Each waits 30 s for an answer: a migration's link
-/// may be cut for 300 s, and this limit is longer.
-const MAX_FRUITLESS: u32 = 16;
-/// The pause before the second fetcher of those; the first is started at once, and each further pause is twice as long:
-/// 3 s in all.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Time for the last message: that of a new connection, and of an answer.
 const FINISH_TIME: Duration = Duration::from_secs(60);
 /// Time for a fetcher to end.
@@ -81,9 +74,7 @@ pub(crate) struct Fetch {
     number: Cell<u32>,
     /// Whether a fetcher has had a connection, or what copied the first part of an image.
     connected: Cell<bool>,
-    ends: RefCell<Vec<Instant>>,
-    /// Pages that had arrived when the last fetcher ended, and how many have ended since without another one.
-    fruitless: Cell<(u64, u32)>,
+    restarts: RefCell<FetcherRestarts>,
 }
 
 /// How a fetcher ended.
@@ -95,8 +86,8 @@ enum FetcherEnd {
 }
 
 impl Fetch {
-    /// Starts the fetcher of a new session, or uses the one that the agent has `given`; none if all bytes of its image are
-    /// local.
+    /// Starts the fetcher of a new session, or uses the one that the agent has `given`; none if all bytes of
+    /// its image are local.
     ///
     /// # Errors
     /// It cannot be started, or the fd store has no room.
@@ -120,8 +111,8 @@ impl Fetch {
         if let Some(connection) = connected {
             put(store, EntryKind::Peer, 0, &[connection.as_raw_fd()]).await?;
         }
-        // An image server serves several connections, and the copy of what CRIU reads was one: it may be started again at
-        // any time.
+        // An image server serves several connections, and the copy of what CRIU reads was one: it may be
+        // started again at any time.
         let again = server.image.is_some();
         let (child, socket) = match given {
             Some(AgentFetch::Partial { socket, layout, .. }) => {
@@ -212,8 +203,7 @@ impl Fetch {
             is_closed: Cell::new(false),
             number: Cell::new(number),
             connected: Cell::new(is_image),
-            ends: RefCell::default(),
-            fruitless: Cell::default(),
+            restarts: RefCell::default(),
         })
     }
 
@@ -273,13 +263,13 @@ impl Fetch {
                 self.readers.iter().for_each(sys::write_eventfd);
                 std::future::pending().await
             }
-            Ok(()) => anyhow::anyhow!("{}: the fetcher ended before the restore did", self.name),
+            Ok(()) => anyhow!("{}: the fetcher ended before the restore did", self.name),
             Err(error) => error,
         }
     }
 
-    /// Has the fetcher end, as all memory is resident. It sends a page server the last message. Or it fetches what an image
-    /// still lacks: the session is closed then.
+    /// Has the fetcher end, as all memory is resident. It sends a page server the last message. Or it fetches
+    /// what an image still lacks: the session is closed then.
     ///
     /// # Errors
     /// The page server has not confirmed it, or not all of the image has arrived.
@@ -315,8 +305,8 @@ impl Fetch {
         }
     }
 
-    /// Makes the connection end as a failure when the fd store is emptied: the targets have been killed, and a CRIU that
-    /// dumped their program resumes it.
+    /// Makes the connection end as a failure when the fd store is emptied: the targets have been killed, and
+    /// a CRIU that dumped their program resumes it.
     pub(crate) async fn end_as_failure(&self) {
         if self.is_shared() {
             return;
@@ -368,12 +358,9 @@ impl Fetch {
             if self.peer == PagePeer::Connected && self.connected.get() {
                 bail!("{reason}: the connection of --ps-socket cannot be made again");
             }
-            if self.is_fruitless() {
-                bail!("{reason}: {MAX_FRUITLESS} connections in a row have brought no page");
-            }
-            let Some(pause) = self.pause() else {
-                bail!("{reason}: {MAX_FETCHERS} fetchers ended within {} s", WINDOW.as_secs());
-            };
+            let arrived = self.source.presence().arrived();
+            let pause = self.restarts.borrow_mut().note_end(arrived);
+            let pause = pause.map_err(|limit| anyhow!("{reason}: {limit}"))?;
             warn!("{reason}: starting another fetcher");
             sleep(pause).await;
             self.start_another(finishing).await?;
@@ -419,26 +406,6 @@ impl Fetch {
                 }
             }
         }
-    }
-
-    /// Counts the end of a fetcher. Returns whether no other one would bring a page.
-    fn is_fruitless(&self) -> bool {
-        let (arrived, count) = self.fruitless.get();
-        let now = self.source.presence().arrived();
-        let count = if now == arrived { count + 1 } else { 0 };
-        self.fruitless.set((now, count));
-        count >= MAX_FRUITLESS
-    }
-
-    /// Returns the time to wait before another fetcher is started: none if no other one would help.
-    fn pause(&self) -> Option<Duration> {
-        let mut ends = self.ends.borrow_mut();
-        ends.retain(|end| end.elapsed() < WINDOW);
-        let before = ends.len();
-        ends.push(Instant::now());
-        let doubled = u32::try_from(before).ok().and_then(|before| before.checked_sub(1));
-        (before + 1 < MAX_FETCHERS)
-            .then(|| doubled.map_or(Duration::ZERO, |times| FIRST_PAUSE * (1 << times)))
     }
 
     async fn start_another(&self, finishing: bool) -> anyhow::Result<()> {

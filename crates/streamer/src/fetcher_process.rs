@@ -2,6 +2,7 @@
 //! Starts a fetcher, for a session or for the node agent.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
@@ -68,10 +69,33 @@ pub(crate) fn start(
         channel::send_start(ours.as_fd(), again, [files.plan.as_fd(), files.presence.as_fd()], connected)
             .and_then(|()| channel::send_files(ours.as_fd(), &borrowed(&files.files)))
             .and_then(|()| channel::send_readers(ours.as_fd(), &borrowed(readers)));
-    sent.context("starting the fetcher")?;
-    Ok((child, ours))
+    started(child, sent).map(|child| (child, ours))
+}
+
+/// Takes the status of a fetcher that does not get its orders: no process waits for it later.
+fn started(mut child: Child, sent: io::Result<()>) -> anyhow::Result<Child> {
+    if let Err(error) = sent {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(error).context("starting the fetcher");
+    }
+    Ok(child)
 }
 
 pub(crate) fn borrowed(descriptors: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
     descriptors.iter().map(|descriptor| descriptor.as_fd()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fetcher_without_orders_leaves_no_process() {
+        let child = Command::new("sleep").arg("60").spawn().unwrap();
+        let proc = format!("/proc/{}", child.id());
+        let error = started(child, Err(io::ErrorKind::BrokenPipe.into())).unwrap_err();
+        assert_eq!(format!("{error:#}"), "starting the fetcher: broken pipe");
+        assert!(!std::path::Path::new(&proc).exists());
+    }
 }

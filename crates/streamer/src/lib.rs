@@ -2,13 +2,15 @@
 //! The streamer: it serves the memory of restored programs while they run.
 //!
 //! * [`restore`]: a restore from the start of its streamer to the last byte. Start here.
-//! * [`supervise`]: the processes of a streamer. A supervisor starts a worker again; `recover` serves what a whole streamer left.
-//! * [`ledger`]: the memory that survives a worker, the file that survives a streamer, and the fd stores parked in targets.
+//! * [`supervise`]: the processes of a streamer. A supervisor starts a worker again; `recover` serves what a
+//!   whole streamer left.
+//! * [`ledger`]: the memory that survives a worker, the file that survives a streamer, and the fd stores
+//!   parked in targets.
 //! * [`planner`]: the confined process that parses an image.
 //! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
 //! * [`cpu`]: page faults and the background load of CPU memory.
-//! * [`fetch`]: the fetcher of a session whose memory comes from a page server. [`agent_fetch`]: that of the node's cache,
-//!   which sessions share; [`shared_fetch`]: the agent's side of it.
+//! * [`fetch`]: the fetcher of a session whose memory comes from a page server. [`agent_fetch`]: that of the
+//!   node's cache, which sessions share; [`shared_fetch`]: the agent's side of it.
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
 //! * [`working_set`]: what programs access first, recorded for later restores.
 //! * [`control`]: what the agent, streamers and their clients send to each other.

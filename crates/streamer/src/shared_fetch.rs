@@ -74,9 +74,15 @@ impl SharedFetch {
         self.map.is_closed()
     }
 
+    /// Returns the pages that have arrived.
+    #[must_use]
+    pub fn arrived(&self) -> u64 {
+        self.map.arrived()
+    }
+
     /// Returns the bytes that have not arrived, up to whole pages.
     #[must_use]
     pub fn missing(&self) -> u64 {
-        self.len.saturating_sub(self.map.arrived() * PAGE as u64)
+        self.len.saturating_sub(self.arrived() * PAGE as u64)
     }
 }

@@ -241,8 +241,8 @@ pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) 
     thread.map(drop)
 }
 
-/// Makes the runtime wait for what a descriptor has to read. It is not woken where there is room to write: that is after
-/// each message that the peer takes.
+/// Makes the runtime wait for what a descriptor has to read. It is not woken where there is room to write:
+/// that is after each message that the peer takes.
 ///
 /// # Errors
 /// The descriptor cannot be watched.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Requests for the node's cache. What waits for a store runs in a thread of its own, and the client gets a message each
-//! second meanwhile.
+//! Requests for the node's cache. What waits for a store runs in a thread of its own, and the client gets a
+//! message each second meanwhile.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStrExt as _;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The node agent, `rewake serve`: starts a streamer for each restore that a client asks for, and reports on all of them.
+//! The node agent, `rewake serve`: starts a streamer for each restore that a client asks for, and reports on
+//! all of them.
 //!
 //! It holds no userfaultfd and no image. When it ends, streamers and restored processes continue; the next agent finds
 //! the sessions by the file that this one has left ([`sessions_file`]).

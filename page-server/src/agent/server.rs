@@ -40,10 +40,7 @@ pub async fn run(
             let listener = UnixListener::from_std(listener).context("watching the control socket")?;
             let mut terminate = signal(SignalKind::terminate()).context("watching SIGTERM")?;
             let mut interrupt = signal(SignalKind::interrupt()).context("watching SIGINT")?;
-            let cache = AgentCache::new(cache);
-            let registry = Registry::start(socket, cache.clone());
-            let (opening, opened) = (Cell::new(0), Notify::new());
-            let server = Rc::new(Server { registry, cache, clients: Cell::new(0), opening, opened });
+            let server = Server::new(socket, AgentCache::new(cache));
             if let Some(listener) = metrics {
                 let listener =
                     TcpListener::from_std(listener).context("watching the socket of the metrics")?;
@@ -51,14 +48,13 @@ pub async fn run(
                 tokio::task::spawn_local(metrics::serve(listener, registry, cache));
             }
             ready();
-            tokio::select! {
-                () = Rc::clone(&server).accept(listener) => {}
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
-            info!("asked to end: streamers continue");
-            // A client that is waiting for its streamer gets its answer.
-            let _ = timeout(OPEN_LIMIT, server.opened_all()).await;
+            let asked = async {
+                tokio::select! {
+                    _ = terminate.recv() => {}
+                    _ = interrupt.recv() => {}
+                }
+            };
+            server.serve(listener, asked).await;
             Ok(())
         })
         .await
@@ -71,9 +67,32 @@ struct Server {
     /// Requests for a streamer that are not answered yet.
     opening: Cell<usize>,
     opened: Notify,
+    /// The agent was asked to end.
+    ends: Cell<bool>,
 }
 
 impl Server {
+    fn new(socket: &Path, cache: AgentCache) -> Rc<Self> {
+        let registry = Registry::start(socket, cache.clone());
+        let (clients, opening, opened) = (Cell::new(0), Cell::new(0), Notify::new());
+        Rc::new(Self { registry, cache, clients, opening, opened, ends: Cell::new(false) })
+    }
+
+    /// Serves clients until the agent is `asked` to end. A client that waits for its streamer then gets its answer, and
+    /// the streamer what it asks for: memory of an image of the cache.
+    async fn serve(self: Rc<Self>, listener: UnixListener, asked: impl Future<Output = ()>) {
+        let ended = async {
+            asked.await;
+            info!("asked to end: streamers continue");
+            self.ends.set(true);
+            let _ = timeout(OPEN_LIMIT, self.opened_all()).await;
+        };
+        tokio::select! {
+            () = Rc::clone(&self).accept(listener) => {}
+            () = ended => {}
+        }
+    }
+
     async fn accept(self: Rc<Self>, listener: UnixListener) {
         loop {
             let stream = accept::next(&listener).await;
@@ -106,6 +125,10 @@ impl Server {
         let mut pins = Vec::new();
         while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
             match request.kind {
+                Some(request::Kind::Open(_)) if self.ends.get() => {
+                    let reason = "this `rewake serve` was asked to end: start another one, and restore again";
+                    answer(&mut stream, failure(reason.to_owned())).await?;
+                }
                 Some(request::Kind::Open(open)) => {
                     self.opening.set(self.opening.get() + 1);
                     let sent = self.open(&mut stream, &open).await;
@@ -138,5 +161,38 @@ impl Server {
             self.registry.refused();
         }
         answer(stream, opened.map_or_else(|error| failure(format!("{error:#}")), reply::Kind::Opened)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::ready;
+    use std::time::Duration;
+
+    use rewake_streamer::control::client::Client;
+    use rewake_streamer::working_set::LoadingOptions;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_agent_that_ends_serves_streamers_that_start() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        let local = LocalSet::new();
+        let serves = local.run_until(async {
+            let server = Server::new(&path, AgentCache::new(None));
+            server.opening.set(1);
+            let served = tokio::task::spawn_local(Rc::clone(&server).serve(listener, ready(())));
+            let mut client = Client::connect(&path).await.unwrap();
+            assert_eq!(client.status().await.unwrap().sessions.len(), 0);
+            let (images, work) = (Path::new("/images"), Path::new("/work"));
+            let refused = client.open(images, work, LoadingOptions::default()).await.unwrap_err();
+            assert!(refused.to_string().contains("was asked to end"), "{refused}");
+            server.opening.set(0);
+            server.opened.notify_one();
+            served.await.unwrap();
+        });
+        timeout(Duration::from_secs(20), serves).await.unwrap();
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The sessions of the agent. A streamer serves each, in processes of its own: what happens to one affects no other, nor
-//! the agent.
+//! The sessions of the agent. A streamer serves each, in processes of its own: what happens to one affects no
+//! other, nor the agent.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
@@ -105,6 +105,20 @@ impl Registry {
         for path in [&images, &work] {
             ensure!(path.is_absolute(), "{}: expected an absolute path", path.display());
         }
+        self.start_streamer(images.clone(), &work, open).await.inspect_err(|error| {
+            // Its files are damaged then, or not those that this program can read.
+            if names_a_file(error, &images) {
+                self.doubt(images, Instant::now());
+            }
+        })
+    }
+
+    async fn start_streamer(
+        self: &Rc<Self>,
+        images: PathBuf,
+        work: &Path,
+        open: &proto::Open,
+    ) -> anyhow::Result<proto::Opened> {
         let plan = self.plan(images.clone()).await?;
         if let Some(reason) = &plan.eager {
             warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
@@ -115,9 +129,9 @@ impl Registry {
             record: open.record,
             on_demand_only: (open.on_demand_only_s > 0).then(|| Duration::from_secs(open.on_demand_only_s)),
         };
-        streamer::start(&images, &work, &plan, loading, Some(&work.join(LOG))).await?;
+        streamer::start(&images, work, &plan, loading, Some(&work.join(LOG))).await?;
         info!(session, "a streamer waits for a restore of {}", images.display());
-        self.follow(SessionEntry::new(session, &images, &work));
+        self.follow(SessionEntry::new(session, &images, work));
         self.save();
         Ok(proto::Opened { session, lazy_pages: plan.lazy_pages() })
     }
@@ -201,12 +215,8 @@ impl Registry {
             }
             Err(error) => session.reason = format!("following the streamer: {error}"),
         }
-        if session.reason.contains(NOT_SEALED)
-            && let Some(cache) = self.cache.cache.clone()
-        {
-            // It waits for the fetcher's end.
-            let (images, began) = (live.entry.images(), live.since);
-            drop(tokio::task::spawn_blocking(move || cache.doubt(&images, began)));
+        if session.reason.contains(NOT_SEALED) {
+            self.doubt(live.entry.images(), live.since);
         }
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);
@@ -221,6 +231,14 @@ impl Registry {
         }
         drop(recent);
         self.save();
+    }
+
+    /// Notes that a restore, which has begun at a time, cannot use an image of the cache as it is.
+    fn doubt(&self, images: PathBuf, began: Instant) {
+        if let Some(cache) = self.cache.cache.clone() {
+            // It waits for the fetcher's end.
+            drop(tokio::task::spawn_blocking(move || cache.doubt(&images, began)));
+        }
     }
 
     fn save(&self) {
@@ -245,6 +263,11 @@ impl Registry {
             }),
         }
     }
+}
+
+/// Whether an error is about a file in a directory.
+fn names_a_file(error: &anyhow::Error, directory: &Path) -> bool {
+    format!("{error:#}").contains(&format!("{}/", directory.display()))
 }
 
 fn nanos(duration: Duration) -> u64 {

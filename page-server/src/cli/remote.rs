@@ -60,8 +60,8 @@ pub struct PullArgs {
 /// Where `rewake restore` gets an image from.
 #[derive(Debug, Args)]
 pub struct SourceArgs {
-    /// Restore this image of another host's `rewake export` while its memory arrives. The images directory gets a copy of
-    /// it: it must be empty, or have a copy of that image
+    /// Restore this image of another host's `rewake export` while its memory arrives. The images directory
+    /// gets a copy of it: it must be empty, or have a copy of that image
     #[arg(long, value_name = "HOST:IMAGE", conflicts_with = "socket")]
     pub from: Option<RemoteImage>,
     /// Port of the server of --from

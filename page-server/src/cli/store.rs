@@ -42,8 +42,8 @@ pub struct GcArgs {
     /// The store: s3://BUCKET/FOLDER or file:///DIRECTORY
     #[arg(value_name = "STORE")]
     pub store: StoreUrl,
-    /// Remove what no image uses at once, not after a day. No push into this store and no pull from it may run: it would
-    /// lose what it has stored, or reads
+    /// Remove what no image uses at once, not after a day. No push into this store and no pull from it may
+    /// run: it would lose what it has stored, or reads
     #[arg(long)]
     pub now: bool,
 }

@@ -167,8 +167,8 @@ impl Programs {
         program.unwrap_or_else(|| "criu".into())
     }
 
-    /// The folder of plugins to give to CRIU: none where no GPU `needs` one and none was chosen, and none besides one that
-    /// CRIU's options name.
+    /// The folder of plugins to give to CRIU: none where no GPU `needs` one and none was chosen, and none
+    /// besides one that CRIU's options name.
     ///
     /// # Errors
     /// The chosen folder has no plugin, or there are two.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The workload in a container that runc made: pids, mounts and a network of its own, `/dev/kfd` and the render nodes, no privilege.
+//! The workload in a container that runc made: pids, mounts and a network of its own, `/dev/kfd` and the
+//! render nodes, no privilege.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};

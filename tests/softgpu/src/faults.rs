@@ -23,7 +23,8 @@ pub enum Fault {
 pub struct Calls<'a> {
     /// The name of a process (of its first thread, so that of the program in CRIU's children before their restore).
     pub comm: Option<&'a str>,
-    /// The kind of call: `kfd/CREATE_QUEUE`, `kfd/CRIU_OP`, `kfd/CRIU_OP/RESTORE`, `amdgpu/CS`, `drm/PRIME_FD_TO_HANDLE`.
+    /// The kind of call: `kfd/CREATE_QUEUE`, `kfd/CRIU_OP`, `kfd/CRIU_OP/RESTORE`, `amdgpu/CS`,
+    /// `drm/PRIME_FD_TO_HANDLE`.
     pub call: Option<&'a str>,
 }
 

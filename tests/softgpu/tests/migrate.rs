@@ -114,8 +114,8 @@ fn movable() -> Shape {
     Shape { mode: Mode::MidDispatch, no_copiers: true, ..small() }
 }
 
-/// A server with so many bytes of weights, none of which are zeros. It has no other work, so the registered memory of one
-/// queue alone must arrive before it runs.
+/// A server with so many bytes of weights, none of which are zeros. It has no other work, so the registered
+/// memory of one queue alone must arrive before it runs.
 fn movable_with_weights() -> (Shape, u64) {
     let shape = Shape { layers: 4, layer_kib: 8192, mode: Mode::Idle, ..movable() };
     let weights = shape.layers * shape.layer_bytes();

@@ -77,8 +77,8 @@ impl Host {
         alone
     }
 
-    /// [`Host::alone`], for a program that does not leave the caller's session: CRIU dumps whole sessions. Its shell keeps
-    /// files of the caller's above the standard ones.
+    /// [`Host::alone`], for a program that does not leave the caller's session: CRIU dumps whole sessions.
+    /// Its shell keeps files of the caller's above the standard ones.
     #[must_use]
     pub fn apart(&self, command: &Command) -> Command {
         let mut apart = Command::new("setsid");

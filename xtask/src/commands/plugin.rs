@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask plugin`: the CRIU plugins, alone in a folder for `criu --libdir`. CRIU loads every `.so` of that folder.
+//! `cargo xtask plugin`: the CRIU plugins, alone in a folder for `criu --libdir`. CRIU loads every `.so` of
+//! that folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};

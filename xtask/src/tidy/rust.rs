@@ -9,6 +9,8 @@ const SPDX: &str = "// SPDX-License-Identifier: MIT OR Apache-2.0";
 const FILE_LINES: usize = 500;
 /// Lines of a file with its tests, and of a file of tests.
 const WHOLE_FILE_LINES: usize = 900;
+/// Characters of a line with a comment alone: rustfmt leaves those as they are.
+const COMMENT_WIDTH: usize = 120;
 /// Characters of a test's name.
 const NAME: usize = 60;
 /// Macros that print to the terminal of a library's host.
@@ -22,6 +24,7 @@ pub(super) fn check(document: &Document) -> Vec<Finding> {
     findings.extend(licence(document, &lines));
     if !lines.iter().take(5).any(|line| line.contains("@generated")) {
         findings.extend(length(document, &lines));
+        findings.extend(wide_comments(document, &lines));
     }
     findings.extend(printing(document, &lines));
     findings.extend(silent_skips(document, &lines));
@@ -44,6 +47,14 @@ fn length(document: &Document, lines: &[&str]) -> Option<Finding> {
         return None;
     };
     Some(document.finding(0, "file-length", format!("{too_long}: move a part to its own file")))
+}
+
+fn wide_comments(document: &Document, lines: &[&str]) -> Vec<Finding> {
+    let width = |line: &str| line.chars().count();
+    let is_wide = |line: &str| line.trim_start().starts_with("//") && width(line) > COMMENT_WIDTH;
+    let wide = lines.iter().enumerate().filter(|(_, line)| is_wide(line));
+    let advice = |line| format!("{} characters, at most {COMMENT_WIDTH}: wrap the comment", width(line));
+    wide.map(|(number, line)| document.finding(number, "comment-width", advice(line))).collect()
 }
 
 /// Where the trailing `#[cfg(test)] mod tests` begins, or the number of lines.
@@ -150,6 +161,14 @@ mod tests {
         let named = |length| format!("fn {}() {{}}\n", "a".repeat(length));
         assert_eq!(found_in("tests/tests/a.rs", &named(61)), ["2 long-name"]);
         assert_eq!(found_in("tests/tests/a.rs", &named(60)), [""; 0]);
+    }
+
+    #[test]
+    fn a_comment_that_is_too_wide_is_found() {
+        let comment = |length| format!("    // {}\n", "é".repeat(length - 7));
+        assert_eq!(found(&comment(COMMENT_WIDTH + 1)), ["2 comment-width"]);
+        assert_eq!(found(&comment(COMMENT_WIDTH)), [""; 0]);
+        assert_eq!(found(&format!("// @generated\n{}", comment(COMMENT_WIDTH + 1))), [""; 0]);
     }
 
     #[test]

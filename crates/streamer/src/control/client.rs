@@ -160,8 +160,8 @@ impl Client {
         }
     }
 
-    /// Gets what brings the missing memory of an image of the agent's cache: its presence map, a socket to its fetcher, and
-    /// the checksum of its layout. None: the image is complete.
+    /// Gets what brings the missing memory of an image of the agent's cache: its presence map, a socket to
+    /// its fetcher, and the checksum of its layout. None: the image is complete.
     ///
     /// # Errors
     /// The agent cannot bring it, or the connection broke.

@@ -15,6 +15,7 @@ use rewake_criu_images::is_gpu_pages_file;
 use rewake_image_io::{BLOCK, Class, FetchReader, FetchSource, ImageFile, PAGE, SentRequest};
 use rewake_plugin_protocol::proto;
 
+use crate::fetch::Fetch;
 use crate::session::image::Image;
 
 /// Ranges that are requested at once: a fetcher queues a limited number.
@@ -31,6 +32,11 @@ const OF_IMAGE: ArrivalLimit = ArrivalLimit {
     time: Duration::from_secs(120),
     then: "check the link and the other host, then start the restore again: it continues the copy",
 };
+/// For an image of the node's cache: longer than its memory waits for the next agent, 300 s.
+const OF_CACHE: ArrivalLimit = ArrivalLimit {
+    time: Duration::from_secs(330),
+    then: "check the store and the log of `rewake serve`, then start the restore again",
+};
 /// For a migration: longer than its agents wait for a lost connection, 330 s.
 const OF_MIGRATION: ArrivalLimit = ArrivalLimit {
     time: Duration::from_secs(600),
@@ -42,10 +48,21 @@ pub(crate) type SessionGpuFiles = Arc<OnceLock<FetchedGpuFiles>>;
 
 /// How long the plugin waits for [`MIN_PROGRESS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct ArrivalLimit {
+pub(crate) struct ArrivalLimit {
     time: Duration,
     /// What the user is to know and do when it has passed.
     then: &'static str,
+}
+
+impl ArrivalLimit {
+    /// Returns that of a session.
+    pub(crate) fn of(fetch: Option<&Fetch>) -> Self {
+        match fetch {
+            Some(fetch) if fetch.is_shared() => OF_CACHE,
+            Some(fetch) if fetch.is_image() => OF_IMAGE,
+            _ => OF_MIGRATION,
+        }
+    }
 }
 
 /// The files of an image with GPU memory that a fetcher writes, and the reader that waits for them.
@@ -64,14 +81,12 @@ struct NeededBytes<'a> {
 }
 
 impl FetchedGpuFiles {
-    /// Finds the files of a session's image: none if all bytes of it are here. Without `is_image` they are those of a
-    /// migration.
-    pub(crate) fn new(image: &Image, reader: FetchReader, is_image: bool) -> Self {
+    /// Finds the files of a session's image: none if all bytes of it are here.
+    pub(crate) fn new(image: &Image, reader: FetchReader, limit: ArrivalLimit) -> Self {
         let named = image.files().iter().filter(|file| file.source().is_some()).filter_map(|file| {
             let name = file.name().file_name()?.to_str()?;
             is_gpu_pages_file(name).then(|| (name.to_owned(), Arc::clone(file)))
         });
-        let limit = if is_image { OF_IMAGE } else { OF_MIGRATION };
         Self { files: named.collect(), reader, limit }
     }
 
@@ -151,11 +166,15 @@ impl<'a> ArrivalRate<'a> {
     }
 
     fn check(&mut self) -> anyhow::Result<()> {
+        let now = self.source.presence().arrived();
+        if now < self.arrived {
+            // The next agent has made another presence map.
+            (self.since, self.arrived) = (Instant::now(), now);
+        }
         if self.since.elapsed() < self.limit.time {
             return Ok(());
         }
-        let now = self.source.presence().arrived();
-        let bytes = now.saturating_sub(self.arrived) * PAGE as u64;
+        let bytes = (now - self.arrived) * PAGE as u64;
         ensure!(
             bytes >= MIN_PROGRESS,
             "GPU memory that must arrive before the program runs: {} KiB of it arrived in {} s, and {} KiB are the \
@@ -348,11 +367,34 @@ mod tests {
     }
 
     #[test]
+    fn another_presence_map_gets_as_much_time() {
+        let scene = scene();
+        scene.presence.set(0, 512);
+        let file = &scene.files.files[NAME];
+        let time = Duration::from_millis(500);
+        let mut rate = ArrivalRate::of(file, ArrivalLimit { time, ..OF_CACHE }).unwrap();
+        let next = presence_file(LEN).unwrap();
+        scene.source.use_presence(PresenceMap::open(next.as_fd(), LEN).unwrap());
+        sleep(time);
+        rate.check().unwrap();
+        assert_eq!(rate.arrived, 0);
+        PresenceWriter::open(next.as_fd(), LEN).unwrap().set(0, 256);
+        sleep(time);
+        rate.check().unwrap();
+        assert_eq!(rate.arrived, 256, "1 MiB has arrived since then");
+    }
+
+    #[test]
     fn a_source_that_brings_too_little_ends_the_wait() {
         let scene = scene();
         // A block is too little.
         scene.presence.set(0, 16);
-        for (kind, then) in [(OF_IMAGE, "start the restore again"), (OF_MIGRATION, "the program is lost")] {
+        let kinds = [
+            (OF_IMAGE, "it continues the copy"),
+            (OF_CACHE, "the log of `rewake serve`"),
+            (OF_MIGRATION, "the program is lost"),
+        ];
+        for (kind, then) in kinds {
             let limit = ArrivalLimit { time: Duration::from_millis(300), ..kind };
             let why = scene.files.wait_with_limit(&needed(0..LEN), limit).unwrap_err().to_string();
             assert!(why.contains("0 KiB of it arrived in 0 s, and 1024 KiB are the least"), "{why}");

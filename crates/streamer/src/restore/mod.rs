@@ -20,9 +20,8 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
-use crate::fetch::Fetch;
 use crate::fetch_peer::FetchPeer;
-use crate::gpu::fetched_files::{FetchedGpuFiles, SessionGpuFiles};
+use crate::gpu::fetched_files::{ArrivalLimit, FetchedGpuFiles, SessionGpuFiles};
 use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome, SessionState};
 use crate::record::model::State;
@@ -199,8 +198,8 @@ impl StreamedRestore {
         self.end_unless_connected(start)
     }
 
-    /// Checks, in a successor, that no GPU memory is missing that a successor cannot load. An error before GRANT leaves a
-    /// program at its source.
+    /// Checks, in a successor, that no GPU memory is missing that a successor cannot load. An error before
+    /// GRANT leaves a program at its source.
     fn expect_gpu_memory(&self, ledger: Ledger) -> anyhow::Result<()> {
         ensure!(
             !ledger.gates().any(),
@@ -242,8 +241,8 @@ impl StreamedRestore {
         };
         timeline.brings(&session.session);
         // Before a restore is started: its plugin finds the session open.
-        let is_image = session.fetch.as_deref().is_some_and(Fetch::is_image);
-        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?, is_image));
+        let limit = ArrivalLimit::of(session.fetch.as_deref());
+        let _ = fetched.set(FetchedGpuFiles::new(&session.image, worker.gpu_reader()?, limit));
         start.ready();
         let outcome = worker.serve(&mut session, over.clone()).await;
         if let Ok(summary) = &outcome {
@@ -253,7 +252,8 @@ impl StreamedRestore {
             // An error means that the thread has ended, however it went.
             let ended = over.wait_for(|load| load.is_over()).await;
             if !ended.is_ok_and(|load| *load == GpuLoad::Done) {
-                // Its processes with GPUs were killed. What others of the tree need is resident: the copy stays partial.
+                // Its processes with GPUs were killed. What others of the tree need is resident: the copy
+                // stays partial.
                 session.fetches_rest = false;
             }
         }
@@ -338,7 +338,8 @@ pub fn report(summary: &SessionSummary) {
     );
 }
 
-/// Checks that GPU memory of a migration was loaded: the plugin has handed it to the worker that died, or finds no listener.
+/// Checks that GPU memory of a migration was loaded: the plugin has handed it to the worker that died, or
+/// finds no listener.
 fn expect_loaded(images: &Path, ledger: Ledger) -> anyhow::Result<()> {
     ensure!(
         ledger.has_loaded_gpus() || ImageDir::open(images)?.arriving_files()?.is_empty(),

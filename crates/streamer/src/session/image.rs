@@ -45,7 +45,8 @@ pub struct TaskPlan {
 pub enum LazyMemory {
     /// In the image.
     Here,
-    /// On a page server. A cache file in this directory gets memory of tasks. Files of the image that arrive get theirs.
+    /// On a page server. A cache file in this directory gets memory of tasks. Files of the image that arrive
+    /// get theirs.
     OnPageServer(PathBuf),
     /// On an image server. The files of the image, whose manifest is partial, get what they lack.
     OnImageServer,

@@ -74,8 +74,8 @@ impl LaunchPlan {
         let checked = checked.and_then(|()| Image::open(images).map(drop));
         match checked {
             Err(error) if gpus => {
-                // CRIU would read the holes of a partial parent. The planner refuses them in all other cases: only it may
-                // wait for the parent's file system.
+                // CRIU would read the holes of a partial parent. The planner refuses them in all other cases:
+                // only it may wait for the parent's file system.
                 directory.ancestors().iter().try_for_each(refuse_partial)?;
                 Ok(Self { gpus, eager: Some(format!("{error:#}")), from: None })
             }
@@ -84,8 +84,8 @@ impl LaunchPlan {
     }
 
     /// Returns why all GPU memory of another host must be copied before the processes run; none if it may arrive later:
-    /// CRIU's plugin waits for it, and this kernel can hold calls that register missing memory. `plugins` is the folder of
-    /// CRIU's plugins; none: CRIU's own. `remedy` says how the user gives another one.
+    /// CRIU's plugin waits for it, and this kernel can hold calls that register missing memory. `plugins` is
+    /// the folder of CRIU's plugins; none: CRIU's own. `remedy` says how the user gives another one.
     ///
     /// # Errors
     /// The plugin cannot be read.

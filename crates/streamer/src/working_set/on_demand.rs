@@ -55,8 +55,8 @@ pub(crate) fn prepare(session: Session, image: &Image, options: LoadingOptions) 
     session
 }
 
-/// Prepares a session that a successor takes over. Once its processes run, the rest is loaded at once: the successor does
-/// not know what was accessed before, nor for how long.
+/// Prepares a session that a successor takes over. Once its processes run, the rest is loaded at once: the
+/// successor does not know what was accessed before, nor for how long.
 pub(crate) fn prepare_successor(
     session: Session,
     image: &Image,

@@ -164,8 +164,8 @@ fn earlier_working_set(images: &Path) -> anyhow::Result<WorkingSet> {
     Ok(file::of_image(&ImageDir::open(images)?).ok().flatten().unwrap_or_default())
 }
 
-/// The images directory that was given, and a lease of it. A dump that replaces the image keeps the old one for as long as
-/// its files are being opened. Remote file systems may have no such locks.
+/// The images directory that was given, and a lease of it. A dump that replaces the image keeps the old one
+/// for as long as its files are being opened. Remote file systems may have no such locks.
 fn leased(given: &Path) -> anyhow::Result<(PathBuf, Option<ImageLease>)> {
     let images = directory(given, "-D")?;
     let lease = ImageLease::shared(&images);

@@ -30,7 +30,8 @@ pub(super) struct WaitingStreamer {
 const NOT_SERVED: &str = "this image cannot be served; nothing was started";
 
 impl WaitingStreamer {
-    /// Has the agent start a streamer. Without an agent, or when one that was not named refuses, this process starts it.
+    /// Has the agent start a streamer. Without an agent, or when one that was not named refuses, this process
+    /// starts it.
     ///
     /// # Errors
     /// The agent that was named does not run or refuses, or the image cannot be served.

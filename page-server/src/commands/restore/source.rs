@@ -20,9 +20,9 @@ use super::view::View;
 use crate::cli::{RemoteImage, RestoreArgs, TlsArgs};
 use crate::commands::pull::{connect, warn_unencrypted};
 
-/// Copies the part of the image that is needed first. Returns how the image is served; none if no host is needed: it was
-/// not asked for, or the directory has the whole image. `plugins` returns the folder of CRIU's plugins for an image with
-/// GPU state.
+/// Copies the part of the image that is needed first. Returns how the image is served; none if no host is
+/// needed: it was not asked for, or the directory has the whole image. `plugins` returns the folder of CRIU's
+/// plugins for an image with GPU state.
 ///
 /// # Errors
 /// As for [`pull_eager`].

@@ -88,8 +88,8 @@ impl Drop for Target {
     }
 }
 
-/// `criu restore` or `rewake restore`, which stays as the parent of the restored process and collects it. With `-d` init
-/// would, and a container's init may leave the pid taken for ever.
+/// `criu restore` or `rewake restore`, which stays as the parent of the restored process and collects it.
+/// With `-d` init would, and a container's init may leave the pid taken for ever.
 pub(super) struct Restore {
     criu: Child,
     log: PathBuf,

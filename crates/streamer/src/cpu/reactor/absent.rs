@@ -53,8 +53,8 @@ impl Reactor {
         self.absent_blocks.push(AbsentBlock { claim, file, offset, sent: SentRequest::default() });
     }
 
-    /// Requests the claimed blocks that the fetcher has no request for, adjacent ones together. Where it has no room, they
-    /// are requested in a later turn.
+    /// Requests the claimed blocks that the fetcher has no request for, adjacent ones together. Where it has
+    /// no room, they are requested in a later turn.
     pub(super) fn request_blocks(&mut self) {
         let mut at = 0;
         while let Some(first) = self.absent_blocks.get(at) {

@@ -59,8 +59,8 @@ pub(crate) struct DraftFile {
     pub(crate) state: FileState,
     /// The place in [`Draft::checksums`] of its first block; none if its image is not sealed.
     pub(crate) checksums: Option<usize>,
-    /// Its number at the other host, if that has some of its bytes: in the manifest, or in the list of files that arrive.
-    /// Else 0.
+    /// Its number at the other host, if that has some of its bytes: in the manifest, or in the list of files
+    /// that arrive. Else 0.
     pub(crate) number: u32,
 }
 
@@ -134,8 +134,8 @@ impl Draft {
         Ok(draft)
     }
 
-    /// [`Draft::read`], for a session that gets missing blocks from an image server. No other program may write into the
-    /// directory meanwhile.
+    /// [`Draft::read`], for a session that gets missing blocks from an image server. No other program may
+    /// write into the directory meanwhile.
     ///
     /// # Errors
     /// As for [`Draft::read`]. Or the image is complete or incremental, or another program has the directory.
@@ -145,8 +145,8 @@ impl Draft {
         Self::read_fetched(images, leases, read_partial_checksums(images)?)
     }
 
-    /// [`Draft::read_partial`], for an image in the node's cache. Only the agent's fetcher writes into it, and the agent may
-    /// have completed it by now.
+    /// [`Draft::read_partial`], for an image in the node's cache. Only the agent's fetcher writes into it,
+    /// and the agent may have completed it by now.
     ///
     /// # Errors
     /// As for [`Draft::read`].
@@ -261,8 +261,8 @@ impl Draft {
 }
 
 impl DraftRemote {
-    /// Gives a task's lazy pages a place at the end of the cache file, from a border of blocks on: no block has pages of
-    /// two tasks. `index` is that of the cache file.
+    /// Gives a task's lazy pages a place at the end of the cache file, from a border of blocks on: no block
+    /// has pages of two tasks. `index` is that of the cache file.
     fn task(
         &mut self,
         images: &ImageDir,

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of an image that another host has: a local copy of it, which a fetcher fills, and the presence map of the copy.
+//! Memory of an image that another host has: a local copy of it, which a fetcher fills, and the presence map
+//! of the copy.
 //!
-//! What a page server sends goes into a cache file. It has no name, so no other program writes it, and it takes no space
-//! when the session has ended. What an image server sends goes into the image's own files, whose blocks are checked. The
-//! source of a migration is a page server that has files with GPU memory, too: they are written where CRIU's plugin reads
-//! them.
+//! What a page server sends goes into a cache file. It has no name, so no other program writes it, and it
+//! takes no space when the session has ended. What an image server sends goes into the image's own files,
+//! whose blocks are checked. The source of a migration is a page server that has files with GPU memory, too:
+//! they are written where CRIU's plugin reads them.
 
 use std::fs::{File, OpenOptions};
 use std::io;

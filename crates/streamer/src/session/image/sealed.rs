@@ -117,8 +117,8 @@ impl Image {
         })
     }
 
-    /// [`Image::unseal`], for a plan whose memory another host may have: `remote` makes what that needs, or gives that of
-    /// another worker.
+    /// [`Image::unseal`], for a plan whose memory another host may have: `remote` makes what that needs, or
+    /// gives that of another worker.
     ///
     /// # Errors
     /// As for [`Image::unseal`], and those of `remote`.

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::fetch_peer::{FetchPeer, FetchedImage};
-use crate::gpu::fetched_files::FetchedGpuFiles;
+use crate::gpu::fetched_files::{ArrivalLimit, FetchedGpuFiles};
 use crate::session::WorkingSetPart;
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, add_arriving_file, write,
@@ -109,7 +109,8 @@ fn bytes_of(plan: &OwnedFd) -> Vec<u8> {
     bytes
 }
 
-/// Everything of a task that a session uses: pid, extents, ranges that are loaded first, the working set and file names.
+/// Everything of a task that a session uses: pid, extents, ranges that are loaded first, the working set and
+/// file names.
 type Content = (u32, Vec<Extent>, Vec<std::ops::Range<u64>>, Vec<Prefetch>, Vec<PathBuf>);
 
 fn content(image: &Image) -> Vec<Content> {
@@ -485,7 +486,7 @@ fn files_of_gpu_memory_are_in_the_presence_map_of_a_partial_image() {
     let found: Vec<bool> = (0..3).map(|block| image.files()[2].has((block * BLOCK) as u64, 1)).collect();
     assert_eq!(found, [false, true, false]);
     let reader = FetchReader { number: 8, waker: Notifier::new().unwrap() };
-    let files = FetchedGpuFiles::new(&image, reader, true);
+    let files = FetchedGpuFiles::new(&image, reader, ArrivalLimit::of(None));
     let file = files.file("amdgpu-pages-3-0007.img").unwrap();
     // Two pages files of a block each are before it.
     assert!(file.is_sealed() && file.source().unwrap().page(0) == 32);
