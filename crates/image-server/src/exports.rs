@@ -41,6 +41,12 @@ pub trait OpenImage {
         0
     }
 
+    /// Prepares for a range that will be read after those before: a slow source is asked for it at once. Returns false if
+    /// there is no room for it now.
+    fn expect(&mut self, _file: u32, _range: Range<u64>) -> bool {
+        true
+    }
+
     /// Begins to read a range of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_FILE`] the
     /// working set.
     ///

@@ -90,7 +90,7 @@ impl ImageStore {
     /// Refuses a place that is no store of this version.
     pub(crate) async fn require(&self) -> Result<()> {
         let (path, object) = (Path::from(MARKER), self.image_url(MARKER));
-        match self.read(&path, &object, MAX_MARKER).await? {
+        match self.read_at(&path, &object, MAX_MARKER).await? {
             None => Err(ImageStoreError::NoStore { url: self.url.clone() }),
             Some(bytes) if bytes == MARKER_BYTES => Ok(()),
             Some(_) => Err(self.setup(
@@ -122,11 +122,8 @@ impl ImageStore {
     }
 
     pub(crate) async fn find(&self, name: &str) -> Result<Option<StoredImage>> {
-        let object = self.object(NAMES, name);
-        let Some(bytes) = self.read(&path(NAMES, name), &object, MAX_NAME_OBJECT).await? else {
-            return Ok(None);
-        };
-        StoredImage::decode(&bytes, name, &object).map(Some)
+        let Some(bytes) = self.read(NAMES, name, MAX_NAME_OBJECT).await? else { return Ok(None) };
+        StoredImage::decode(&bytes, name, &self.object(NAMES, name)).map(Some)
     }
 
     /// Removes an image's name. `collect_garbage` removes its bytes later. The mark is written first: if the name stays,
@@ -211,7 +208,12 @@ impl ImageStore {
     }
 
     /// Reads an object of at most so many bytes as a whole; `None` if there is none.
-    async fn read(&self, path: &Path, object: &str, most: u64) -> Result<Option<Vec<u8>>> {
+    pub(crate) async fn read(&self, folder: &str, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
+        self.read_at(&path(folder, name), &self.object(folder, name), most).await
+    }
+
+    /// [`ImageStore::read`], of any path. `object` is its name in messages.
+    async fn read_at(&self, path: &Path, object: &str, most: u64) -> Result<Option<Vec<u8>>> {
         let found = match self.objects.get(path).await {
             Err(error) if is_missing(&error) => return Ok(None),
             found => found.map_err(request("read", object))?,
