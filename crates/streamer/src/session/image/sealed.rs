@@ -430,10 +430,7 @@ impl Input<'_> {
         for _ in 0..count {
             let run = Prefetch { addresses: self.range()?, rank: self.u32()? };
             let Range { start, end } = run.addresses;
-            ensure!(
-                start % PAGE_SIZE == 0 && end % PAGE_SIZE == 0,
-                "expected pages, found {start:#x}..{end:#x}"
-            );
+            ensure!((start | end) % PAGE_SIZE == 0, "expected pages, found {start:#x}..{end:#x}");
             ensure!(run.rank > REGISTERED, "rank {} is not one of a working set", run.rank);
             runs.push(run);
         }
