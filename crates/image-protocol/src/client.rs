@@ -79,7 +79,7 @@ impl<S: Read + Write> ImageClient<S> {
         !self.outstanding.is_empty()
     }
 
-    /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_FILE`](crate::WORKING_SET_FILE) the
+    /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_NUMBER`](crate::WORKING_SET_NUMBER) the
     /// working set.
     ///
     /// # Errors

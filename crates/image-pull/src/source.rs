@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use rewake_criu_images::Digest;
 use rewake_image_protocol::client::ImageClient;
 use rewake_image_protocol::message::MessageError;
-use rewake_image_protocol::{MAX_READ, WORKING_SET_FILE};
+use rewake_image_protocol::{MAX_READ, WORKING_SET_NUMBER};
 use rewake_manifest::SealedChunk;
 use tracing::warn;
 
@@ -182,7 +182,7 @@ impl ChunkSource for ImageSource {
             let length = u32::try_from(self.client.working_set_length()).ok();
             // A longer one is none.
             let length = length.filter(|length| (1..=MAX_READ).contains(length))?;
-            let requested = self.client.request(WORKING_SET_FILE, 0, length);
+            let requested = self.client.request(WORKING_SET_NUMBER, 0, length);
             match requested.and_then(|()| self.client.next_data(into)) {
                 Ok(travelled) => {
                     self.failures = 0;

@@ -14,7 +14,7 @@ use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
 use rewake_criu_images::Digest;
 use rewake_image_io::BLOCK;
-use rewake_image_protocol::WORKING_SET_FILE;
+use rewake_image_protocol::WORKING_SET_NUMBER;
 use rewake_image_server::exports::{ImageFolder, OpenImage};
 use rewake_manifest::{ManifestRecord, SealedChunk};
 use tokio::runtime::Handle;
@@ -127,7 +127,7 @@ impl StoredFiles {
 
     /// Returns the length of a file.
     fn length(&self, file: u32) -> anyhow::Result<u64> {
-        if file == WORKING_SET_FILE {
+        if file == WORKING_SET_NUMBER {
             let found = self.working_set.as_ref().map(|bytes| bytes.len() as u64);
             return found.context("the image has no working set");
         }
@@ -139,7 +139,7 @@ impl StoredFiles {
     /// Reads a range, which is in the file.
     async fn read(&self, file: u32, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
         let mut bytes = vec![0; usize::try_from(range.end - range.start)?];
-        if let Some(working_set) = self.working_set.as_deref().filter(|_| file == WORKING_SET_FILE) {
+        if let Some(working_set) = self.working_set.as_deref().filter(|_| file == WORKING_SET_NUMBER) {
             let (start, end) = (usize::try_from(range.start)?, usize::try_from(range.end)?);
             return Ok(working_set.get(start..end).context("the working set is shorter")?.to_vec());
         }
@@ -398,7 +398,7 @@ mod tests {
         runtime.block_on(push(&store, &image.path(), "web")).unwrap();
         let mut open = StoreFolder::new(store, runtime.handle().clone()).open(Path::new("web"), 0).unwrap();
         assert_eq!(open.working_set_length(), 8);
-        assert_eq!(read(&mut *open, WORKING_SET_FILE, 0..8).unwrap(), b"recorded");
-        assert!(open.begin(WORKING_SET_FILE, 0..9).is_err());
+        assert_eq!(read(&mut *open, WORKING_SET_NUMBER, 0..8).unwrap(), b"recorded");
+        assert!(open.begin(WORKING_SET_NUMBER, 0..9).is_err());
     }
 }
