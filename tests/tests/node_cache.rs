@@ -24,6 +24,7 @@ const MIB: usize = 32;
 const SLOW: u64 = 8 << 20;
 /// Time for an agent to end.
 const END: Duration = Duration::from_secs(8);
+const WORKING_SET: &str = "rewake-working-set.json";
 /// Restores at once.
 const REPLICAS: usize = 8;
 
@@ -106,11 +107,15 @@ fn replica(stored: &StoredScene, folder: &Path) -> Child {
 struct SlowStore {
     stored: StoredScene,
     link: SlowLink,
-    _server: SeaweedServer,
+    server: SeaweedServer,
 }
 
 impl SlowStore {
     fn new(criu: &Criu, weed: &Path) -> Self {
+        Self::of(criu, weed, "random")
+    }
+
+    fn of(criu: &Criu, weed: &Path, scenario: &str) -> Self {
         let server = SeaweedServer::start(weed).unwrap();
         let link = SlowLink::to(server.port(), SLOW).unwrap();
         let environment = SeaweedServer::environment(link.port()).to_vec();
@@ -121,15 +126,26 @@ impl SlowStore {
             command
         };
         let options = DaemonOptions { environment, ..DaemonOptions::default() };
-        let stored = StoredScene::with(criu, "random", MIB / 2, place, push, options).unwrap();
-        Self { stored, link, _server: server }
+        let stored = StoredScene::with(criu, scenario, MIB / 2, place, push, options).unwrap();
+        Self { stored, link, server }
     }
 
     /// Restores it. Returns when the program runs.
     fn restore(&self) {
-        let mut command = self.stored.restore(&["--wait", "alive"]).unwrap();
+        self.restore_with(&["--wait", "alive"]);
+    }
+
+    fn restore_with(&self, options: &[&str]) {
+        let mut command = self.stored.restore(options).unwrap();
         with_messages_in_file(&mut command, &self.stored.scene).unwrap();
         assert!(command.status().unwrap().success(), "{}", messages(&self.stored.scene));
+    }
+
+    /// Runs `rewake` beside the link. Returns what it wrote: it succeeds.
+    fn rewake(&self, arguments: &[&str]) -> String {
+        let output = self.server.rewake(arguments).unwrap().output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        said(&output)
     }
 
     /// Waits until so many bytes have passed the link.
@@ -147,6 +163,61 @@ impl SlowStore {
         self.stored.is_complete().unwrap();
         verify(&self.stored.cached()).unwrap();
     }
+
+    /// The program uses a quarter of its memory, and looks at the rest when that has arrived. Returns the record of the
+    /// restore.
+    fn answers(&self) -> serde_json::Value {
+        let StoredScene { scene, daemon, .. } = &self.stored;
+        let answered = scene.files().join("answered");
+        let found = until(ACT, || answered.exists().then_some(()));
+        assert!(found.is_some(), "{}{}", messages(scene), daemon.logs());
+        streamer_ended(scene).unwrap();
+        scene.stop().unwrap();
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", daemon.logs());
+        serde_json::from_slice(&fs::read(scene.work().join("rewake-timeline.json")).unwrap()).unwrap()
+    }
+
+    /// Restores a copy, and records what the program accesses.
+    fn record(&self, copy: &Path) {
+        let scene = &self.stored.scene;
+        scene.go().unwrap();
+        let mut command = rewake_tests::daemon::restore(scene.criu(), copy).unwrap();
+        command.args(["--record", "--wait", "alive", "-W"]).arg(scene.work()).args(["--", "-d", "-v4"]);
+        with_messages_in_file(&mut command, scene).unwrap();
+        assert!(command.status().unwrap().success(), "{}", messages(scene));
+        self.answers();
+    }
+}
+
+#[test]
+fn a_working_set_that_is_pushed_later_is_loaded_first() {
+    let (criu, weed) = (need!(Criu::main()), need!(SeaweedServer::program()));
+    let mut slow = SlowStore::of(&criu, &weed, "quarter");
+    let (copy, url) = (slow.stored.folder().join("copy"), slow.stored.url.clone());
+    slow.rewake(&["pull", &url, copy.to_str().unwrap()]);
+    slow.record(&copy);
+    slow.stored.scene.next_round().unwrap();
+    let push = || slow.rewake(&["push", copy.to_str().unwrap(), &url]);
+    assert!(push().ends_with("; its working set was stored\n"));
+    assert!(push().ends_with("under this name already\n"));
+
+    slow.link.slow_to(SLOW / 4);
+    slow.restore_with(&["--wait", "working-set"]);
+    slow.link.slow_to(SLOW);
+    let recorded = [&copy, &slow.stored.cached()].map(|image| fs::read(image.join(WORKING_SET)).unwrap());
+    assert!(recorded[0] == recorded[1], "it comes with the image");
+    slow.stored.scene.go().unwrap();
+    let record = slow.answers();
+    let at = record["working_set_us"].as_u64().unwrap();
+    let times = record["sampled_us"].as_array().unwrap();
+    let sample = times.iter().position(|time| time.as_u64().unwrap() >= at).unwrap();
+    let [memory, all] = [&record["memory"][0]["samples"][sample], &record["memory"][0]["bytes"]];
+    let [resident, all] = [memory, all].map(|bytes| bytes.as_u64().unwrap());
+    assert!(resident < all / 4 * 3, "{resident} of {all} bytes: the working set is a quarter\n{record}");
+    let faults = record["processes"][0]["page_faults"].as_u64().unwrap();
+    assert!(faults <= 16, "{faults} page faults: what the program accesses is resident\n{record}");
+    slow.stored.is_complete().unwrap();
+    verify(&slow.stored.cached()).unwrap();
 }
 
 #[test]

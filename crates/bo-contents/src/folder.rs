@@ -10,12 +10,6 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-/// The file of an image directory that lists the duplicates. A program that writes other pages into the
-/// directory makes it invalid.
-pub const DUPLICATES_FILE: &str = "rewake-duplicates.json";
-/// The file's name in earlier releases.
-pub const EARLIER_DUPLICATES_FILE: &str = "rewake-twins.json";
-
 /// A file of the image could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[error("{act} {name} in the image directory")]

@@ -41,9 +41,8 @@ mod save;
 mod slot_quota;
 
 pub use background_load::BackgroundLoad;
-pub use duplicate_finder::{Candidates, DuplicateSets};
+pub use duplicate_finder::find_duplicates;
 pub use error::{Error, Stall};
-pub use folder::{DUPLICATES_FILE, EARLIER_DUPLICATES_FILE};
 pub use handle::{LoadHandle, Progress};
 pub use load::LoadEvent;
 pub use pages::GpuPagesFile;

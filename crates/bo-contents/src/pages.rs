@@ -13,7 +13,7 @@ use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages
 use rewake_image_io::{ImageFile, read_now};
 use rewake_manifest::{ImageChecksums, MANIFEST_NAME};
 
-use crate::folder::{self as image, DUPLICATES_FILE, EARLIER_DUPLICATES_FILE, FileError};
+use crate::folder::{self as image, FileError};
 
 /// Bytes of a chunk, which fits a slot of staging memory.
 pub(crate) const CHUNK: u64 = 2 << 20;
@@ -187,10 +187,8 @@ impl GpuPagesFile {
         minor: u32,
         layout: Layout,
     ) -> Result<Self, FileError> {
-        // They are of an earlier image in the directory.
-        for stale in [DUPLICATES_FILE, EARLIER_DUPLICATES_FILE, MANIFEST_NAME] {
-            image::remove(folder, stale)?;
-        }
+        // It is of an earlier image in the directory.
+        image::remove(folder, MANIFEST_NAME)?;
         let file = image::create(folder, &name)?;
         let made = file.set_len(layout.1);
         let made = made.and_then(|()| file.write_all_at(&(layout.1 - HEADER).to_le_bytes(), 0));

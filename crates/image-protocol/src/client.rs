@@ -80,7 +80,7 @@ impl<S: Read + Write> ImageClient<S> {
     }
 
     /// Requests bytes of a file: 0 is the manifest, 1 the first file that it names,
-    /// [`WORKING_SET_FILE`](crate::WORKING_SET_FILE) the working set.
+    /// [`WORKING_SET_NUMBER`](crate::WORKING_SET_NUMBER) the working set.
     ///
     /// # Errors
     /// The connection fails.

@@ -21,7 +21,7 @@ pub const VERSION: u32 = 2;
 /// The most bytes of one read: a chunk.
 pub const MAX_READ: u32 = 2 << 20;
 /// The number of the recorded working set among the files.
-pub const WORKING_SET_FILE: u32 = u32::MAX;
+pub const WORKING_SET_NUMBER: u32 = u32::MAX;
 /// The most bytes of a message, without the data after it. A name is at most 4096 bytes long.
 pub const MAX_MESSAGE: usize = 16 << 10;
 /// The most reads that a client may have outstanding. The server stops reading requests earlier: its replies wait for

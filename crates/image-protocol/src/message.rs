@@ -115,8 +115,9 @@ pub fn receive<M: Message + Default>(stream: &mut impl Read) -> Result<Option<M>
     Ok(Some(M::decode(body.as_slice())?))
 }
 
-/// A peer that has ended closes or resets the connection.
-pub(crate) fn closed(error: io::Error) -> MessageError {
+/// Returns the error of a stream: a peer that has ended closes or resets the connection.
+#[must_use]
+pub fn closed(error: io::Error) -> MessageError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
             MessageError::Closed

@@ -233,7 +233,7 @@ impl ImageCopy<'_> {
 
     /// Copies the recorded working set, which no manifest proves: a wrong one only makes a restore slower.
     fn working_set(&mut self) -> anyhow::Result<()> {
-        if let Some(sent) = self.source.working_set(&mut self.buffer).context("the working set")? {
+        if let Some(sent) = self.source.working_set(&mut self.buffer) {
             self.report.sent += sent;
             self.target.write_working_set(&self.buffer)?;
         }

@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use rewake_criu_images::Digest;
 use rewake_image_protocol::client::ImageClient;
 use rewake_image_protocol::message::MessageError;
-use rewake_image_protocol::{MAX_READ, WORKING_SET_FILE};
+use rewake_image_protocol::{MAX_READ, WORKING_SET_NUMBER};
 use rewake_manifest::SealedChunk;
 use tracing::warn;
 
@@ -53,14 +53,8 @@ pub trait ChunkSource {
     fn next_data(&mut self, into: &mut Vec<u8>) -> anyhow::Result<u64>;
 
     /// Reads the recorded working set of the image, while no read is outstanding. Returns how many bytes
-    /// travelled; none if the source has no working set.
-    ///
-    /// # Errors
-    /// The source is lost for long.
-    fn working_set(&mut self, into: &mut Vec<u8>) -> anyhow::Result<Option<u64>> {
-        into.clear();
-        Ok(None)
-    }
+    /// travelled; none if the source has no working set that can be read: an image is right without it.
+    fn working_set(&mut self, into: &mut Vec<u8>) -> Option<u64>;
 }
 
 /// A stream to an image server.
@@ -182,12 +176,26 @@ impl ChunkSource for ImageSource {
         }
     }
 
-    fn working_set(&mut self, into: &mut Vec<u8>) -> anyhow::Result<Option<u64>> {
-        let length = self.client.working_set_length();
-        // A longer one is none.
-        let length = u32::try_from(length).ok().filter(|length| (1..=MAX_READ).contains(length));
-        let Some(length) = length else { return Ok(None) };
-        self.request(WORKING_SET_FILE, 0, length)?;
-        self.next_data(into).map(Some)
+    fn working_set(&mut self, into: &mut Vec<u8>) -> Option<u64> {
+        // By the length that each connection says: the file may be another one by then.
+        loop {
+            let length = u32::try_from(self.client.working_set_length()).ok();
+            // A longer one is none.
+            let length = length.filter(|length| (1..=MAX_READ).contains(length))?;
+            let requested = self.client.request(WORKING_SET_NUMBER, 0, length);
+            match requested.and_then(|()| self.client.next_data(into)) {
+                Ok(travelled) => {
+                    self.failures = 0;
+                    return Some(travelled);
+                }
+                Err(MessageError::Refused(reason)) => {
+                    warn!("the image is copied without its working set: {reason}");
+                    // The server has closed the connection. If there is no other one, the next read says so.
+                    let _ = self.reconnect(MessageError::Closed);
+                    return None;
+                }
+                Err(error) => self.reconnect(error).ok()?,
+            }
+        }
     }
 }

@@ -413,3 +413,37 @@ fn a_recorded_working_set_is_copied_and_one_that_is_there_stays() {
     assert_eq!(copied(&scene).as_deref(), Some("recorded here"));
     scene.assert_copied();
 }
+
+/// A source whose first connection ends after so many bytes to the client. Then another working set takes the place of
+/// the first, or none.
+fn cut_once(scene: &Scene, cut_after: usize, next: Option<&'static str>) -> ImageSource {
+    let exports = ImageDirectory::new(&scene.dir.path().join("exports")).unwrap();
+    let exports = Arc::new(Exports::new(Arc::new(exports)));
+    let (path, mut connections) = (scene.image().join(WORKING_SET_NAME), 0);
+    let connect = move || {
+        connections += 1;
+        if connections == 2 {
+            fs::remove_file(&path)?;
+            next.map_or(Ok(()), |next| fs::write(&path, next))?;
+        }
+        let (ours, mut theirs) = UnixStream::pair()?;
+        let exports = Arc::clone(&exports);
+        std::thread::spawn(move || serve(&exports, &mut theirs, |_, _| Ok(())));
+        let left = if connections == 1 { cut_after } else { usize::MAX };
+        Ok(Box::new(Cut { stream: ours, left }) as Box<_>)
+    };
+    ImageSource::open(connect, "web/1").unwrap()
+}
+
+#[test]
+fn a_working_set_that_changes_during_a_cut_is_the_new_one() {
+    for next in [Some("recorded later, and longer"), Some("short"), None] {
+        let scene = Scene::new();
+        fs::write(scene.image().join(WORKING_SET_NAME), [b'x'; 10_000]).unwrap();
+        let in_its_middle = usize::try_from(manifest_length(&scene.image())).unwrap() + 5000;
+        pull(&mut cut_once(&scene, in_its_middle, next), &scene.copy(), None).unwrap();
+        let copied = fs::read_to_string(scene.copy().join(WORKING_SET_NAME)).ok();
+        assert_eq!(copied.as_deref(), next);
+        scene.assert_copied();
+    }
+}

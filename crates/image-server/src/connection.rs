@@ -1,21 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The requests of one client, one after another.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_image_protocol::compressed::{self, COMPRESSED_BLOCK};
-use rewake_image_protocol::message::{MessageError, receive, send};
+use rewake_image_protocol::message::{MessageError, closed, receive, send};
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
-use rewake_image_protocol::{Data, MAX_READ, Open, Opened, Read as RangeRead, VERSION, hello, reply_of};
+use rewake_image_protocol::{
+    Data, MAX_MESSAGE, MAX_READ, Open, Opened, Read as RangeRead, VERSION, hello, reply_of,
+};
 
 use crate::exports::{Exports, OpenImage};
 use crate::pace::ReplyPace;
 
 /// Bytes that are read from a file and sent at a time: those of a demand read, in one write.
 const PIECE: usize = COMPRESSED_BLOCK;
+
+/// Bytes of requests that are taken at once: a read has some 20.
+const ARRIVED: usize = 4 << 10;
 
 /// What a connection was used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -51,7 +57,8 @@ fn answer<S: Read + Write>(
     stream: &mut S,
     opened: impl FnOnce(&mut S, &str) -> std::io::Result<()>,
 ) -> anyhow::Result<Served> {
-    match next(stream)? {
+    let mut requests = ArrivedRequests::default();
+    match requests.next(stream)? {
         None => return Ok(Served::default()),
         Some(Request::Hello(theirs)) => {
             // Sent first: a client of another version says so, too.
@@ -63,7 +70,7 @@ fn answer<S: Read + Write>(
         }
         Some(other) => return Err(unexpected("a hello", &other)),
     }
-    let mut image = match next(stream)? {
+    let mut image = match requests.next(stream)? {
         None => return Ok(Served::default()),
         Some(Request::Open(Open { image, ancestor })) => {
             let open = exports.open(&image, ancestor)?;
@@ -79,7 +86,9 @@ fn answer<S: Read + Write>(
         Some(other) => return Err(unexpected("the name of an image", &other)),
     };
     let (mut served, mut reader) = (Served::default(), RangeSender::default());
-    while let Some(request) = next(stream)? {
+    while requests.receive(stream)? {
+        requests.announce(&mut *image);
+        let Some(request) = requests.pop() else { break };
         let Request::Read(read) = request else { return Err(unexpected("a read", &request)) };
         reader.send(&mut *image, read, stream)?;
         served.reads += 1;
@@ -88,9 +97,78 @@ fn answer<S: Read + Write>(
     Ok(served)
 }
 
-fn next(stream: &mut impl Read) -> anyhow::Result<Option<Request>> {
-    let request: Option<rewake_image_protocol::Request> = receive(stream)?;
-    request.map(|request| request.what.context("an empty request")).transpose()
+/// Requests that a client has sent, and that are not answered yet.
+#[derive(Debug, Default)]
+struct ArrivedRequests {
+    waiting: VecDeque<Request>,
+    /// How many of them, from the first on, the image expects.
+    announced: usize,
+    /// The first bytes of the next message.
+    bytes: Vec<u8>,
+}
+
+impl ArrivedRequests {
+    /// Returns the next request; none when the client has closed the connection.
+    fn next(&mut self, stream: &mut impl Read) -> anyhow::Result<Option<Request>> {
+        self.receive(stream)?;
+        Ok(self.pop())
+    }
+
+    /// Waits for a request, and takes all that have arrived. Returns false when the client has closed the connection.
+    fn receive(&mut self, stream: &mut impl Read) -> anyhow::Result<bool> {
+        let mut received = [0; ARRIVED];
+        while self.waiting.is_empty() {
+            match stream.read(&mut received) {
+                Ok(0) if self.bytes.is_empty() => return Ok(false),
+                Ok(0) => return Err(MessageError::Closed.into()),
+                Ok(length) => self.bytes.extend(&received[..length]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(closed(error).into()),
+            }
+            self.decode()?;
+        }
+        Ok(true)
+    }
+
+    fn pop(&mut self) -> Option<Request> {
+        self.announced = self.announced.saturating_sub(1);
+        self.waiting.pop_front()
+    }
+
+    fn decode(&mut self) -> anyhow::Result<()> {
+        let mut rest = &self.bytes[..];
+        while let Some((length, message)) = rest.split_first_chunk() {
+            let length = u32::from_le_bytes(*length) as usize;
+            // One that is too long is an error at once.
+            if length <= MAX_MESSAGE && message.len() < length {
+                break;
+            }
+            let request: Option<rewake_image_protocol::Request> = receive(&mut rest)?;
+            let what = request.and_then(|request| request.what);
+            self.waiting.push_back(what.context("an empty request")?);
+        }
+        self.bytes = rest.to_vec();
+        Ok(())
+    }
+
+    /// Has the image expect as many of the reads as it has room for.
+    fn announce(&mut self, image: &mut dyn OpenImage) {
+        let new = self.waiting.iter().skip(self.announced);
+        let is_expected = |request: &&Request| match request {
+            Request::Read(read) => expect(image, *read),
+            _ => false,
+        };
+        self.announced += new.take_while(is_expected).count();
+    }
+}
+
+/// Has an image expect a read, unless it will be refused. Returns false if there is no room for it now.
+fn expect(image: &mut dyn OpenImage, read: RangeRead) -> bool {
+    let RangeRead { file, offset, length } = read;
+    match offset.checked_add(length.into()).filter(|_| (1..=MAX_READ).contains(&length)) {
+        Some(end) => image.expect(file, offset..end),
+        None => true,
+    }
 }
 
 /// Sends ranges of files in pieces.
@@ -166,14 +244,16 @@ fn unexpected(expected: &'static str, found: &Request) -> anyhow::Error {
 mod tests {
     use std::fs::{self, File};
     use std::io::Cursor;
-    use std::sync::Arc;
+    use std::ops::Range;
+    use std::path::Path;
+    use std::sync::{Arc, Mutex};
 
-    use rewake_criu_images::{Inventory, write};
+    use rewake_criu_images::{Digest, Inventory, write};
     use rewake_image_protocol::{Reply as RawReply, Request as RawRequest};
     use rewake_manifest::seal;
 
     use super::*;
-    use crate::exports::ImageDirectory;
+    use crate::exports::{ImageDirectory, ImageFolder};
 
     const LENGTH: usize = 4 * PIECE;
 
@@ -202,6 +282,135 @@ mod tests {
         fn flush(&mut self) -> io::Result<()> {
             Ok(())
         }
+    }
+
+    /// An image that has room for two reads ahead, and what was done with it.
+    #[derive(Debug, Default)]
+    struct SlowImage {
+        acts: Arc<Mutex<Vec<(&'static str, u64)>>>,
+        expected: usize,
+    }
+
+    impl OpenImage for SlowImage {
+        fn id(&self) -> Digest {
+            Digest([7; 32])
+        }
+
+        fn manifest_length(&self) -> u64 {
+            0
+        }
+
+        fn expect(&mut self, _: u32, range: Range<u64>) -> bool {
+            let has_room = self.expected < 3;
+            if has_room {
+                self.expected += 1;
+                self.acts.lock().unwrap().push(("expect", range.start));
+            }
+            has_room
+        }
+
+        fn begin(&mut self, _: u32, range: Range<u64>) -> anyhow::Result<()> {
+            self.expected = self.expected.saturating_sub(1);
+            self.acts.lock().unwrap().push(("begin", range.start));
+            Ok(())
+        }
+
+        fn next(&mut self, _: &mut [u8]) -> anyhow::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[derive(Debug)]
+    struct SlowFolder(Arc<Mutex<Vec<(&'static str, u64)>>>);
+
+    impl ImageFolder for SlowFolder {
+        fn open(&self, _: &Path, _: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+            Ok(Box::new(SlowImage { acts: Arc::clone(&self.0), expected: 0 }))
+        }
+    }
+
+    /// A client that has sent these reads, in pieces of so many bytes.
+    struct SentRequests {
+        requests: Cursor<Vec<u8>>,
+        piece: usize,
+    }
+
+    impl SentRequests {
+        fn new(reads: &[(u64, u32)], piece: usize) -> Self {
+            let open = Open { image: "web".to_owned(), ancestor: 0 };
+            let reads =
+                reads.iter().map(|&(offset, length)| Request::Read(RangeRead { file: 1, offset, length }));
+            let mut requests = Vec::new();
+            for request in [Request::Hello(hello()), Request::Open(open)].into_iter().chain(reads) {
+                send(&mut requests, &RawRequest { what: Some(request) }, &[]).unwrap();
+            }
+            Self { requests: Cursor::new(requests), piece }
+        }
+    }
+
+    impl Read for SentRequests {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            let most = buffer.len().min(self.piece);
+            self.requests.read(&mut buffer[..most])
+        }
+    }
+
+    impl Write for SentRequests {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Serves these reads. Returns what was done with the image, and the result.
+    fn served(reads: &[(u64, u32)], piece: usize) -> (Vec<(&'static str, u64)>, anyhow::Result<Served>) {
+        let acts = Arc::new(Mutex::new(Vec::new()));
+        let exports = Exports::new(Arc::new(SlowFolder(Arc::clone(&acts))));
+        let result = serve(&exports, &mut SentRequests::new(reads, piece), |_, _| Ok(()));
+        let acts = acts.lock().unwrap().clone();
+        (acts, result)
+    }
+
+    #[test]
+    fn reads_that_have_arrived_are_expected_before_their_turn() {
+        let reads = [10, 20, 30, 40, 50].map(|offset| (offset, 1));
+        let (acts, served) = served(&reads, usize::MAX);
+        let [e, b] = ["expect", "begin"];
+        let wanted =
+            [(e, 10), (e, 20), (e, 30), (b, 10), (e, 40), (b, 20), (e, 50), (b, 30), (b, 40), (b, 50)];
+        assert_eq!(acts, wanted);
+        assert_eq!(served.unwrap(), Served { reads: 5, bytes: 5 });
+    }
+
+    #[test]
+    fn requests_that_arrive_in_pieces_are_answered() {
+        for piece in [1, 3, 50] {
+            let (acts, served) = served(&[(10, 1), (20, 2)], piece);
+            assert_eq!(acts.iter().filter(|(act, _)| *act == "begin").count(), 2);
+            assert_eq!(served.unwrap(), Served { reads: 2, bytes: 3 });
+        }
+    }
+
+    #[test]
+    fn a_read_that_is_refused_is_not_expected() {
+        for read in [(10, 0), (10, MAX_READ + 1), (10, u32::MAX), (u64::MAX, 2)] {
+            let (acts, served) = served(&[(0, 1), read], usize::MAX);
+            assert_eq!(acts, [("expect", 0), ("begin", 0)]);
+            served.unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_client_that_ends_in_a_message_has_closed_the_connection() {
+        let mut client = SentRequests::new(&[(10, 1)], usize::MAX);
+        let length = client.requests.get_ref().len();
+        client.requests.get_mut().truncate(length - 1);
+        let exports = Exports::new(Arc::new(SlowFolder(Arc::default())));
+        let error = serve(&exports, &mut client, |_, _| Ok(())).unwrap_err();
+        assert!(matches!(error.downcast_ref(), Some(MessageError::Closed)), "{error:#}");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::{Digest, ImageDir, ImageLease};
-use rewake_image_protocol::WORKING_SET_FILE;
+use rewake_image_protocol::WORKING_SET_NUMBER;
 use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{MANIFEST_NAME, MAX_WORKING_SET, ManifestReader, ManifestRecord, WORKING_SET_NAME};
 use rewake_peer_stream::PeerRights;
@@ -41,7 +41,13 @@ pub trait OpenImage {
         0
     }
 
-    /// Begins to read a range of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_FILE`] the
+    /// Prepares for a range that will be read after those before: a slow source is asked for it at once. Returns false if
+    /// there is no room for it now.
+    fn expect(&mut self, _file: u32, _range: Range<u64>) -> bool {
+        true
+    }
+
+    /// Begins to read a range of a file: 0 is the manifest, 1 the first file that it names, [`WORKING_SET_NUMBER`] the
     /// working set.
     ///
     /// # Errors
@@ -164,7 +170,7 @@ impl ExportedImage {
 
     fn file(&mut self, number: u32) -> anyhow::Result<&File> {
         let Self { directory, names, open, working_set, .. } = self;
-        if number == WORKING_SET_FILE {
+        if number == WORKING_SET_NUMBER {
             let found = working_set.as_ref().map(|(file, _)| file);
             return found.context("the image has no working set");
         }
@@ -257,14 +263,14 @@ mod tests {
         sealed(&root.path().join("web"));
         let exports = exports(root.path());
         assert_eq!(exports.open("web", 0).unwrap().working_set_length(), 0);
-        exports.open("web", 0).unwrap().begin(WORKING_SET_FILE, 0..1).unwrap_err();
+        exports.open("web", 0).unwrap().begin(WORKING_SET_NUMBER, 0..1).unwrap_err();
         fs::write(&path, "recorded").unwrap();
         let mut open = exports.open("web", 0).unwrap();
         // A restore that records writes another file.
         fs::remove_file(&path).unwrap();
         assert_eq!(open.working_set_length(), 8);
         let mut bytes = [0; 8];
-        open.begin(WORKING_SET_FILE, 0..8).unwrap();
+        open.begin(WORKING_SET_NUMBER, 0..8).unwrap();
         open.next(&mut bytes).unwrap();
         assert_eq!(&bytes, b"recorded");
         // One that no restore can have recorded.

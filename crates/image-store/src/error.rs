@@ -54,7 +54,8 @@ pub enum ImageStoreError {
     },
     /// A push has given the name another image while this one was to be removed.
     #[error(
-        "{url}: a push has replaced the image meanwhile, and the new one was not removed: repeat `rewake rm` to remove it"
+        "{url}: another command has replaced or removed the image meanwhile, so this one has not changed it: repeat it for \
+         what has the name now"
     )]
     Replaced {
         /// The image.

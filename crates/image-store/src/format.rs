@@ -14,7 +14,7 @@ use rewake_image_io::BLOCK;
 use crate::error::{ImageStoreError, Result, bounded};
 use crate::generated as raw;
 use crate::generated::{Kind, Record, record::What};
-use crate::names::{is_pack, is_version};
+use crate::names::{is_pack, is_version, is_working_set};
 
 const MAGIC: [u8; 8] = *b"RWKSTORE";
 const VERSION: u32 = 1;
@@ -38,6 +38,8 @@ pub struct StoredImage {
     pub files: u64,
     /// The sum of their lengths.
     pub bytes: u64,
+    /// The object with its recorded working set; none in an index, as a later push may bring another one.
+    pub(crate) working_set: Option<String>,
 }
 
 /// Where a chunk is stored.
@@ -94,8 +96,9 @@ impl StoredImage {
     }
 
     fn raw(&self) -> raw::Image {
-        let Self { name, version, id, manifest_length, files, bytes } = self.clone();
-        raw::Image { name, version, image_id: id.0.to_vec(), manifest_length, files, bytes }
+        let Self { name, version, id, manifest_length, files, bytes, working_set } = self.clone();
+        let (image_id, working_set) = (id.0.to_vec(), working_set.unwrap_or_default());
+        raw::Image { name, version, image_id, manifest_length, files, bytes, working_set }
     }
 }
 
@@ -248,13 +251,17 @@ impl<'a> ObjectReader<'a> {
             What::Image(raw) => raw,
             other => return Err(self.unexpected("the image", &other)),
         };
-        let raw::Image { name, version, image_id, manifest_length, files, bytes } = raw;
+        let raw::Image { name, version, image_id, manifest_length, files, bytes, working_set } = raw;
         let id = image_id.try_into().map(Digest);
         let id = id.map_err(|_| self.damaged("an image id that has not 32 bytes"))?;
         if !is_version(&version) {
             return Err(self.damaged(&format!("the name of an index {version:.80?}")));
         }
-        Ok(StoredImage { name, version, id, manifest_length, files, bytes })
+        let working_set = Some(working_set).filter(|name| !name.is_empty());
+        if let Some(other) = working_set.as_ref().filter(|name| !is_working_set(name)) {
+            return Err(self.damaged(&format!("the name of a working set {other:.80?}")));
+        }
+        Ok(StoredImage { name, version, id, manifest_length, files, bytes, working_set })
     }
 
     fn finish(&self) -> Result<()> {

@@ -14,8 +14,8 @@ use futures::{StreamExt as _, TryStreamExt as _};
 use tracing::warn;
 
 use crate::error::{ImageStoreError, Result};
-use crate::format::ImageIndex;
-use crate::names::{CLOCK, DAMAGED, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, is_image_name};
+use crate::format::{ImageIndex, StoredImage};
+use crate::names::{CLOCK, DAMAGED, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, WORKING_SETS, is_image_name};
 use crate::store::{ImageStore, MAX_INDEXES, MAX_REQUESTS};
 
 /// The age from which what no image uses is removed: a push and the packs that it may reuse are younger.
@@ -86,6 +86,10 @@ pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<Garb
     let manifests = manifests.map(|(name, _)| name).collect();
     let clocks = store.list(CLOCK).await?.into_iter().filter(|(_, found)| is_old(found.written));
     let clocks = clocks.map(|(name, _)| name).collect();
+    let working_sets = store.list(WORKING_SETS).await?.into_iter();
+    let working_sets =
+        working_sets.filter(|(name, found)| is_old(found.written) && !plan.working_sets.contains(name));
+    let working_sets = working_sets.map(|(name, _)| name).collect();
     let damaged = store.list(DAMAGED).await?.into_keys();
     let damaged = damaged.filter(|name| !packs.contains_key(name) || unused.contains(name)).collect();
     // Indexes first: a pack never goes before what says that it is used. Each mark goes after its index.
@@ -94,6 +98,7 @@ pub async fn collect_garbage(store: &ImageStore, grace: Duration) -> Result<Garb
     delete_all(store, PACKS, unused.into_iter().collect()).await?;
     delete_all(store, DAMAGED, damaged).await?;
     delete_all(store, MANIFESTS, manifests).await?;
+    delete_all(store, WORKING_SETS, working_sets).await?;
     delete_all(store, CLOCK, clocks).await?;
     Ok(report)
 }
@@ -108,6 +113,8 @@ struct IndexPlan {
     marked: Vec<String>,
     /// Those that lose their marks.
     unmarked: Vec<String>,
+    /// The working sets of images.
+    working_sets: HashSet<String>,
 }
 
 impl IndexPlan {
@@ -120,23 +127,24 @@ impl IndexPlan {
         for version in unlisted.cloned().collect::<Vec<_>>() {
             match (store.head(INDEXES, &version).await?, named.get(&version)) {
                 (Some(found), _) => drop(indexes.insert(version, found)),
-                (None, Some(name)) => refuse_missing(store, &version, name).await?,
+                (None, Some(image)) => refuse_missing(store, &version, &image.name).await?,
                 (None, None) => {}
             }
         }
         let mut plan = Self::default();
         plan.unmarked.extend(marks.keys().filter(|version| !indexes.contains_key(*version)).cloned());
         for (version, index) in indexes {
-            let name = match named.get(&version) {
-                Some(name) => Some(name.clone()),
-                None if is_old(index.written) => unlisted_name(store, &version).await?,
+            let image = match named.get(&version) {
+                Some(image) => Some(image.clone()),
+                None if is_old(index.written) => unlisted_image(store, &version).await?,
                 None => None,
             };
             let mark = marks.get(&version).map(|mark| mark.written);
-            if name.is_some() {
+            if let Some(image) = image {
+                plan.working_sets.extend(image.working_set);
                 // Its name was written after the mark, or `rewake rm` was killed before it removed the name.
                 plan.unmarked.extend(mark.is_some().then(|| version.clone()));
-                plan.kept.insert(version, name);
+                plan.kept.insert(version, Some(image.name));
                 continue;
             }
             let mark = mark.or_else(|| {
@@ -156,19 +164,19 @@ impl IndexPlan {
     }
 }
 
-/// Returns the indexes of all names.
-async fn named_indexes(store: &ImageStore) -> Result<HashMap<String, String>> {
+/// Returns the images of all names, by their indexes.
+async fn named_indexes(store: &ImageStore) -> Result<HashMap<String, StoredImage>> {
     let names = store.list(NAMES).await?.into_keys();
     let images = futures::stream::iter(names).map(async |name| store.find(&name).await);
     let images = images.buffer_unordered(MAX_REQUESTS);
     images
-        .try_filter_map(async |image| Ok(image.map(|image| (image.version, image.name))))
+        .try_filter_map(async |image| Ok(image.map(|image| (image.version.clone(), image))))
         .try_collect()
         .await
 }
 
-/// Returns the name of an index that a listing of names lacks. A listing of a directory leaves out what it cannot read.
-async fn unlisted_name(store: &ImageStore, version: &str) -> Result<Option<String>> {
+/// Returns the image of an index that a listing of names lacks. A listing of a directory leaves out what it cannot read.
+async fn unlisted_image(store: &ImageStore, version: &str) -> Result<Option<StoredImage>> {
     let name = match store.index(version).await {
         Ok(Some(index)) => index.image.name,
         // It says no name.
@@ -176,7 +184,7 @@ async fn unlisted_name(store: &ImageStore, version: &str) -> Result<Option<Strin
         Err(error) => return Err(error),
     };
     let image = if is_image_name(&name) { store.find(&name).await? } else { None };
-    Ok(image.filter(|image| image.version == version).map(|image| image.name))
+    Ok(image.filter(|image| image.version == version))
 }
 
 /// Refuses to continue without the index of an image, unless the image was removed or replaced meanwhile.

@@ -38,6 +38,7 @@ mod url;
 mod verify;
 #[cfg(test)]
 mod walk;
+mod working_set;
 
 pub use error::{ImageStoreError, Result};
 pub use format::StoredImage;

@@ -11,6 +11,8 @@ pub(crate) const NAMES: &str = "names";
 pub(crate) const INDEXES: &str = "indexes";
 pub(crate) const MANIFESTS: &str = "manifests";
 pub(crate) const PACKS: &str = "packs";
+/// Recorded working sets: an image's name says which is its own.
+pub(crate) const WORKING_SETS: &str = "working-sets";
 /// An index with an object of its name here is removed later.
 pub(crate) const REMOVED: &str = "removed";
 /// A pack with an object of its name here has wrong bytes: no push uses it.
@@ -50,6 +52,11 @@ pub(crate) fn is_pack(name: &str) -> bool {
 
 /// Whether this is the name of an index.
 pub(crate) fn is_version(name: &str) -> bool {
+    hash_of(name).is_some()
+}
+
+/// Whether this is the name of a working set.
+pub(crate) fn is_working_set(name: &str) -> bool {
     hash_of(name).is_some()
 }
 

@@ -15,6 +15,8 @@ pub struct PinnedImage {
     pub(crate) store: ImageStore,
     pub(crate) image: StoredImage,
     pub(crate) reader: Arc<ChunkReader>,
+    /// The recorded working set, as it was when the image was opened.
+    pub(crate) working_set: Option<Arc<[u8]>>,
     /// For an image server; none until the first client.
     pub(crate) files: Mutex<Option<Arc<StoredFiles>>>,
 }
@@ -33,8 +35,10 @@ impl PinnedImage {
     /// # Errors
     /// Its index is damaged, or the store cannot be read.
     pub async fn of(store: &ImageStore, image: StoredImage) -> Result<Self> {
-        let reader = Arc::new(ChunkReader::open(store, &image).await?);
-        Ok(Self { store: store.clone(), image, reader, files: Mutex::default() })
+        // At once: a restore waits for both.
+        let (reader, working_set) = tokio::join!(ChunkReader::open(store, &image), store.working_set(&image));
+        let (store, reader, files) = (store.clone(), Arc::new(reader?), Mutex::default());
+        Ok(Self { store, image, reader, working_set, files })
     }
 
     /// Returns the bytes of chunks that the store has sent.

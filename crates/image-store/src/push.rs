@@ -29,6 +29,7 @@ use crate::manifest_bytes::ManifestBytes;
 use crate::names::{INDEXES, MANIFESTS, PACKS, REMOVED, hash_part, random};
 use crate::pack::{PackedChunk, Packs};
 use crate::store::{ImageStore, ListedObject, MAX_INDEX, MAX_INDEXES};
+use crate::working_set;
 
 /// The longest time that a push may take. What it uses is not removed for [`GRACE`], which is longer.
 pub(crate) const PUSH_LIMIT: Duration = Duration::from_secs(8 * 3600);
@@ -59,7 +60,9 @@ pub struct StorePushReport {
     pub written: u64,
     /// Bytes of packs that an earlier push had written before it ended.
     pub kept: u64,
-    /// The store had this image under this name: nothing was written.
+    /// Bytes of the recorded working set, if it was written.
+    pub working_set: u64,
+    /// The store had this image under this name: at most its working set was written.
     pub had: bool,
 }
 
@@ -91,8 +94,13 @@ pub(crate) async fn push_within(
     let id = manifest.id();
     store.begin(&images, || Ok(ManifestReader::open(&images)?), name).await?;
     let listed = store.sound_packs().await?;
-    if has(store, name, id, &listed).await {
-        return Ok(StorePushReport { id, had: true, ..StorePushReport::default() });
+    let recorded = working_set::of_directory(&images);
+    let earlier = store.find(name).await.ok().flatten().filter(|image| image.id == id);
+    if let Some(image) = &earlier
+        && has_chunks(store, image, &listed).await
+    {
+        let working_set = store.replace_working_set(image.clone(), recorded).await?;
+        return Ok(StorePushReport { id, had: true, working_set, ..StorePushReport::default() });
     }
     let start = store.now().await?;
     let known = known_chunks(store, &listed).await?;
@@ -112,7 +120,12 @@ pub(crate) async fn push_within(
     };
     push.all(manifest).await?;
     push.packs.finish().await?;
-    push.finish(name, sealed).await
+    push.report.working_set = recorded.as_ref().map_or(0, |bytes| bytes.len() as u64);
+    let working_set = match recorded {
+        Some(bytes) => Some(store.put_working_set(bytes).await?),
+        None => earlier.and_then(|image| image.working_set),
+    };
+    push.finish(name, sealed, working_set).await
 }
 
 /// How many threads read and compress.
@@ -120,12 +133,8 @@ fn threads() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS)
 }
 
-/// Whether the store has this image under this name, with all its packs.
-async fn has(store: &ImageStore, name: &str, id: Digest, packs: &BTreeMap<String, ListedObject>) -> bool {
-    let Ok(Some(image)) = store.find(name).await else { return false };
-    if image.id != id {
-        return false;
-    }
+/// Whether the store has all packs of an image.
+async fn has_chunks(store: &ImageStore, image: &StoredImage, packs: &BTreeMap<String, ListedObject>) -> bool {
     let index = store.index(&image.version).await;
     index.is_ok_and(|index| {
         index.is_some_and(|index| index.chunks.iter().all(|(_, chunk)| is_in(chunk, packs)))
@@ -277,12 +286,19 @@ impl ImagePush<'_> {
     }
 
     /// Writes what makes the packs an image.
-    async fn finish(mut self, name: &str, mut manifest: ManifestBytes<'_>) -> Result<StorePushReport> {
+    async fn finish(
+        mut self,
+        name: &str,
+        mut manifest: ManifestBytes<'_>,
+        working_set: Option<String>,
+    ) -> Result<StorePushReport> {
         let random = random().map_err(|error| self.store.setup(&format!("/dev/urandom: {error}")))?;
         let version = format!("{}-{random}", hash_part(self.report.id));
         let manifest_length = manifest.length();
         let StorePushReport { id, files, bytes, .. } = self.report;
-        let image = StoredImage { name: name.to_owned(), version, id, manifest_length, files, bytes };
+        let named = name.to_owned();
+        let image =
+            StoredImage { name: named, version, id, manifest_length, files, bytes, working_set: None };
         let chunks = std::mem::take(&mut self.chunks).into_iter().map(|(digest, chunk)| match chunk {
             PushedChunk::Known(known) => (digest, known),
             PushedChunk::Packed(packed, length) => (digest, self.packs.location(&packed, length)),
@@ -305,9 +321,10 @@ impl ImagePush<'_> {
         self.store.put_from(INDEXES, &image.version, &*encoded).await?;
         // From now on the index protects its packs.
         self.check_packs(&chunks).await?;
-        self.store.publish(image, &chunks).await?;
+        self.store.publish(StoredImage { working_set, ..image }, &chunks).await?;
         self.report.kept = self.packs.kept;
-        self.report.written = self.packs.written + manifest_length + encoded.len() as u64;
+        self.report.written =
+            self.packs.written + manifest_length + encoded.len() as u64 + self.report.working_set;
         Ok(self.report)
     }
 

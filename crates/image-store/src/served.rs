@@ -3,6 +3,7 @@
 //!
 //! Bytes that are a part of a chunk are not checked here. The client does that, by the manifest.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
@@ -14,9 +15,11 @@ use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
 use rewake_criu_images::Digest;
 use rewake_image_io::BLOCK;
+use rewake_image_protocol::WORKING_SET_NUMBER;
 use rewake_image_server::exports::{ImageFolder, OpenImage};
 use rewake_manifest::{ManifestRecord, SealedChunk};
 use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
 
 use crate::error::Result;
 use crate::format::StoredImage;
@@ -24,13 +27,19 @@ use crate::pinned::PinnedImage;
 use crate::read_ahead::{PIECE, ReadAhead};
 use crate::reader::ChunkReader;
 use crate::shared_reads::SharedReads;
-use crate::store::ImageStore;
+use crate::store::{ImageStore, MAX_REQUESTS};
 use crate::verify::manifest;
 
 /// Bytes of a connection that were read last, or are read ahead of it.
 const KEPT: usize = 8 << 20;
 /// The same of an image, for all of its connections.
 const KEPT_SHARED: usize = 32 << 20;
+
+/// Bytes of ranges that a connection reads at once, if they are more than [`ALWAYS_AHEAD`]: 200 MB/s over 5 ms. All share
+/// the link, so more would keep the first one, which a program may wait for, back.
+const AHEAD: u64 = 1 << 20;
+/// Ranges that a connection reads at once, however long they are: 2 MiB each.
+const ALWAYS_AHEAD: usize = 2;
 
 /// A store whose images are served. Its requests run in a runtime that must have threads of its own.
 #[derive(Debug)]
@@ -89,6 +98,7 @@ pub(crate) struct StoredFiles {
     manifest: File,
     files: Vec<StoredFile>,
     reader: Arc<ChunkReader>,
+    working_set: Option<Arc<[u8]>>,
     reads: SharedReads,
     ahead: ReadAhead,
 }
@@ -114,18 +124,17 @@ impl StoredFiles {
                 (ManifestRecord::Segment(_) | ManifestRecord::Parent(_), _) => {}
             }
         }
-        Ok(Self {
-            image,
-            manifest,
-            files,
-            reader,
-            reads: SharedReads::new(kept),
-            ahead: ReadAhead::new(kept),
-        })
+        let reads = SharedReads::new(kept);
+        let (working_set, ahead) = (pinned.working_set.clone(), ReadAhead::new(kept));
+        Ok(Self { image, manifest, files, reader, working_set, reads, ahead })
     }
 
     /// Returns the length of a file.
     fn length(&self, file: u32) -> anyhow::Result<u64> {
+        if file == WORKING_SET_NUMBER {
+            let found = self.working_set.as_ref().map(|bytes| bytes.len() as u64);
+            return found.context("the image has no working set");
+        }
         let Some(index) = file.checked_sub(1) else { return Ok(self.image.manifest_length) };
         let found = self.files.get(index as usize).map(|file| file.length);
         found.with_context(|| format!("the image has {} files", self.files.len()))
@@ -134,6 +143,10 @@ impl StoredFiles {
     /// Reads a range, which is in the file.
     async fn read(&self, file: u32, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
         let mut bytes = vec![0; usize::try_from(range.end - range.start)?];
+        if let Some(working_set) = self.working_set.as_deref().filter(|_| file == WORKING_SET_NUMBER) {
+            let (start, end) = (usize::try_from(range.start)?, usize::try_from(range.end)?);
+            return Ok(working_set.get(start..end).context("the working set is shorter")?.to_vec());
+        }
         let Some(index) = file.checked_sub(1) else {
             self.manifest.read_exact_at(&mut bytes, range.start)?;
             return Ok(bytes);
@@ -209,6 +222,9 @@ impl StoredFiles {
     }
 }
 
+/// A range that is being read.
+type RangeRead = (u32, Range<u64>, JoinHandle<anyhow::Result<Vec<u8>>>);
+
 /// An image of a store that a client has open.
 struct OpenStoredImage {
     files: Arc<StoredFiles>,
@@ -216,11 +232,23 @@ struct OpenStoredImage {
     /// The range that is read, and how many bytes of it are used.
     bytes: Vec<u8>,
     used: usize,
+    /// Ranges that the client has requested, in their order.
+    expected: VecDeque<RangeRead>,
 }
 
 impl OpenStoredImage {
     fn new(files: Arc<StoredFiles>, runtime: Handle) -> Self {
-        Self { files, runtime, bytes: Vec::new(), used: 0 }
+        Self { files, runtime, bytes: Vec::new(), used: 0, expected: VecDeque::new() }
+    }
+
+    /// Where a range is among those that the client has requested.
+    fn place(&self, file: u32, range: &Range<u64>) -> Option<usize> {
+        self.expected.iter().position(|(number, of, _)| (*number, of) == (file, range))
+    }
+
+    fn start(&self, file: u32, range: Range<u64>) -> RangeRead {
+        let (files, read) = (Arc::clone(&self.files), range.clone());
+        (file, range, self.runtime.spawn(async move { files.read(file, read).await }))
     }
 }
 
@@ -233,11 +261,34 @@ impl OpenImage for OpenStoredImage {
         self.files.image.manifest_length
     }
 
+    fn working_set_length(&self) -> u64 {
+        self.files.working_set.as_ref().map_or(0, |bytes| bytes.len() as u64)
+    }
+
+    fn expect(&mut self, file: u32, range: Range<u64>) -> bool {
+        let exists = self.files.length(file).is_ok_and(|length| range.end <= length);
+        if !exists || self.place(file, &range).is_some() {
+            // What does not exist is refused when it is read.
+            return true;
+        }
+        let bytes: u64 = self.expected.iter().map(|(_, of, _)| of.end - of.start).sum();
+        let is_near = bytes + (range.end - range.start) <= AHEAD && self.expected.len() < MAX_REQUESTS;
+        let has_room = is_near || self.expected.len() < ALWAYS_AHEAD;
+        if has_room {
+            self.expected.push_back(self.start(file, range));
+        }
+        has_room
+    }
+
     fn begin(&mut self, file: u32, range: Range<u64>) -> anyhow::Result<()> {
         let length = self.files.length(file)?;
         ensure!(range.end <= length, "the file has {length}");
-        let (files, of) = (Arc::clone(&self.files), range.clone());
-        let read = self.runtime.spawn(async move { files.read(file, of).await });
+        let place = self.place(file, &range);
+        // Those before it were not requested after all.
+        let expected =
+            self.expected.drain(..place.map_or(self.expected.len(), |place| place + 1)).next_back();
+        let expected = expected.filter(|_| place.is_some());
+        let (_, _, read) = expected.unwrap_or_else(|| self.start(file, range.clone()));
         self.files.read_ahead(file, &range, &self.runtime);
         self.bytes = self.runtime.block_on(read).context("a read ended early")??;
         self.used = 0;
@@ -254,9 +305,20 @@ impl OpenImage for OpenStoredImage {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
+    use object_store::throttle::{ThrottleConfig, ThrottledStore};
+    use rewake_manifest::WORKING_SET_NAME;
+
     use super::*;
     use crate::push;
     use crate::testing::{TestImage, TestObjects, random_bytes};
+
+    const CHUNK: usize = 2 << 20;
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap()
+    }
 
     /// Reads a range in pieces.
     fn read(image: &mut dyn OpenImage, file: u32, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
@@ -268,8 +330,7 @@ mod tests {
 
     #[test]
     fn ranges_of_files_are_those_of_the_image() {
-        const CHUNK: usize = 2 << 20;
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let runtime = runtime();
         let (_objects, store) = TestObjects::new();
         // Chunks of bytes, of zeros, of the same bytes, and a short one.
         let bytes = random_bytes("1", CHUNK);
@@ -300,5 +361,82 @@ mod tests {
         }
         open.begin(pages, 0..10).unwrap();
         assert!(open.next(&mut [0; 11]).is_err());
+    }
+
+    /// Blocks of memory, each of a chunk of its own, of a store that takes this long for each answer. Returns the image,
+    /// the number of its file, and where the blocks are.
+    fn far_blocks(
+        runtime: &tokio::runtime::Runtime,
+        delay: Duration,
+    ) -> (Box<dyn OpenImage>, u32, Vec<Range<u64>>) {
+        let (objects, store) = TestObjects::new();
+        let image = TestImage::new(&random_bytes("memory", 2 * MAX_REQUESTS * CHUNK));
+        runtime.block_on(push(&store, &image.path(), "web")).unwrap();
+        let config = ThrottleConfig { wait_get_per_call: delay, ..ThrottleConfig::default() };
+        let far = ImageStore::of(Arc::new(ThrottledStore::new(objects, config)));
+        let folder = StoreFolder::new(far, runtime.handle().clone());
+        let mut open = folder.open(Path::new("web"), 0).unwrap();
+        let block = |chunk: usize| {
+            let start = (chunk * CHUNK + 5 * BLOCK) as u64;
+            start..start + BLOCK as u64
+        };
+        let blocks: Vec<_> = (0..2 * MAX_REQUESTS).map(block).collect();
+        let last = blocks[blocks.len() - 1].clone();
+        let pages = (1..=2).find(|file| open.begin(*file, last.clone()).is_ok()).unwrap();
+        (open, pages, blocks)
+    }
+
+    #[test]
+    fn ranges_that_were_requested_are_read_at_once() {
+        let runtime = runtime();
+        // A store in the same region.
+        let [one_by_one, together] = [false, true].map(|is_expected| {
+            let (mut open, pages, blocks) = far_blocks(&runtime, Duration::from_millis(5));
+            let (began, mut expected) = (Instant::now(), 0);
+            for (at, block) in blocks.iter().enumerate() {
+                let next = blocks[expected.max(at)..].iter().filter(|_| is_expected);
+                expected =
+                    expected.max(at) + next.take_while(|block| open.expect(pages, (*block).clone())).count();
+                assert!(expected <= at + MAX_REQUESTS, "{expected} reads at once");
+                read(&mut *open, pages, block.clone()).unwrap();
+            }
+            began.elapsed()
+        });
+        eprintln!(
+            "blocks of a store that is 5 ms away, 32: {one_by_one:?} one by one, {together:?} together"
+        );
+        assert!(together < one_by_one / 2, "{one_by_one:?} {together:?}");
+    }
+
+    #[test]
+    fn ranges_that_were_expected_in_vain_cost_no_byte() {
+        let runtime = runtime();
+        let (mut open, pages, blocks) = far_blocks(&runtime, Duration::ZERO);
+        let wanted = |open: &mut dyn OpenImage, at: usize| read(open, pages, blocks[at].clone()).unwrap();
+        let alone: Vec<Vec<u8>> = (0..4).map(|at| wanted(&mut *open, at)).collect();
+        for at in [3, 1, 2] {
+            assert!(open.expect(pages, blocks[at].clone()));
+        }
+        assert!(open.expect(pages, 0..u64::MAX) && open.expect(99, 0..1), "refused when they are read");
+        for at in [1, 0, 3, 2] {
+            assert!(wanted(&mut *open, at) == alone[at]);
+        }
+        assert!(open.begin(pages, 0..u64::MAX).is_err() && open.begin(99, 0..1).is_err());
+        let large = |at: u64| at * AHEAD..(at + 1) * AHEAD;
+        let expected = (0..3).map(|at| open.expect(pages, large(at))).collect::<Vec<_>>();
+        assert_eq!(expected, [true, true, false]);
+    }
+
+    #[test]
+    fn the_working_set_of_a_stored_image_is_served() {
+        let runtime = runtime();
+        let (_objects, store) = TestObjects::new();
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        std::fs::write(image.path().join(WORKING_SET_NAME), "recorded").unwrap();
+        runtime.block_on(push(&store, &image.path(), "web")).unwrap();
+        let mut open = StoreFolder::new(store, runtime.handle().clone()).open(Path::new("web"), 0).unwrap();
+        assert_eq!(open.working_set_length(), 8);
+        assert_eq!(read(&mut *open, WORKING_SET_NUMBER, 0..8).unwrap(), b"recorded");
+        assert!(open.begin(WORKING_SET_NUMBER, 0..9).is_err());
     }
 }

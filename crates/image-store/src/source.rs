@@ -25,6 +25,7 @@ pub struct StoreSource {
     store: ImageStore,
     image: StoredImage,
     reader: Arc<ChunkReader>,
+    working_set: Option<Arc<[u8]>>,
     outstanding: VecDeque<JoinHandle<Result<TravelledBytes>>>,
 }
 
@@ -43,9 +44,9 @@ impl StoreSource {
     /// Reads an open image.
     #[must_use]
     pub fn of(pinned: &PinnedImage, runtime: Handle) -> Self {
-        let PinnedImage { store, image, reader, .. } = pinned;
+        let PinnedImage { store, image, reader, working_set, .. } = pinned;
         let (store, image, reader) = (store.clone(), image.clone(), Arc::clone(reader));
-        Self { runtime, store, image, reader, outstanding: VecDeque::new() }
+        Self { runtime, store, image, reader, working_set: working_set.clone(), outstanding: VecDeque::new() }
     }
 }
 
@@ -86,5 +87,11 @@ impl ChunkSource for StoreSource {
         let (bytes, travelled) = self.runtime.block_on(read).context("a read ended early")??;
         *into = bytes;
         Ok(travelled)
+    }
+
+    fn working_set(&mut self, into: &mut Vec<u8>) -> Option<u64> {
+        into.clear();
+        into.extend(self.working_set.as_deref()?);
+        Some(into.len() as u64)
     }
 }

@@ -117,7 +117,7 @@ impl ImageStore {
             return Ok(());
         }
         let (path, object) = (Path::from(MARKER), self.image_url(MARKER));
-        match self.read(&path, &object, MAX_MARKER).await? {
+        match self.read_at(&path, &object, MAX_MARKER).await? {
             None => Err(ImageStoreError::NoStore { url: self.url.clone() }),
             Some(bytes) if bytes == MARKER_BYTES => Ok(()),
             Some(_) => Err(self.setup(
@@ -157,6 +157,15 @@ impl ImageStore {
         repository.publish(image, &packs.collect()).await
     }
 
+    /// Returns the chunks of an image that [`ImageStore::publish`] needs to give it its name again.
+    pub(crate) async fn packs_of(&self, image: &StoredImage) -> Result<Vec<(Digest, ChunkLocation)>> {
+        if self.repository.is_none() {
+            return Ok(Vec::new());
+        }
+        let index = self.index(&image.version).await?;
+        Ok(index.map(|index| index.chunks).unwrap_or_default())
+    }
+
     /// Lists the images. An entry is an error where an image's object cannot be read.
     ///
     /// # Errors
@@ -188,11 +197,8 @@ impl ImageStore {
         if let Some(repository) = &self.repository {
             return repository.find(name).await;
         }
-        let object = self.object(NAMES, name);
-        let Some(bytes) = self.read(&path(NAMES, name), &object, MAX_NAME_OBJECT).await? else {
-            return Ok(None);
-        };
-        StoredImage::decode(&bytes, name, &object).map(Some)
+        let Some(bytes) = self.read(NAMES, name, MAX_NAME_OBJECT).await? else { return Ok(None) };
+        StoredImage::decode(&bytes, name, &self.object(NAMES, name)).map(Some)
     }
 
     /// Removes an image's name. `collect_garbage` removes its bytes later. The mark is written first: if the
@@ -282,7 +288,12 @@ impl ImageStore {
     }
 
     /// Reads an object of at most so many bytes as a whole; `None` if there is none.
-    async fn read(&self, path: &Path, object: &str, most: u64) -> Result<Option<Vec<u8>>> {
+    pub(crate) async fn read(&self, folder: &str, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
+        self.read_at(&path(folder, name), &self.object(folder, name), most).await
+    }
+
+    /// [`ImageStore::read`], of any path. `object` is its name in messages.
+    async fn read_at(&self, path: &Path, object: &str, most: u64) -> Result<Option<Vec<u8>>> {
         let found = match self.objects.get(path).await {
             Err(error) if is_missing(&error) => return Ok(None),
             found => found.map_err(request("read", object))?,

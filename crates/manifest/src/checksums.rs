@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 
-use rewake_criu_images::{Digest, ImageDir};
+use rewake_criu_images::{Digest, ImageDir, is_gpu_pages_file};
 use rewake_image_io::{BLOCK, BlockChecksums, checksum_of_zeros};
 
 use crate::difference::ImageDifference;
@@ -16,7 +16,7 @@ use crate::directory::{covered_files, open, parent_link};
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::names::PARTIAL_NAME;
-use crate::segment::SealedSegment;
+use crate::segment::{SealedChunk, SealedSegment};
 
 /// The longest file without memory that is compared: longer ones have contents of file systems, which CRIU reads.
 /// Pagemaps are compared whatever their length is.
@@ -46,6 +46,8 @@ pub struct MemoryFile {
     pub number: u32,
     /// The checksum of each block.
     pub checksums: Vec<u64>,
+    /// The chunks of a file with GPU memory, of its first byte to the last; none of other files.
+    pub chunks: Vec<SealedChunk>,
 }
 
 impl ImageChecksums {
@@ -162,7 +164,7 @@ impl<'a> Reading<'a> {
             // A file takes more than a byte of a manifest, which has 2^32 at most.
             let number = u32::try_from(self.sealed.len() + 1).unwrap_or(u32::MAX);
             let identity = (of.dev(), of.ino());
-            let memory = MemoryFile { identity, length: found, number, checksums: Vec::new() };
+            let memory = MemoryFile { identity, length: found, number, ..MemoryFile::default() };
             self.read.memory.insert(name.clone(), memory);
         } else if found <= MAX_COMPARED || name.starts_with("pagemap-") {
             self.compared = Some(file);
@@ -185,6 +187,11 @@ impl<'a> Reading<'a> {
 
     fn segment(&mut self, file: &SealedFile, segment: &SealedSegment) {
         let Some(memory) = self.read.memory.get_mut(&file.name) else { return };
+        if is_gpu_pages_file(&file.name) {
+            memory.chunks.extend(&segment.chunks);
+            let zeros = segment.chunks.is_empty().then(|| SealedChunk::zeros(segment.length));
+            memory.chunks.extend(zeros);
+        }
         if !segment.chunks.is_empty() {
             memory.checksums.extend(&segment.checksums);
             return;

@@ -15,7 +15,7 @@ use rewake_criu_images::ImageDir;
 use crate::error::{ManifestError, Result, io};
 use crate::names::PARENT;
 
-/// A file of ours that says which buffers have the same bytes: a wrong one makes wrong bytes.
+/// A file that says which buffers have the same bytes, in images of earlier releases: their manifests name it.
 const DUPLICATES: &str = "rewake-duplicates.json";
 
 /// Returns the names of the files that are the image: those that a restore reads. Logs, statistics, sockets and

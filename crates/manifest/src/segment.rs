@@ -36,6 +36,11 @@ pub struct SealedChunk {
 }
 
 impl SealedChunk {
+    /// A chunk of zeros, or a segment of them.
+    pub(crate) fn zeros(length: u32) -> Self {
+        Self { length, digest: ZEROS }
+    }
+
     /// Returns whether all bytes are zero.
     #[must_use]
     pub fn is_zero(&self) -> bool {

@@ -82,24 +82,6 @@ pub(crate) fn read(images: BorrowedFd<'_>, name: &str, most: u64) -> anyhow::Res
     }
 }
 
-/// Returns what `parse` makes of the file, or `None` if the file does not exist. A file of an earlier release,
-/// which has `earlier_name`, is read if no other exists.
-///
-/// # Errors
-/// As [`read`], and those of `parse`.
-pub(crate) fn read_renamed<T>(
-    images: BorrowedFd<'_>,
-    (name, earlier_name): (&str, &str),
-    most: u64,
-    parse: impl Fn(&[u8]) -> anyhow::Result<T>,
-) -> anyhow::Result<Option<T>> {
-    if let Some(bytes) = read(images, name, most)? {
-        return parse(&bytes).map(Some);
-    }
-    let earlier = read(images, earlier_name, most).and_then(|bytes| bytes.as_deref().map(&parse).transpose());
-    earlier.with_context(|| format!("{earlier_name}, its name in earlier releases"))
-}
-
 fn bounded(file: File, most: u64) -> anyhow::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.take(most + 1).read_to_end(&mut bytes)?;

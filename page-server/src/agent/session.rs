@@ -119,16 +119,17 @@ impl Registry {
         work: &Path,
         open: &proto::Open,
     ) -> anyhow::Result<proto::Opened> {
+        let loading = LoadingOptions {
+            record: open.record,
+            on_demand_only: (open.on_demand_only_s > 0).then(|| Duration::from_secs(open.on_demand_only_s)),
+        };
         let plan = self.plan(images.clone()).await?;
+        loading.check(plan.gpus)?;
         if let Some(reason) = &plan.eager {
             warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
         }
         let session = self.last.get() + 1;
         self.last.set(session);
-        let loading = LoadingOptions {
-            record: open.record,
-            on_demand_only: (open.on_demand_only_s > 0).then(|| Duration::from_secs(open.on_demand_only_s)),
-        };
         streamer::start(&images, work, &plan, loading, Some(&work.join(LOG))).await?;
         info!(session, "a streamer waits for a restore of {}", images.display());
         self.follow(SessionEntry::new(session, &images, work));

@@ -23,12 +23,12 @@ pub fn run(options: &PushArgs) -> anyhow::Result<u8> {
     let store = ImageStore::create(&image.store)?;
     let report = runtime.block_on(push(&store, &options.images_dir, &image.name));
     let report = report.with_context(|| image.to_string())?;
-    let StorePushReport { id, files, bytes, shared, written, kept, had } = report;
+    let StorePushReport { id, files, bytes, shared, written, kept, working_set, had } = report;
     let mut out = io::stdout();
     if had {
-        return Ok(
-            writeln!(out, "{image}: the store has image {id:.16} under this name already").map(|()| 0)?
-        );
+        let and = if working_set > 0 { "; its working set was stored" } else { "" };
+        writeln!(out, "{image}: the store has image {id:.16} under this name already{and}")?;
+        return Ok(0);
     }
     let ([bytes, shared, written, kept], time) =
         ([bytes, shared, written, kept].map(units::bytes), units::seconds(start.elapsed()));

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Loads of buffers that have the same bytes.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use rewake_bo_contents::{BackgroundLoad, Candidates, GpuPagesFile, LoadEvent, ProcessBuffers};
+use rewake_bo_contents::{BackgroundLoad, LoadEvent, ProcessBuffers, find_duplicates};
+use rewake_manifest::{ImageChecksums, read_checksums};
 use rewake_testkit::Random;
 
 use crate::scene::{CHUNK, Scene, pattern};
 
-/// Returns the sets of buffers with the same bytes, by the file's index and the image's number.
-fn same(files: &[Vec<GpuPagesFile>]) -> Vec<Vec<(usize, usize)>> {
-    let same = Candidates::of(files).unwrap().compare(|| true).unwrap();
-    assert!(!same.cut_off);
-    same.sets
+/// Seals the image. Returns the sets of buffers with the same bytes, for so many processes that have it.
+fn same(scene: &Scene, processes: usize) -> Vec<Vec<(usize, usize)>> {
+    scene.seal();
+    let (files, sealed) = (scene.files(), read_checksums(&scene.images()).unwrap().unwrap());
+    let process = ProcessBuffers { files: &files, dmabufs: &[] };
+    find_duplicates(&vec![process; processes], &sealed)
 }
 
 /// Creates a scene whose buffers 0, 3 and 5 are listed as duplicates, although their bytes differ. So the
@@ -122,47 +122,23 @@ fn duplicates_are_found() {
     for buffer in [0, 3, 5] {
         scene.put(buffer, 0, &pattern(7, sizes[buffer]));
     }
-    // One byte differs outside the samples; two buffers have 4 KiB; two have a hole.
+    // One byte differs; two buffers have 4 KiB; two have a hole.
     scene.put(5, CHUNK + 777, &[0]);
     for buffer in [2, 4, 6, 7] {
         scene.put(buffer, 0, &pattern(8, sizes[buffer]));
     }
     scene.put(1, 0, &pattern(9, sizes[1]));
-    let found = || same(&[Vec::from(scene.files())]);
-    assert_eq!(found(), [vec![(0, 0), (0, 3)], vec![(0, 2), (0, 4)]]);
-    scene.chill();
-    assert_eq!(found(), [vec![(0, 0), (0, 3)], vec![(0, 2), (0, 4)]]);
     // Two processes with one image: each buffer has a duplicate.
-    let two = same(&[Vec::from(scene.files()), Vec::from(scene.files())]);
-    assert_eq!(two.len(), 4, "{two:?}");
-    assert_eq!(two[0], [(0, 0), (0, 3), (1, 0), (1, 3)]);
-}
-
-#[test]
-fn a_comparison_that_is_cut_off_keeps_its_sets() {
-    // The largest buffers are compared first, by one thread or several.
-    let sizes = [6 * CHUNK, 6 * CHUNK, 2 * CHUNK, 2 * CHUNK, CHUNK, CHUNK];
-    let scene = Scene::new(&sizes);
-    for (buffer, size) in sizes.iter().enumerate() {
-        scene.put(buffer, 0, &pattern(buffer / 2, *size));
-    }
-    let files = [Vec::from(scene.files())];
-    let alike = || Candidates::of(&files).unwrap();
-    assert_eq!(alike().bytes(), sizes.iter().sum::<usize>() as u64);
-    let same_within = |steps: u64| {
-        let taken = AtomicU64::new(0);
-        alike().compare(|| taken.fetch_add(1, Ordering::Relaxed) < steps).unwrap()
+    let two = same(&scene, 2);
+    let both = |buffers: &[usize]| -> Vec<(usize, usize)> {
+        [0, 1].iter().flat_map(|process| buffers.iter().map(|buffer| (*process, *buffer))).collect()
     };
-    let all = [vec![(0, 0), (0, 1)], vec![(0, 2), (0, 3)], vec![(0, 4), (0, 5)]];
-    let steps = ((6 + 2 + 1) * CHUNK as u64) >> 20;
-    for within in 0..steps {
-        let same = same_within(within);
-        assert!(same.cut_off && same.sets.len() < all.len(), "{within}: {same:?}");
-        assert!(same.sets.iter().all(|set| all.contains(set)), "{within}: {same:?}");
-    }
-    assert!((0..steps).any(|within| !same_within(within).sets.is_empty()));
-    let same = same_within(steps);
-    assert_eq!((&same.sets[..], same.cut_off), (&all[..], false));
+    assert_eq!(two, [both(&[0, 3]), both(&[1]), both(&[2, 4]), both(&[5])]);
+    let sealed = read_checksums(&scene.images()).unwrap().unwrap();
+    let files = scene.files();
+    let process = ProcessBuffers { files: &files, dmabufs: &[] };
+    assert_eq!(find_duplicates(&[process], &sealed), [[(0, 0), (0, 3)], [(0, 2), (0, 4)]]);
+    assert_eq!(find_duplicates(&[process], &ImageChecksums::default()), [[(0, 0); 0]; 0], "not sealed");
 }
 
 #[test]
@@ -235,10 +211,8 @@ fn play(seed: u64) -> u64 {
     if random.below(2) == 0 {
         scene.chill();
     }
-    let sets: Vec<Vec<usize>> = same(&[Vec::from(scene.files())])
-        .into_iter()
-        .map(|set| set.into_iter().map(|(_, buffer)| buffer).collect())
-        .collect();
+    let sets: Vec<Vec<usize>> =
+        same(&scene, 1).into_iter().map(|set| set.into_iter().map(|(_, buffer)| buffer).collect()).collect();
     let demanded: Vec<usize> = (0..random.below(4)).map(|_| random.below(sizes.len())).collect();
     let sets: Vec<&[usize]> = sets.iter().map(Vec::as_slice).collect();
     let mut complete = Vec::new();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_bo_contents::{BackgroundLoad, GpuPagesFile, LoadEvent, MemoryDevice, ProcessBuffers, Report};
-use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, Properties, kfd_name, pages_name};
 use rewake_criu_images::{ImageDir, Inventory, write};
 use rewake_image_io::io_budget::IoBudget;
 use rewake_manifest::read_checksums;
@@ -41,8 +41,16 @@ impl Scene {
             alloc_flags: 1,
             ..KfdBuffer::default()
         };
-        let image =
-            KfdImage { buffers: sizes.iter().enumerate().map(buffer).collect(), ..KfdImage::default() };
+        let node = |gpu_id| NodeImage {
+            properties: Properties { gpu_id, ..Properties::default() },
+            links: Vec::new(),
+        };
+        let image = KfdImage {
+            gpus: 2,
+            nodes: vec![node(7), node(8)],
+            buffers: sizes.iter().enumerate().map(buffer).collect(),
+            ..KfdImage::default()
+        };
         for gpu in [7, 8] {
             let (_, length) = image.pages(gpu);
             let file = File::create(folder.path().join(pages_name(3, gpu))).unwrap();
@@ -107,6 +115,8 @@ impl Scene {
     pub(crate) fn seal(&self) {
         let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: None };
         write::inventory(self.folder.path(), &inventory).unwrap();
+        // It says where buffers begin.
+        std::fs::write(self.folder.path().join(kfd_name(3)), self.image.to_bytes()).unwrap();
         rewake_manifest::seal(self.folder.path()).unwrap();
     }
 

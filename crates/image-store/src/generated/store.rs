@@ -48,6 +48,9 @@ pub struct Image {
     pub files: u64,
     #[prost(uint64, tag = "6")]
     pub bytes: u64,
+    /// In the object of a name: the name of the recorded working set in working-sets/. Empty: there is none.
+    #[prost(string, tag = "7")]
+    pub working_set: ::prost::alloc::string::String,
 }
 /// A pack that has chunks of the image. Packs are numbered from 0 in the order of these records.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -13,7 +13,7 @@ use oci_client::manifest::{
 };
 use rewake_criu_images::{Digest, ImageDir};
 
-use crate::names::{INDEXES, MANIFESTS, PACKS, is_object};
+use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS, is_object};
 
 /// The type of the artifact.
 const ARTIFACT: &str = "application/vnd.rewake.checkpoint.v1";
@@ -126,7 +126,7 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Tagged, String> {
 fn is_stored(title: &str) -> bool {
     let parts = title.split_once('/');
     parts.is_some_and(|(folder, name)| {
-        [PACKS, INDEXES, MANIFESTS].contains(&folder) && is_object(folder, name)
+        [PACKS, INDEXES, MANIFESTS, WORKING_SETS].contains(&folder) && is_object(folder, name)
     })
 }
 
@@ -175,6 +175,7 @@ fn said_by(log: &str) -> impl Iterator<Item = (&'static str, &str)> {
 fn media_type(object: &str) -> &'static str {
     match object.split_once('/') {
         Some((MANIFESTS, _)) => "application/vnd.rewake.manifest.v1",
+        Some((WORKING_SETS, _)) => "application/vnd.rewake.working-set.v1+json",
         Some((INDEXES, _)) => "application/vnd.rewake.index.v1",
         _ => "application/vnd.rewake.pack.v1",
     }

@@ -25,7 +25,7 @@ use rewake_manifest::ManifestReader;
 use crate::connect::RequestLimits;
 use crate::error::{ImageStoreError, Result, bounded};
 use crate::format::StoredImage;
-use crate::names::{INDEXES, MANIFESTS, PACKS};
+use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS};
 
 use artifact::{Artifact, Blob, Tagged};
 use client::{RegistryClient, RegistryError, blob_of};
@@ -138,7 +138,8 @@ impl ImageRepository {
         let Added { files, annotations } =
             self.added().take().ok_or_else(|| setup("the push had not begun".to_owned()))?;
         let own = [(MANIFESTS, &*image.version), (INDEXES, &*image.version)];
-        let all = own.into_iter().chain(packs.iter().map(|pack| (PACKS, &**pack)));
+        let working_set = image.working_set.as_deref().map(|name| (WORKING_SETS, name));
+        let all = own.into_iter().chain(working_set).chain(packs.iter().map(|pack| (PACKS, &**pack)));
         let objects: Option<Vec<_>> = all.map(|of| self.objects.find(of)).collect();
         let objects = objects.ok_or_else(|| setup("a blob of the push is missing".to_owned()))?;
         let config = StoredImage { name: String::new(), ..image }.encode();

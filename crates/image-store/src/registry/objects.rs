@@ -21,7 +21,7 @@ use object_store::{
 
 use super::artifact::Blob;
 use super::client::{RegistryClient, RegistryError};
-use crate::names::{INDEXES, MANIFESTS, PACKS};
+use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS};
 
 /// The name of this kind of store, for errors.
 const STORE: &str = "registry";
@@ -86,7 +86,7 @@ fn unsupported() -> Error {
 /// Whether objects of this name are blobs. Names are tags, and marks are those of other stores.
 fn is_blob(location: &Path) -> bool {
     let folder = location.parts().next();
-    folder.is_some_and(|folder| [PACKS, INDEXES, MANIFESTS].contains(&folder.as_ref()))
+    folder.is_some_and(|folder| [PACKS, INDEXES, MANIFESTS, WORKING_SETS].contains(&folder.as_ref()))
 }
 
 fn meta(location: Path, length: u64) -> ObjectMeta {

@@ -101,7 +101,8 @@ impl ReactorPool {
     /// Returns whether all memory that the session loads first is resident. Its processes must run.
     #[must_use]
     pub fn is_first_resident(&self, session: &Session) -> bool {
-        let spaces = self.shared.spaces.lock().unwrap_or_else(PoisonError::into_inner);
+        // Reactors add and remove address spaces meanwhile.
+        let spaces = self.shared.spaces.lock().unwrap_or_else(PoisonError::into_inner).clone();
         // A reactor may not have adopted all yet.
         spaces.len() >= session.open_spaces()
             && spaces.iter().all(|space| space.layout().is_priority_resident())

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_bo_contents::{DUPLICATES_FILE, GpuPagesFile, ProcessBuffers};
+use rewake_bo_contents::{GpuPagesFile, ProcessBuffers, find_duplicates};
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name, pages_name};
 use rewake_criu_images::{ImageDir, ImageLease};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
@@ -25,7 +25,6 @@ use super::gate::Gate;
 use super::placeholder_range::PlaceholderBuffer;
 use super::placeholders::{Placeholders, ReceivedPlaceholders};
 use super::queue_monitor::QueueMonitor;
-use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
 use crate::working_set::file::{self, AddedToFile, REMEDY};
 use crate::working_set::{BufferId, WorkingSet};
@@ -45,6 +44,8 @@ pub(super) struct Handoff {
     /// A dump that replaces the image keeps its files for that long.
     lease: Option<ImageLease>,
     processes: Vec<GpuProcess>,
+    /// Sets of buffers with the same bytes, if the image is sealed: processes and the image's numbers of the buffers.
+    pub(super) duplicates: Vec<Vec<(usize, usize)>>,
     /// Monitors the queues from before the gates are closed; `None` where the driver sends no events.
     pub(super) monitor: Option<QueueMonitor>,
     /// Holds background reads of CPU memory from the plugin's first message until the processes run.
@@ -87,8 +88,15 @@ pub(super) fn accept(
 ) -> anyhow::Result<Option<Handoff>> {
     loop {
         let Some(channel) = listener.accept()? else { return Ok(None) };
-        let mut handoff =
-            Handoff { channel, images: None, lease: None, processes: Vec::new(), monitor: None, hold: None };
+        let mut handoff = Handoff {
+            channel,
+            images: None,
+            lease: None,
+            processes: Vec::new(),
+            duplicates: Vec::new(),
+            monitor: None,
+            hold: None,
+        };
         // A peer only checked whether a streamer listens.
         let first = match handoff.receive() {
             Err(Error::Closed) => continue,
@@ -167,6 +175,9 @@ impl Handoff {
                 }
                 to_server::What::Ready(_) => {
                     fetched.get().map_or(Ok(()), |fetched| fetched.wait_for(&needed))?;
+                    let processes: Vec<ProcessBuffers<'_>> = self.processes().collect();
+                    self.duplicates =
+                        sealed.as_ref().map_or_else(Vec::new, |sealed| find_duplicates(&processes, sealed));
                     let minors = self.processes.iter().flat_map(GpuProcess::minors);
                     let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
                     match monitor {
@@ -291,17 +302,6 @@ impl Handoff {
     fn image_dir(&self) -> anyhow::Result<Option<ImageDir>> {
         let open = |folder: &OwnedFd| Ok(ImageDir::of(folder.try_clone()?, path_of(folder))?);
         self.images.as_ref().map(open).transpose()
-    }
-
-    /// Returns sets of buffers with the same bytes, if the dump recorded some.
-    pub(super) fn duplicates(&self) -> Vec<Vec<(usize, usize)>> {
-        let Some(images) = &self.images else { return Vec::new() };
-        let sets = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
-            warn!("{DUPLICATES_FILE} is not used, each buffer is read: {error:#}: remove it");
-            Vec::new()
-        });
-        let place = |(kfd, buffer)| Some((self.place(kfd)?, buffer));
-        sets.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
     }
 
     /// Records the working set for later restores. A failure is logged only: this restore has succeeded.

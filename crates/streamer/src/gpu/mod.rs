@@ -16,7 +16,6 @@
 mod bar_mappings;
 mod blocked_calls;
 mod coordinator;
-pub mod duplicates_file;
 mod event;
 pub(crate) mod fetched_files;
 mod gate;
@@ -180,7 +179,7 @@ fn serve_handoff(
     let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
     // Before the processes run: their threads could not be served while the files are read.
     let working_set = if record { Vec::new() } else { handoff.recorded() };
-    let duplicates = handoff.duplicates();
+    let duplicates = handoff.duplicates.clone();
     for (place, gated) in handoff.go(ledger, marks.as_ref())?.into_iter().enumerate() {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
         gates.push(gated.gate);
@@ -191,7 +190,14 @@ fn serve_handoff(
     info!(processes = gates.len(), "loading GPU memory in the background");
     let processes: Vec<ProcessBuffers<'_>> = handoff.processes().collect();
     let count = gates.len();
-    let first = working_set.iter().copied().collect();
+    // Of others no load says that they are resident.
+    let is_loaded = |(process, number): &(usize, usize)| {
+        processes.get(*process).and_then(|of| of.dmabufs.get(*number)).is_some_and(Option::is_some)
+    };
+    let first: HashSet<(usize, usize)> = working_set.iter().copied().filter(is_loaded).collect();
+    if first.is_empty() {
+        timeline.first_buffers_are_resident();
+    }
     let loading = BackgroundLoad::new(&processes, Some(budget))
         .map(|loading| loading.prioritize(working_set).duplicates(duplicates))
         .map(|loading| loading.fetched_by(fetched.get().map(FetchedGpuFiles::reader)));

@@ -6,6 +6,7 @@ use std::os::fd::AsFd as _;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use anyhow::ensure;
 use rewake_manifest::WORKING_SET_NAME;
 use tracing::{info, warn};
 
@@ -22,10 +23,14 @@ use crate::units;
 const QUIET: Duration = Duration::from_secs(3);
 /// The longest recording of a restore that has no other limit.
 const RECORDING: Duration = Duration::from_secs(30);
-/// Time between two looks whether the working set is resident.
+/// Time between two looks whether the working set is resident: a sixteenth of the time so far, within these bounds.
 const FIRST_LOOK: Duration = Duration::from_millis(5);
+const LAST_LOOK: Duration = Duration::from_millis(100);
 /// Time between two looks at the number of page faults.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// The longest time in which memory is loaded only when it is accessed.
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// What a user wants of the load beside the memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -37,6 +42,26 @@ pub struct LoadingOptions {
 }
 
 impl LoadingOptions {
+    /// Checks what a user wants of an image.
+    ///
+    /// # Errors
+    /// It has GPU state, and nothing would be recorded; or the time is too long.
+    pub fn check(self, has_gpus: bool) -> anyhow::Result<()> {
+        let Some(time) = self.on_demand_only else { return Ok(()) };
+        ensure!(
+            time <= DAY,
+            "--on-demand-only: expected at most {} seconds, found {}",
+            DAY.as_secs(),
+            time.as_secs()
+        );
+        ensure!(
+            !has_gpus || self.record,
+            "--on-demand-only: this image has GPU state, and GPUs run when all memory that they reach is resident; add \
+             --record to record for that time"
+        );
+        Ok(())
+    }
+
     /// Whether a restore begins with such a time.
     pub(crate) fn begins_on_demand(self) -> bool {
         self.record || self.on_demand_only.is_some()
@@ -84,8 +109,9 @@ pub(crate) async fn load_first(image: &Image, session: &Session, worker: &Worker
         worker.pool.look_again();
         record(image, session);
     } else if !image.working_set_parts().is_empty() {
+        let began = Instant::now();
         while !is_over(session) && !worker.pool.is_first_resident(session) {
-            tokio::time::sleep(FIRST_LOOK).await;
+            tokio::time::sleep((began.elapsed() / 16).clamp(FIRST_LOOK, LAST_LOOK)).await;
         }
         session.note_working_set(WorkingSetPart::Cpus);
     }
@@ -165,6 +191,21 @@ fn record(image: &Image, session: &Session) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_time_that_loads_nothing_is_a_day_and_not_for_gpus() {
+        let of =
+            |record, seconds| LoadingOptions { record, on_demand_only: Some(Duration::from_secs(seconds)) };
+        for (options, has_gpus, is_right) in [
+            (LoadingOptions::default(), true, true),
+            (of(false, 86_400), false, true),
+            (of(false, 86_401), false, false),
+            (of(false, 5), true, false),
+            (of(true, 5), true, true),
+        ] {
+            assert_eq!(options.check(has_gpus).is_ok(), is_right, "{options:?} {has_gpus}");
+        }
+    }
 
     #[test]
     fn a_recording_ends_a_while_after_page_faults() {

@@ -8,7 +8,6 @@ use std::env;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
@@ -30,8 +29,6 @@ pub(super) struct ActionScript {
     pub(super) images: PathBuf,
     /// The user's directory, which becomes `images`.
     pub(super) target: PathBuf,
-    /// When the dump began.
-    pub(super) began: SystemTime,
     /// The user's own scripts: they run first, and one that fails makes the dump fail.
     pub(super) scripts: Vec<PathBuf>,
 }
@@ -55,8 +52,7 @@ impl ActionScript {
             ensure!(status.success(), "{} at {action}: {status}", script.display());
         }
         if action == POST_DUMP {
-            let took = self.began.elapsed().unwrap_or(Duration::ZERO);
-            complete(&self.images, took)?;
+            complete(&self.images)?;
             place::commit(&self.images, &self.target)?;
         }
         Ok(())

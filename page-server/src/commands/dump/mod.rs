@@ -9,7 +9,6 @@ mod place;
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitStatus;
-use std::time::SystemTime;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use rewake_plugin_session::wait_for_tree;
@@ -19,7 +18,6 @@ use self::place::DumpPlace;
 use super::criu::{CriuInvocation, CriuOptions, NO_PLUGIN, code, show_errors, starting};
 use super::directory;
 use crate::cli::DumpArgs;
-use rewake_streamer::gpu::duplicates_file;
 use rewake_streamer::gpu::plugin_folder;
 
 /// Options that are for `rewake dump` itself, not for CRIU.
@@ -82,14 +80,11 @@ impl CriuDump<'_> {
     /// cut off can leave its tree stopped.
     fn run(&self) -> anyhow::Result<ExitStatus> {
         let images = self.criu.images;
-        duplicates_file::forget(images)?;
-        let began = SystemTime::now();
         let program = self.options.programs.criu();
         let mut command;
         if self.completes_before_the_kill() {
             let scripts = action_script::full_paths(&self.criu.options.scripts)?;
-            let script =
-                ActionScript { images: images.to_owned(), target: self.target.to_owned(), began, scripts };
+            let script = ActionScript { images: images.to_owned(), target: self.target.to_owned(), scripts };
             let given = without_scripts(self.criu.given);
             command = CriuInvocation { given: &given, ..self.criu }.command(&program);
             script.add_to(&mut command)?;
@@ -101,7 +96,7 @@ impl CriuDump<'_> {
             && exit.success()
             && !place.is_committed()?
         {
-            complete::complete(images, began.elapsed().unwrap_or_default())?;
+            complete::complete(images)?;
             place::commit(images, self.target)?;
         }
         Ok(exit)

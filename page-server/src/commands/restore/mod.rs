@@ -66,12 +66,6 @@ struct RestoreRequest<'a> {
 }
 
 impl RestoreRequest<'_> {
-    /// What is wanted of the load.
-    fn loading(&self) -> LoadingOptions {
-        let RestoreArgs { record, on_demand_only, .. } = self.options;
-        LoadingOptions { record: *record, on_demand_only: on_demand_only.map(Duration::from_secs) }
-    }
-
     /// Starts CRIU, with these options beside the user's.
     fn start(&self, work: &Path, ours: &[&str], generation: &str) -> anyhow::Result<Criu> {
         generation::write(work, generation)?;
@@ -112,11 +106,7 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     };
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
-    ensure!(
-        !gpus || options.record || options.on_demand_only.is_none(),
-        "--on-demand-only: this image has GPU state, and GPUs run when all memory that they reach is resident; add \
-         --record to record for that time"
-    );
+    loading_options(options).check(gpus)?;
     if options.wait == WaitFor::WorkingSet {
         check_working_set(&images)?;
     }
@@ -125,6 +115,12 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     let (given, images, plugins) = (&given, &*images, plugins.as_deref());
     let request = RestoreRequest { options, given, images, gpus, plugins, from: from.as_ref(), earlier };
     runtime.block_on(restore(&request))
+}
+
+/// What is wanted of the load.
+fn loading_options(options: &RestoreArgs) -> LoadingOptions {
+    let RestoreArgs { record, on_demand_only, .. } = options;
+    LoadingOptions { record: *record, on_demand_only: on_demand_only.map(Duration::from_secs) }
 }
 
 /// Checks that what this command waits for happens.

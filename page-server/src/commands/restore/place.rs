@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use tempfile::TempDir;
 
-use super::RestoreRequest;
 use super::view::View;
+use super::{RestoreRequest, loading_options};
 use crate::commands::{control_socket, directory};
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::streamer;
@@ -78,7 +78,7 @@ impl WaitingStreamer {
     ) -> anyhow::Result<Self> {
         // Beside the agent's socket: an agent with a /tmp of its own would not find the directory there.
         let (work, own) = work(given, socket.parent().unwrap_or_else(|| Path::new("/")))?;
-        let opened = client.open(request.images, &work, request.loading()).await?;
+        let opened = client.open(request.images, &work, loading_options(request.options)).await?;
         Ok(Self { work, session: Some(opened.session), lazy_pages: opened.lazy_pages, own })
     }
 
@@ -88,7 +88,7 @@ impl WaitingStreamer {
         given: Option<PathBuf>,
     ) -> anyhow::Result<Self> {
         let (work, own) = work(given, &std::env::temp_dir())?;
-        streamer::start(request.images, &work, &plan, request.loading(), None).await?;
+        streamer::start(request.images, &work, &plan, loading_options(request.options), None).await?;
         Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), own })
     }
 }

@@ -49,6 +49,8 @@ use super::draft::{Draft, DraftRemote, DraftTask, RemotePlace};
 use super::file_place::FilePlace;
 use super::remote_memory::RemoteMemory;
 use super::{Image, TaskPlan};
+use crate::cpu::space::REGISTERED;
+use crate::working_set::MOST_RUNS;
 
 const MAGIC: [u8; 8] = *b"rewakepl";
 const VERSION: u32 = 6;
@@ -409,18 +411,7 @@ impl Input<'_> {
         for _ in 0..count {
             first.push(self.range()?);
         }
-        let count = u64::from(self.u32()?);
-        self.has_room(count, RANKED)?;
-        let mut working_set = Vec::new();
-        for _ in 0..count {
-            let prefetch = Prefetch { addresses: self.range()?, rank: self.u32()? };
-            let Range { start, end } = prefetch.addresses;
-            ensure!(
-                start % PAGE_SIZE == 0 && end % PAGE_SIZE == 0,
-                "expected pages, found {start:#x}..{end:#x}"
-            );
-            working_set.push(prefetch);
-        }
+        let working_set = self.working_set()?;
         let count = self.u64()?;
         self.has_room(count, EXTENT)?;
         let mut extents = Vec::new();
@@ -429,6 +420,26 @@ impl Input<'_> {
         }
         let plan = Arc::new(Plan::new(extents)?);
         Ok(TaskPlan { plan, files: Arc::new(files), first, working_set })
+    }
+
+    fn working_set(&mut self) -> anyhow::Result<Vec<Prefetch>> {
+        let count = u64::from(self.u32()?);
+        self.has_room(count, RANKED)?;
+        ensure!(count <= MOST_RUNS as u64, "{count} runs of a working set, where {MOST_RUNS} are the most");
+        let mut runs = Vec::new();
+        for _ in 0..count {
+            let run = Prefetch { addresses: self.range()?, rank: self.u32()? };
+            let Range { start, end } = run.addresses;
+            ensure!((start | end) % PAGE_SIZE == 0, "expected pages, found {start:#x}..{end:#x}");
+            ensure!(run.rank > REGISTERED, "rank {} is not one of a working set", run.rank);
+            runs.push(run);
+        }
+        // Each takes memory for each extent that it is in: together no more than runs and extents.
+        let mut ranges: Vec<&Range<u64>> = runs.iter().map(|run| &run.addresses).collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        let overlap = ranges.windows(2).find(|pair| pair[0].end > pair[1].start);
+        ensure!(overlap.is_none(), "runs of a working set overlap: {overlap:x?}");
+        Ok(runs)
     }
 
     fn range(&mut self) -> anyhow::Result<Range<u64>> {

@@ -123,6 +123,32 @@ fn content(image: &Image) -> Vec<Content> {
 }
 
 #[test]
+fn runs_of_a_working_set_that_overlap_are_refused() {
+    let refusal = |runs: &[(u64, u64, u32)]| -> Option<String> {
+        let root = tempfile::tempdir().unwrap();
+        write_image(root.path(), 1);
+        let mut draft = draft(root.path());
+        let runs = runs.iter().map(|&(first, end, rank)| Prefetch {
+            addresses: first << 12..end << 12,
+            rank: REGISTERED + rank,
+        });
+        draft.tasks.get_mut(&8).unwrap().as_mut().unwrap().working_set = runs.collect();
+        let memory = memory_file().unwrap();
+        draft.write(&memory).unwrap();
+        seal(&memory).unwrap();
+        let leases = draft.leases.into_iter().map(OwnedFd::from);
+        let files = draft.files.into_iter().map(|file| file.file.into()).chain(leases).collect();
+        format!("{:#}", Image::unseal(memory.as_fd(), files).err()?).into()
+    };
+    assert_eq!(refusal(&[(20, 30, 1), (10, 20, 2), (30, 31, 3)]), None);
+    assert!(refusal(&[(20, 30, 1), (10, 21, 2)]).unwrap().contains("overlap"));
+    assert!(refusal(&[(20, 30, 1), (22, 23, 2)]).unwrap().contains("overlap"));
+    assert!(refusal(&[(20, 30, 0)]).unwrap().contains("rank 0 is not one of a working set"));
+    let many: Vec<_> = (0..=MOST_RUNS as u64).map(|at| (2 * at, 2 * at + 1, 1)).collect();
+    assert!(refusal(&many).unwrap().contains("32769 runs of a working set"));
+}
+
+#[test]
 fn a_successor_serves_the_same_plans_from_the_same_files() {
     let (_root, image) = opened();
     let (plan, files) = plan_and_files(&image);
