@@ -28,8 +28,8 @@ pub struct RegistryServer {
 }
 
 impl RegistryServer {
-    /// Finds the program: `REWAKE_DOCKER_REGISTRY`, which `cargo xtask test` sets, or that of the system. `skopeo` must be
-    /// there, too.
+    /// Finds the program: `REWAKE_DOCKER_REGISTRY`, which `cargo xtask test` sets, or that of the system. `skopeo`
+    /// must be there, too.
     ///
     /// # Errors
     /// One of them was not installed.

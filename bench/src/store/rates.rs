@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake push`, `verify` and `gc`, beside a plain loop of uploads and `restic`. The store is on this host, without the
-//! link. Each of them has a store of its own.
+//! `rewake push`, `verify` and `gc`, beside a plain loop of uploads and `restic`. The store is on this host, without
+//! the link. Each of them has a store of its own.
 
 use std::fmt::Write as _;
 use std::fs::File;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Finds buffers of a sealed image that have the same bytes: their chunks have the same hashes in its manifest. Replicas of
-//! a model on several GPUs have hundreds of them.
+//! Finds buffers of a sealed image that have the same bytes: their chunks have the same hashes in its manifest.
+//! Replicas of a model on several GPUs have hundreds of them.
 
 use std::collections::HashMap;
 use std::ops::Range;

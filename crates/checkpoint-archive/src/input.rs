@@ -49,7 +49,8 @@ impl fmt::Debug for ArchiveInput {
 }
 
 impl ArchiveInput {
-    /// Whether all bytes were read. The end of a tar is two blocks of zeros: a reader that has found them needs no more.
+    /// Whether all bytes were read. The end of a tar is two blocks of zeros: a reader that has found them needs no
+    /// more.
     pub(crate) fn has_ended(&self) -> bool {
         self.ended
     }

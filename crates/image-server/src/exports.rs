@@ -41,8 +41,8 @@ pub trait OpenImage {
         0
     }
 
-    /// Prepares for a range that will be read after those before: a slow source is asked for it at once. Returns false if
-    /// there is no room for it now.
+    /// Prepares for a range that will be read after those before: a slow source is asked for it at once. Returns
+    /// false if there is no room for it now.
     fn expect(&mut self, _file: u32, _range: Range<u64>) -> bool {
         true
     }

@@ -175,7 +175,8 @@ async fn named_indexes(store: &ImageStore) -> Result<HashMap<String, StoredImage
         .await
 }
 
-/// Returns the image of an index that a listing of names lacks. A listing of a directory leaves out what it cannot read.
+/// Returns the image of an index that a listing of names lacks. A listing of a directory leaves out what it cannot
+/// read.
 async fn unlisted_image(store: &ImageStore, version: &str) -> Result<Option<StoredImage>> {
     let name = match store.index(version).await {
         Ok(Some(index)) => index.image.name,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A store of images in a bucket, a directory or an OCI registry: chunks once across images, in packs; an index for each
-//! image.
+//! A store of images in a bucket, a directory or an OCI registry: chunks once across images, in packs; an index for
+//! each image.
 //!
 //! * [`ImageStore`]: a store, its images, and their names. [`push`](push()) stores an image, [`verify`](verify())
 //!   compares one with its manifest, [`collect_garbage`] removes what no image uses.

@@ -15,7 +15,8 @@ const FIRST_WINDOW: u64 = 4 * BLOCK as u64;
 /// Bytes between two reads that are still in order: the client has what is between them.
 const GAP: u64 = 2 * BLOCK as u64;
 
-/// Stored bytes of one request: 512 KiB take 4 ms of a link of 1 Gbit/s. Who needs one of its blocks waits for all of it.
+/// Stored bytes of one request: 512 KiB take 4 ms of a link of 1 Gbit/s. Who needs one of its blocks waits for all of
+/// it.
 pub(crate) const PIECE: u64 = 512 << 10;
 /// Stored bytes that are requested ahead at least: two requests keep a link busy.
 const LEAST_AHEAD: u64 = 2 * PIECE;
@@ -107,8 +108,8 @@ impl ReadAhead {
         }
     }
 
-    /// Notes the answer to a request of so many bytes: the limit grows while answers come at once, and shrinks while they
-    /// queue.
+    /// Notes the answer to a request of so many bytes: the limit grows while answers come at once, and shrinks while
+    /// they queue.
     pub(crate) fn end(&self, bytes: u64, took: Duration) {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
         flight.bytes -= bytes;

@@ -35,8 +35,8 @@ const KEPT: usize = 8 << 20;
 /// The same of an image, for all of its connections.
 const KEPT_SHARED: usize = 32 << 20;
 
-/// Bytes of ranges that a connection reads at once, if they are more than [`ALWAYS_AHEAD`]: 200 MB/s over 5 ms. All share
-/// the link, so more would keep the first one, which a program may wait for, back.
+/// Bytes of ranges that a connection reads at once, if they are more than [`ALWAYS_AHEAD`]: 200 MB/s over 5 ms. All
+/// share the link, so more would keep the first one, which a program may wait for, back.
 const AHEAD: u64 = 1 << 20;
 /// Ranges that a connection reads at once, however long they are: 2 MiB each.
 const ALWAYS_AHEAD: usize = 2;
@@ -363,8 +363,8 @@ mod tests {
         assert!(open.next(&mut [0; 11]).is_err());
     }
 
-    /// Blocks of memory, each of a chunk of its own, of a store that takes this long for each answer. Returns the image,
-    /// the number of its file, and where the blocks are.
+    /// Blocks of memory, each of a chunk of its own, of a store that takes this long for each answer. Returns the
+    /// image, the number of its file, and where the blocks are.
     fn far_blocks(
         runtime: &tokio::runtime::Runtime,
         delay: Duration,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The recorded working set of an image: an object that the image's name names. The next push of the image may bring
-//! another one, and the image id stays. It decides in which order a restore reads memory, and no byte of it. So whatever
-//! fails here, the image is right without it.
+//! another one, and the image id stays. It decides in which order a restore reads memory, and no byte of it. So
+//! whatever fails here, the image is right without it.
 
 use std::io::Read as _;
 use std::sync::Arc;

@@ -24,7 +24,8 @@ pub struct LatencyHistogram {
 /// What a histogram has counted, by powers of two.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LatencyCounts {
-    /// Latencies below 2^10 ns, of 2^10 to less than 2^11 ns, and so on; the last are of 2^34 ns or longer. Empty: none.
+    /// Latencies below 2^10 ns, of 2^10 to less than 2^11 ns, and so on; the last are of 2^34 ns or longer. Empty:
+    /// none.
     pub counts: Vec<u64>,
     /// The sum of all latencies.
     pub sum_ns: u64,

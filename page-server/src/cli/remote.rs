@@ -39,8 +39,8 @@ pub struct ExportArgs {
 /// Options of `rewake pull`.
 #[derive(Debug, Args)]
 pub struct PullArgs {
-    /// The image: the server's address and the image's name, with a colon between them; its URL in a store; or the path of
-    /// an archive that podman or CRI-O has made, with a / in it or with the ending .tar, .tar.gz or .tar.zst
+    /// The image: the server's address and the image's name, with a colon between them; its URL in a store; or the
+    /// path of an archive that podman or CRI-O has made, with a / in it or with the ending .tar, .tar.gz or .tar.zst
     #[arg(value_name = "HOST:IMAGE|URL|ARCHIVE")]
     pub image: PullSource,
     /// Where the image is copied to: an empty directory, or one with a copy that was cut

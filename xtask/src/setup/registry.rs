@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Debian's `docker-registry`: one program, in `.rewake/docker-registry`. Its package is unpacked and not installed: that
-//! would start a registry on this machine.
+//! Debian's `docker-registry`: one program, in `.rewake/docker-registry`. Its package is unpacked and not installed:
+//! that would start a registry on this machine.
 
 use std::fs;
 use std::path::PathBuf;

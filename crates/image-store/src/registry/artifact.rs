@@ -130,8 +130,8 @@ fn is_stored(title: &str) -> bool {
     })
 }
 
-/// What is known about the dump, by the names that container engines use. Nothing is guessed: what CRIU's log does not say
-/// is left out.
+/// What is known about the dump, by the names that container engines use. Nothing is guessed: what CRIU's log does
+/// not say is left out.
 pub(super) fn annotations(id: Digest, images: &ImageDir) -> BTreeMap<String, String> {
     let mut found = BTreeMap::from([(IMAGE_ID.to_owned(), id.to_string())]);
     let mut log = Vec::new();

@@ -397,7 +397,8 @@ mod tests {
         retry: Duration::from_millis(300),
     };
 
-    /// Needs no authorization, and answers other requests in this order, the last one again and again. Returns its address.
+    /// Needs no authorization, and answers other requests in this order, the last one again and again. Returns its
+    /// address.
     fn registry(answers: &'static [&'static str]) -> String {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap().to_string();

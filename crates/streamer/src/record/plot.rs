@@ -146,7 +146,8 @@ fn line(svg: &mut String, record: &Record, place: usize, memory: &ProcessMemory)
     );
 }
 
-/// Draws how much of CPU memory was loaded for page faults and as the working set, and writes where all of it came from.
+/// Draws how much of CPU memory was loaded for page faults and as the working set, and writes where all of it came
+/// from.
 fn loads(svg: &mut String, record: &Record) {
     let all: u64 = record.memory.iter().filter(|of| of.minor.is_none()).map(|of| of.bytes).sum();
     if all == 0 {
