@@ -9,6 +9,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
@@ -252,17 +253,16 @@ impl Image {
 fn note_blocks(file: &ImageFile, presence: &PresenceWriter) -> anyhow::Result<()> {
     let block = BLOCK as u64;
     let mut buffer = vec![0; BLOCK];
-    let mut stored = 0..0;
+    let mut stored = stored_ranges(file)?.into_iter().peekable();
     for number in 0..file.len().div_ceil(block) {
         let offset = number * block;
         let bytes = &mut buffer[..file.block_len(number)];
         let end = offset + bytes.len() as u64;
-        if stored.end <= offset {
-            stored = next_data(file, offset)?.unwrap_or(file.len()..file.len());
-        }
+        while stored.next_if(|range| range.end <= offset).is_some() {}
+        let is_stored = stored.peek().is_some_and(|range| range.start < end);
         // In a sealed file whose bytes arrive, only what was sealed as zeros is a hole.
         let is_here = file.data(offset, end)?.is_none()
-            || stored.start < end && read_block(file, offset, bytes)? && file.verify(offset, bytes).is_ok();
+            || is_stored && read_block(file, offset, bytes)? && file.verify(offset, bytes).is_ok();
         if is_here && let Some(fetched) = file.source() {
             presence.set(fetched.page(offset), (bytes.len() as u64).div_ceil(PAGE_SIZE));
         }
@@ -270,15 +270,20 @@ fn note_blocks(file: &ImageFile, presence: &PresenceWriter) -> anyhow::Result<()
     Ok(())
 }
 
-/// Returns the next range from `offset` on that the file system has bytes of.
-fn next_data(file: &ImageFile, offset: u64) -> io::Result<Option<std::ops::Range<u64>>> {
+/// Returns the ranges that the file system has bytes of, before any of them is read: readahead caches zeros of reserved
+/// space, which the kernel then calls data, too (`SEEK_DATA`, lseek(2)). One block that is here would have all be read.
+fn stored_ranges(file: &ImageFile) -> io::Result<Vec<Range<u64>>> {
     let seek = |from: u64, whence| match lseek(file.as_fd(), from.cast_signed(), whence) {
         Ok(at) => Ok(Some(at.cast_unsigned())),
         Err(Errno::ENXIO) => Ok(None),
         Err(errno) => Err(io::Error::from(errno)),
     };
-    let Some(start) = seek(offset, Whence::SeekData)? else { return Ok(None) };
-    Ok(Some(start..seek(start, Whence::SeekHole)?.unwrap_or(file.len())))
+    let (mut ranges, mut end) = (Vec::new(), 0);
+    while let Some(start) = seek(end, Whence::SeekData)? {
+        end = seek(start, Whence::SeekHole)?.unwrap_or(file.len());
+        ranges.push(start..end);
+    }
+    Ok(ranges)
 }
 
 fn read_block(file: &ImageFile, offset: u64, into: &mut [u8]) -> io::Result<bool> {
