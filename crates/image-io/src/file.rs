@@ -138,6 +138,11 @@ impl ImageFile {
             options.read(true).write(is_writable(&file)).custom_flags(flags).open(path).ok()
         };
         let direct = if source.is_some() { None } else { open(libc::O_DIRECT) };
+        if source.is_some() {
+            // What has arrived is in the page cache. Readahead would fill it with zeros of what has not. Only the time
+            // depends on this advice.
+            let _ = posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
+        }
         let exact =
             open(0).filter(|exact| posix_fadvise(exact, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).is_ok());
         let [cachestat_works, nowait_works] = [(); 2].map(|()| AtomicBool::new(true));
@@ -324,8 +329,8 @@ impl ImageFile {
 
     /// Reads bytes that the page cache has, and never waits for the disk. Returns the number of bytes up to the first
     /// page that it does not have: 0 also in a region that is mostly on the disk, or where bytes have not arrived. With
-    /// `ahead`, and where the file is
-    /// kept in the page cache, the kernel then begins to read the others, and those after them.
+    /// `ahead`, and where the file is kept in the page cache, the kernel then begins to read the others, and those after
+    /// them, but for a file whose bytes arrive.
     ///
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.
