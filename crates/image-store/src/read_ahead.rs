@@ -22,6 +22,8 @@ pub(crate) const PIECE: u64 = 512 << 10;
 const LEAST_AHEAD: u64 = 2 * PIECE;
 /// Stored bytes that are requested ahead at most: 8 MiB keep 3 Gbit/s busy over 20 ms.
 const MOST_AHEAD: u64 = 8 << 20;
+/// Requests ahead at once: some of those that a store may have are left for page faults.
+const MOST_REQUESTS: usize = 12;
 /// Time that a request may wait for those before it: a page fault elsewhere waits as long.
 const QUEUE_TIME: Duration = Duration::from_millis(10);
 
@@ -41,11 +43,18 @@ struct Place {
 struct Flight {
     /// Used last at the end.
     places: Vec<Place>,
-    /// Stored bytes in flight, and how many may be.
+    /// Requests in flight, their stored bytes, and how many bytes may be.
+    requests: usize,
     bytes: u64,
     limit: u64,
     /// The time of the fastest answer.
     fastest: Option<Duration>,
+}
+
+impl Flight {
+    fn may_begin(&self) -> bool {
+        self.bytes < self.limit && self.requests < MOST_REQUESTS
+    }
 }
 
 /// The read-ahead of an image, for all of its clients.
@@ -59,7 +68,7 @@ pub(crate) struct ReadAhead {
 impl ReadAhead {
     /// `kept`: bytes that were read last and stay in memory. All windows have room in them.
     pub(crate) fn new(kept: usize) -> Self {
-        let flight = Flight { places: Vec::new(), bytes: 0, limit: LEAST_AHEAD, fastest: None };
+        let flight = Flight { places: Vec::new(), requests: 0, bytes: 0, limit: LEAST_AHEAD, fastest: None };
         Self { flight: Mutex::new(flight), window: (kept / PLACES) as u64 }
     }
 
@@ -85,7 +94,7 @@ impl ReadAhead {
         let end = length.min(range.end + place.window);
         // Few large requests: a new one is made when half of the window has been read.
         let is_due = end == length || start + place.window / 2 <= end;
-        let wanted = if is_due && start < end && flight.bytes < flight.limit { start..end } else { 0..0 };
+        let wanted = if is_due && start < end && flight.may_begin() { start..end } else { 0..0 };
         place.ahead = start.max(wanted.end);
         flight.places.push(place);
         wanted
@@ -94,8 +103,11 @@ impl ReadAhead {
     /// Notes that `bytes` are requested ahead. Returns false if no more may be in flight: the caller stops there.
     pub(crate) fn begin(&self, bytes: u64) -> bool {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
-        let may = flight.bytes < flight.limit;
-        flight.bytes += if may { bytes } else { 0 };
+        let may = flight.may_begin();
+        if may {
+            flight.bytes += bytes;
+            flight.requests += 1;
+        }
         may
     }
 
@@ -113,6 +125,7 @@ impl ReadAhead {
     pub(crate) fn end(&self, bytes: u64, took: Duration) {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
         flight.bytes -= bytes;
+        flight.requests -= 1;
         let fastest = flight.fastest.map_or(took, |fastest| fastest.min(took));
         flight.fastest = Some(fastest);
         let limit = flight.limit;

@@ -87,11 +87,16 @@ impl ChunkReader {
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
     }
 
-    /// Returns the blocks of a chunk in pieces of about so many stored bytes, each with its stored bytes.
-    pub(crate) fn pieces(&self, digest: Digest, most: u64) -> Result<Vec<(Range<usize>, u64)>> {
+    /// Returns blocks of a chunk in pieces of at most so many stored bytes, or of one block, each with its stored bytes.
+    pub(crate) fn pieces(
+        &self,
+        digest: Digest,
+        blocks: Range<usize>,
+        most: u64,
+    ) -> Result<Vec<(Range<usize>, u64)>> {
         let at = self.locate(digest)?;
         let mut pieces: Vec<(Range<usize>, u64)> = Vec::new();
-        for block in 0..at.blocks.len() {
+        for block in blocks.start..blocks.end.min(at.blocks.len()) {
             let stored = u64::from(at.stored(block));
             match pieces.last_mut() {
                 Some((blocks, bytes)) if *bytes + stored <= most => {

@@ -176,49 +176,71 @@ impl StoredFiles {
         let first =
             found.chunks.partition_point(|(offset, chunk)| offset + u64::from(chunk.length) <= wanted.start);
         for (offset, chunk) in found.chunks[first..].iter().take_while(|(offset, _)| *offset < wanted.end) {
-            if !chunk.is_zero() && !self.request_ahead(*chunk, runtime) {
-                return self.ahead.stop_at(file, &wanted, *offset);
+            let part = wanted.start.max(*offset) - offset..wanted.end - offset;
+            if !chunk.is_zero() && !self.request_ahead(*chunk, &part, runtime) {
+                return self.ahead.stop_at(file, &wanted, wanted.start.max(*offset));
             }
         }
     }
 
-    /// Requests what was not read of a chunk. Returns false if too much is in flight.
-    fn request_ahead(self: &Arc<Self>, chunk: SealedChunk, runtime: &Handle) -> bool {
-        let Ok(pieces) = self.reader.pieces(chunk.digest, PIECE) else { return true };
-        for (blocks, stored) in pieces {
-            if !self.ahead.begin(stored) {
-                return false;
-            }
-            let read = |blocks: Range<usize>| {
-                let reader = Arc::clone(&self.reader);
-                async move { Ok(reader.blocks_of(chunk, blocks).await?) }
-            };
-            let parts = self.reads.begin(chunk.digest, blocks, read);
-            let (files, began) = (Arc::clone(self), Instant::now());
-            runtime.spawn(async move {
-                for (read, _) in parts {
-                    // Who needs these bytes gets the error.
-                    let _ = read.wait(0..0).await;
+    /// Requests what was not read lately of a part of a chunk. Returns false if too much is in flight.
+    fn request_ahead(self: &Arc<Self>, chunk: SealedChunk, part: &Range<u64>, runtime: &Handle) -> bool {
+        let block = |at: u64| usize::try_from(at / BLOCK as u64).unwrap_or(usize::MAX);
+        let blocks =
+            block(part.start)..block(part.end.min(chunk.length.into()).next_multiple_of(BLOCK as u64));
+        for missing in self.reads.missing(chunk.digest, blocks) {
+            let Ok(pieces) = self.reader.pieces(chunk.digest, missing, PIECE) else { return true };
+            for (blocks, stored) in pieces {
+                if !self.ahead.begin(stored) {
+                    return false;
                 }
-                files.ahead.end(stored, began.elapsed());
-            });
+                let flight = AheadRequest { files: Arc::clone(self), stored, began: Instant::now() };
+                let parts = self.reads.begin(chunk.digest, blocks, |blocks| self.blocks_of(chunk, blocks));
+                runtime.spawn(async move {
+                    for (read, _) in parts {
+                        // Who needs these bytes gets the error.
+                        let _ = read.wait(0..0).await;
+                    }
+                    drop(flight);
+                });
+            }
         }
         true
+    }
+
+    /// Reads blocks of a chunk from the store.
+    fn blocks_of(
+        &self,
+        chunk: SealedChunk,
+        blocks: Range<usize>,
+    ) -> impl Future<Output = anyhow::Result<Vec<u8>>> + Send + use<> {
+        let reader = Arc::clone(&self.reader);
+        async move { Ok(reader.blocks_of(chunk, blocks).await?) }
     }
 
     /// Reads a part of a chunk. All of it is compared with its hash; less is not: a manifest has checksums of blocks.
     async fn part(&self, chunk: SealedChunk, part: Range<usize>) -> anyhow::Result<Vec<u8>> {
         let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
-        let read = |blocks: Range<usize>| {
-            let reader = Arc::clone(&self.reader);
-            async move { Ok(reader.blocks_of(chunk, blocks).await?) }
-        };
-        let parts = self.reads.begin(chunk.digest, blocks.clone(), read).into_iter();
+        let parts = self.reads.begin(chunk.digest, blocks.clone(), |blocks| self.blocks_of(chunk, blocks));
+        let parts = parts.into_iter();
         let parts = try_join_all(parts.map(|(read, wanted)| async move { read.wait(wanted).await })).await?;
         let bytes = parts.concat();
         let start = part.start - blocks.start * BLOCK;
         let found = bytes.get(start..start + part.len()).context("a short chunk")?;
         Ok(found.to_vec())
+    }
+}
+
+/// A request ahead in flight, however its task ends.
+struct AheadRequest {
+    files: Arc<StoredFiles>,
+    stored: u64,
+    began: Instant,
+}
+
+impl Drop for AheadRequest {
+    fn drop(&mut self) {
+        self.files.ahead.end(self.stored, self.began.elapsed());
     }
 }
 
