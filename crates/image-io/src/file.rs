@@ -329,8 +329,8 @@ impl ImageFile {
 
     /// Reads bytes that the page cache has, and never waits for the disk. Returns the number of bytes up to the first
     /// page that it does not have: 0 also in a region that is mostly on the disk, or where bytes have not arrived. With
-    /// `ahead`, and where the file is kept in the page cache, the kernel then begins to read the others, and those after
-    /// them, but for a file whose bytes arrive.
+    /// `ahead`, and where the file is kept in the page cache, the kernel then begins to read the others, and those
+    /// after them, but for a file whose bytes arrive.
     ///
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.

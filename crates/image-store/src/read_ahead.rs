@@ -29,7 +29,7 @@ const QUEUE_TIME: Duration = Duration::from_millis(10);
 
 /// A place up to which a file was read in order.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct ReadPlace {
     file: u32,
     /// The end of the last read.
     end: u64,
@@ -40,9 +40,9 @@ struct Place {
 
 /// What is requested ahead.
 #[derive(Debug)]
-struct Flight {
+struct RequestsAhead {
     /// Used last at the end.
-    places: Vec<Place>,
+    places: Vec<ReadPlace>,
     /// Requests in flight, their stored bytes, and how many bytes may be.
     requests: usize,
     bytes: u64,
@@ -51,7 +51,7 @@ struct Flight {
     fastest: Option<Duration>,
 }
 
-impl Flight {
+impl RequestsAhead {
     fn may_begin(&self) -> bool {
         self.bytes < self.limit && self.requests < MOST_REQUESTS
     }
@@ -60,7 +60,7 @@ impl Flight {
 /// The read-ahead of an image, for all of its clients.
 #[derive(Debug)]
 pub(crate) struct ReadAhead {
-    flight: Mutex<Flight>,
+    flight: Mutex<RequestsAhead>,
     /// Bytes of the largest window.
     window: u64,
 }
@@ -68,14 +68,15 @@ pub(crate) struct ReadAhead {
 impl ReadAhead {
     /// `kept`: bytes that were read last and stay in memory. All windows have room in them.
     pub(crate) fn new(kept: usize) -> Self {
-        let flight = Flight { places: Vec::new(), requests: 0, bytes: 0, limit: LEAST_AHEAD, fastest: None };
+        let flight =
+            RequestsAhead { places: Vec::new(), requests: 0, bytes: 0, limit: LEAST_AHEAD, fastest: None };
         Self { flight: Mutex::new(flight), window: (kept / PLACES) as u64 }
     }
 
     /// Notes that a client reads a range of a file. Returns the range to request ahead; mostly an empty one.
     pub(crate) fn note(&self, file: u32, range: &Range<u64>, length: u64) -> Range<u64> {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
-        let follows = |place: &Place| {
+        let follows = |place: &ReadPlace| {
             place.file == file
                 && place.end <= range.start
                 && range.start <= place.ahead.max(place.end.saturating_add(GAP))
@@ -84,7 +85,7 @@ impl ReadAhead {
             if flight.places.len() == PLACES {
                 flight.places.remove(0);
             }
-            flight.places.push(Place { file, end: range.end, ahead: range.end, window: 0 });
+            flight.places.push(ReadPlace { file, end: range.end, ahead: range.end, window: 0 });
             return 0..0;
         };
         let mut place = flight.places.remove(found);

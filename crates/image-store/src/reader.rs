@@ -87,7 +87,8 @@ impl ChunkReader {
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
     }
 
-    /// Returns blocks of a chunk in pieces of at most so many stored bytes, or of one block, each with its stored bytes.
+    /// Returns blocks of a chunk in pieces of at most so many stored bytes, or of one block, each with its stored
+    /// bytes.
     pub(crate) fn pieces(
         &self,
         digest: Digest,
