@@ -32,7 +32,7 @@ pub(crate) struct RequestLimits {
 }
 
 /// Of commands that read: a request is short.
-const READ_LIMITS: RequestLimits = RequestLimits {
+pub(crate) const READ_LIMITS: RequestLimits = RequestLimits {
     connect: Duration::from_secs(5),
     silence: Duration::from_secs(20),
     request: Duration::from_secs(60),

@@ -301,7 +301,11 @@ impl ImageStore {
         limited(object, found.meta.size, most)?;
         let (mut bytes, mut parts) = (Vec::new(), found.into_stream());
         while let Some(part) = parts.next().await {
-            let part = part.map_err(request("read", object))?;
+            let part = match part {
+                // A registry is asked for it only now.
+                Err(error) if is_missing(&error) => return Ok(None),
+                part => part.map_err(request("read", object))?,
+            };
             self.received.fetch_add(part.len() as u64, Ordering::Relaxed);
             bytes.extend(part);
             limited(object, bytes.len() as u64, most)?;

@@ -133,14 +133,16 @@ impl ObjectStore for RegistryObjects {
             Some(range) => range.as_range(blob.length).map_err(invalid)?,
             None => 0..blob.length,
         };
-        let bytes = if options.head || range.is_empty() {
-            Bytes::new()
-        } else {
-            let read = self.client.range(&blob, range.clone()).await;
-            read.map_err(|error| failed(location, error))?
-        };
-        let payload = GetResultPayload::Stream(futures::stream::once(async { Ok(bytes) }).boxed());
         let meta = meta(location.clone(), blob.length);
+        let (client, location, wanted) = (self.client.clone(), location.clone(), range.clone());
+        // Read when its bytes are taken: the caller may refuse its length before that.
+        let read = async move {
+            if options.head || wanted.is_empty() {
+                return Ok(Bytes::new());
+            }
+            client.range(&blob, wanted).await.map_err(|error| failed(&location, error))
+        };
+        let payload = GetResultPayload::Stream(futures::stream::once(read).boxed());
         Ok(GetResult { payload, meta, range, attributes: Default::default(), extensions: Default::default() })
     }
 
@@ -203,5 +205,30 @@ impl MultipartUpload for CollectedUpload {
 
     async fn abort(&mut self) -> Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::ObjectStoreExt as _;
+    use oci_client::secrets::RegistryAuth;
+
+    use super::*;
+    use crate::connect::READ_LIMITS;
+    use crate::registry::client::blob_of;
+    use crate::testing::run;
+
+    #[test]
+    fn the_length_of_an_object_is_known_before_it_is_read() {
+        // Nothing listens there: a request would fail.
+        let auth = RegistryAuth::Anonymous;
+        let client = RegistryClient::new("127.0.0.1:1", "web", auth, false, READ_LIMITS).unwrap();
+        let objects = RegistryObjects::new(client);
+        let blob = Blob { length: 1 << 40, ..blob_of(b"") };
+        objects.add(vec![("working-sets/a".to_owned(), blob)]);
+        run(async move {
+            let found = objects.get(&Path::from("working-sets/a")).await.unwrap();
+            assert_eq!((found.meta.size, found.range), (1 << 40, 0..1 << 40));
+        });
     }
 }
