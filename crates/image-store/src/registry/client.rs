@@ -132,7 +132,11 @@ impl RegistryClient {
         media_type: &'static str,
         bytes: Vec<u8>,
     ) -> Result<(), RegistryError> {
-        let (named, bytes) = (self.named(name), Bytes::from(bytes));
+        let (registry, repository) = (self.repository.registry(), self.repository.repository());
+        // A digest, too, is given as a tag, which makes the same address: the client looks for the tag at the end of it
+        // where a registry answers without `Location`.
+        let named = Reference::with_tag(registry.to_owned(), repository.to_owned(), name.to_owned());
+        let bytes = Bytes::from(bytes);
         let content = HeaderValue::from_static(media_type);
         let put = || self.blobs.push_manifest_raw(&named, bytes.clone(), content.clone());
         self.retried(put).await.map(drop)
@@ -566,6 +570,18 @@ mod tests {
         let blob = blob_of(b"0123456789");
         assert_eq!(blob.digest, "sha256:84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882");
         run(async { assert_eq!(client.range(&blob, 3..6).await.unwrap(), &b"345"[..]) });
+    }
+
+    #[test]
+    fn a_manifest_is_written_to_a_registry_without_location() {
+        const CREATED: &str = "HTTP/1.1 201 Created\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+        let client = client(&registry(&[CREATED]));
+        let digest = blob_of(b"{}").digest;
+        run(async {
+            for name in [&*digest, "v1"] {
+                client.put_manifest(name, OCI_IMAGE_MEDIA_TYPE, b"{}".to_vec()).await.unwrap();
+            }
+        });
     }
 
     #[test]
