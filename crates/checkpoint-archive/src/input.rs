@@ -4,7 +4,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufRead as _, BufReader, Read};
+use std::io::{self, BufRead as _, BufReader, ErrorKind, Read};
 use std::rc::Rc;
 
 use flate2::bufread::MultiGzDecoder;
@@ -18,6 +18,8 @@ const MAX_WINDOW: u32 = 27;
 
 /// The most bytes before the data of an entry: its headers, and what says more about it. A reader has them in memory.
 const MAX_HEADERS: u64 = 1 << 20;
+/// The most zeros behind the end of a tar: programs fill their last record.
+const MAX_PADDING: u64 = 1 << 20;
 
 /// The bytes of a tar.
 pub(crate) struct ArchiveInput {
@@ -53,6 +55,25 @@ impl ArchiveInput {
     /// more.
     pub(crate) fn has_ended(&self) -> bool {
         self.ended
+    }
+
+    /// Reads what is behind the end of the tar: a compressed file has its checksum there, and it must be right.
+    pub(crate) fn finish(&mut self) -> io::Result<()> {
+        let (mut left, mut buffer) = (MAX_PADDING, [0; 4096]);
+        loop {
+            let read = match self.bytes.read(&mut buffer) {
+                Ok(0) => return Ok(()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                read => read?,
+            };
+            let padding =
+                left.checked_sub(read as u64).filter(|_| buffer[..read].iter().all(|byte| *byte == 0));
+            left = padding.ok_or_else(|| {
+                io::Error::other(format!(
+                    "bytes behind the end of the tar, expected at most {MAX_PADDING} zeros"
+                ))
+            })?;
+        }
     }
 
     /// Returns the limit of its headers.

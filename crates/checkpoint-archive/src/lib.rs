@@ -26,6 +26,8 @@ use names::ArchivePlace;
 const INVENTORY: &str = "inventory.img";
 /// The most entries of an archive: with millions of tasks, its files would have no place in a directory either.
 const MAX_ENTRIES: u64 = 1 << 22;
+/// How the keys of PAX begin that describe a file with holes: its data in the archive is not the file's.
+const PAX_SPARSE: &[u8] = b"GNU.sparse.";
 /// Bytes that are copied at once.
 const BUFFER: usize = 1 << 18;
 
@@ -105,6 +107,7 @@ impl Extraction<'_> {
                 return Err(self.wrong(&format!("it has more than {MAX_ENTRIES} entries")));
             }
             let path = entry.path_bytes().into_owned();
+            self.check_sparse(&mut entry, &path)?;
             let place =
                 ArchivePlace::of(&path).map_err(|what| self.wrong(&format!("{}: {what}", shown(&path))))?;
             if let ArchivePlace::Checkpoint(name) = place {
@@ -117,12 +120,31 @@ impl Extraction<'_> {
             // What is left of its data must not count as headers of the next.
             io::copy(&mut entry, &mut io::sink()).map_err(|error| self.damaged(&error))?;
         }
-        if archive.into_inner().has_ended() {
+        let mut input = archive.into_inner();
+        if input.has_ended() {
             return Err(self.wrong("it is cut: the end of a tar is missing"));
         }
+        input.finish().map_err(|error| self.wrong(&format!("it is damaged, or cut at its end: {error}")))?;
         if !has_inventory {
             let what = "it has no file checkpoint/inventory.img: no checkpoint of podman or CRI-O";
             return Err(self.wrong(what));
+        }
+        Ok(())
+    }
+
+    /// Refuses a file with holes in a form of PAX. The form of GNU's own headers is read.
+    fn check_sparse<R: Read>(&self, entry: &mut Entry<'_, R>, path: &[u8]) -> Result<()> {
+        let kind = entry.header().entry_type();
+        if kind.is_pax_global_extensions() || kind.is_pax_local_extensions() {
+            // Their keys are their data, of any length; no entry gets those.
+            return Ok(());
+        }
+        for extension in entry.pax_extensions().map_err(|error| self.damaged(&error))?.into_iter().flatten() {
+            let key = extension.map_err(|error| self.damaged(&error))?.key_bytes();
+            if key.starts_with(PAX_SPARSE) {
+                let what = "a file with holes in a form of PAX: make the archive with `tar --format=gnu`, or without --sparse";
+                return Err(self.wrong(&format!("{}: {what}", shown(path))));
+            }
         }
         Ok(())
     }
@@ -298,6 +320,48 @@ mod tests {
     }
 
     #[test]
+    fn a_flipped_byte_of_a_compressed_archive_is_refused() {
+        let tar = podman();
+        let mut gzip = GzEncoder::new(Vec::new(), Compression::none());
+        gzip.write_all(&tar).unwrap();
+        let mut zstd = zstd::Encoder::new(Vec::new(), 1).unwrap();
+        zstd.include_checksum(true).unwrap();
+        zstd.write_all(&tar).unwrap();
+        for bytes in [gzip.finish().unwrap(), zstd.finish().unwrap()] {
+            assert_eq!(extracted(&bytes).0, Ok(ExtractReport { files: 2, bytes: 10_009 }));
+            // Where the data of the inventory is, and the checksum at the end.
+            let data = bytes.windows(9).position(|found| found == b"inventory");
+            for place in [data.unwrap_or(bytes.len() - 2), bytes.len() - 4] {
+                let mut flipped = bytes.clone();
+                flipped[place] ^= 1;
+                refused(&flipped);
+            }
+        }
+    }
+
+    #[test]
+    fn only_zeros_may_follow_the_end_of_a_tar() {
+        let tar = podman();
+        assert!(extracted(&[&*tar, &[0; 10_240]].concat()).0.is_ok());
+        assert!(refused(&[&*tar, b"x"].concat()).contains("bytes behind the end of the tar"));
+        let long = vec![0; (1 << 20) + 1];
+        assert!(refused(&[&*tar, &*long].concat()).contains("bytes behind the end of the tar"));
+    }
+
+    #[test]
+    fn a_file_with_holes_in_a_form_of_pax_is_refused() {
+        for path in ["checkpoint/pages-1.img", "checkpoint/GNUSparseFile.1/pages-1.img"] {
+            let mut tar = Builder::new(Vec::new());
+            tar.append_pax_extensions([("GNU.sparse.size", &b"8192"[..])]).unwrap();
+            let mut header = Header::new_ustar();
+            header.set_size(4);
+            tar.append_data(&mut header, path, &b"data"[..]).unwrap();
+            let said = refused(&tar.into_inner().unwrap());
+            assert!(said.contains(&format!("{path}: a file with holes")), "{said}");
+        }
+    }
+
+    #[test]
     fn other_kinds_and_paths_of_files_are_refused() {
         let inventory = ("checkpoint/inventory.img", EntryType::Regular, &b"inventory"[..]);
         for (path, kind, expected) in [
@@ -312,6 +376,9 @@ mod tests {
             ("checkpoint/../../a", EntryType::Regular, "a path with `..`"),
             ("../a", EntryType::Regular, "a path with `..`"),
             ("checkpoint/inventory.img", EntryType::Regular, "checkpoint/inventory.img twice"),
+            ("checkpoint/rewake-manifest", EntryType::Regular, "a file of a sealed image"),
+            ("checkpoint/rewake-manifest.partial", EntryType::Regular, "a file of a sealed image"),
+            ("checkpoint/rewake-arriving", EntryType::Regular, "a file of a sealed image"),
         ] {
             let said = refused(&archive(&[inventory, (path, kind, b"")]));
             assert!(said.contains(expected), "{path}: {said}");

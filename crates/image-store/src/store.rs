@@ -280,8 +280,12 @@ impl ImageStore {
         listing.try_collect().await.map_err(request("list", &format!("{}/{folder}", self.url)))
     }
 
-    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes.
+    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes, and not those that a
+    /// registry has lost.
     pub(crate) async fn sound_packs(&self) -> Result<BTreeMap<String, ListedObject>> {
+        if let Some(repository) = &self.repository {
+            repository.forget_missing().await?;
+        }
         let (mut packs, damaged) = (self.list(PACKS).await?, self.list(DAMAGED).await?);
         packs.retain(|name, _| !damaged.contains_key(name));
         Ok(packs)
@@ -301,7 +305,11 @@ impl ImageStore {
         limited(object, found.meta.size, most)?;
         let (mut bytes, mut parts) = (Vec::new(), found.into_stream());
         while let Some(part) = parts.next().await {
-            let part = part.map_err(request("read", object))?;
+            let part = match part {
+                // A registry is asked for it only now.
+                Err(error) if is_missing(&error) => return Ok(None),
+                part => part.map_err(request("read", object))?,
+            };
             self.received.fetch_add(part.len() as u64, Ordering::Relaxed);
             bytes.extend(part);
             limited(object, bytes.len() as u64, most)?;

@@ -19,12 +19,13 @@ use oci_client::errors::{OciDistributionError, OciErrorCode};
 use oci_client::manifest::{OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE};
 use oci_client::secrets::RegistryAuth;
 use oci_client::{Client, Reference, RegistryOperation};
+use reqwest::StatusCode;
 use reqwest::header::HeaderValue;
 use ring::digest::{Context, SHA256};
 use tokio::sync::OnceCell;
 use tokio::time::{sleep, timeout};
 
-use crate::connect::{PAUSE, RETRIES, RequestLimits};
+use crate::connect::{NO_PROXY, PAUSE, RETRIES, RequestLimits};
 use crate::error::bounded;
 
 use super::artifact::Blob;
@@ -96,9 +97,11 @@ impl RegistryClient {
         // A second call, or another provider of the program's, is no error.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = |is_whole| {
-            let protocol = if is_loopback(registry) { ClientProtocol::Http } else { ClientProtocol::Https };
+            let is_own = is_loopback(registry);
             let config = ClientConfig {
-                protocol,
+                protocol: if is_own { ClientProtocol::Http } else { ClientProtocol::Https },
+                http_proxy: is_own.then(|| NO_PROXY[0].to_owned()),
+                no_proxy: is_own.then(|| NO_PROXY[1].to_owned()),
                 use_monolithic_push: is_whole,
                 connect_timeout: Some(limits.connect),
                 read_timeout: Some(limits.silence),
@@ -132,7 +135,11 @@ impl RegistryClient {
         media_type: &'static str,
         bytes: Vec<u8>,
     ) -> Result<(), RegistryError> {
-        let (named, bytes) = (self.named(name), Bytes::from(bytes));
+        let (registry, repository) = (self.repository.registry(), self.repository.repository());
+        // A digest, too, is given as a tag, which makes the same address: the client looks for the tag at the end of it
+        // where a registry answers without `Location`.
+        let named = Reference::with_tag(registry.to_owned(), repository.to_owned(), name.to_owned());
+        let bytes = Bytes::from(bytes);
         let content = HeaderValue::from_static(media_type);
         let put = || self.blobs.push_manifest_raw(&named, bytes.clone(), content.clone());
         self.retried(put).await.map(drop)
@@ -181,10 +188,15 @@ impl RegistryClient {
         Ok(bytes.into())
     }
 
+    /// Whether the registry has a blob.
+    pub(super) async fn has(&self, blob: &Blob) -> Result<bool, RegistryError> {
+        self.retried(|| self.blobs.blob_exists(&self.repository, &blob.digest)).await
+    }
+
     /// Writes a blob, if the registry does not have it.
     pub(super) async fn put_bytes(&self, bytes: Bytes) -> Result<Blob, RegistryError> {
         let blob = blob_of(&bytes);
-        if self.retried(|| self.blobs.blob_exists(&self.repository, &blob.digest)).await? {
+        if self.has(&blob).await? {
             return Ok(blob);
         }
         let put = || self.blobs.push_blob(&self.repository, bytes.clone(), &blob.digest);
@@ -206,7 +218,7 @@ impl RegistryClient {
             context.update(&part(&file, offset, length).map_err(failed)?);
         }
         let blob = Blob { digest: digest_of(context), length };
-        if self.retried(|| self.blobs.blob_exists(&self.repository, &blob.digest)).await? {
+        if self.has(&blob).await? {
             return Ok(blob);
         }
         // Each part of it has the limit of a silent server.
@@ -333,7 +345,9 @@ fn is_missing(error: &OciDistributionError) -> bool {
 fn may_pass(error: &OciDistributionError) -> bool {
     match error {
         OciDistributionError::RequestError(error) => {
-            error.status().is_none_or(|status| status.is_server_error()) && !error.is_builder()
+            let passes =
+                |status: StatusCode| status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
+            error.status().is_none_or(passes) && !error.is_builder()
         }
         OciDistributionError::IoError(_) => true,
         OciDistributionError::ServerError { code, .. } => *code >= 500 || *code == 429,
@@ -566,6 +580,18 @@ mod tests {
         let blob = blob_of(b"0123456789");
         assert_eq!(blob.digest, "sha256:84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882");
         run(async { assert_eq!(client.range(&blob, 3..6).await.unwrap(), &b"345"[..]) });
+    }
+
+    #[test]
+    fn a_manifest_is_written_to_a_registry_without_location() {
+        const CREATED: &str = "HTTP/1.1 201 Created\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+        let client = client(&registry(&[CREATED]));
+        let digest = blob_of(b"{}").digest;
+        run(async {
+            for name in [&*digest, "v1"] {
+                client.put_manifest(name, OCI_IMAGE_MEDIA_TYPE, b"{}".to_vec()).await.unwrap();
+            }
+        });
     }
 
     #[test]

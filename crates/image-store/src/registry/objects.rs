@@ -22,6 +22,7 @@ use object_store::{
 use super::artifact::Blob;
 use super::client::{RegistryClient, RegistryError};
 use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS};
+use crate::store::MAX_REQUESTS;
 
 /// The name of this kind of store, for errors.
 const STORE: &str = "registry";
@@ -50,6 +51,21 @@ impl RegistryObjects {
     /// Adds the objects of an artifact.
     pub(super) fn add(&self, objects: Vec<(String, Blob)>) {
         locked(&self.blobs).extend(objects);
+    }
+
+    /// Asks the registry for each object, and forgets those that it lacks: a manifest may name more than there is.
+    pub(super) async fn forget_missing(&self) -> std::result::Result<(), RegistryError> {
+        let blobs: Vec<_> =
+            locked(&self.blobs).iter().map(|(path, blob)| (path.clone(), blob.clone())).collect();
+        let asked =
+            futures::stream::iter(blobs).map(async |(path, blob)| Ok((path, self.client.has(&blob).await?)));
+        let mut asked = std::pin::pin!(asked.buffer_unordered(MAX_REQUESTS));
+        while let Some((path, found)) = asked.next().await.transpose()? {
+            if !found {
+                locked(&self.blobs).remove(&path);
+            }
+        }
+        Ok(())
     }
 
     /// Returns an object's name with its folder, and its blob.
@@ -133,14 +149,16 @@ impl ObjectStore for RegistryObjects {
             Some(range) => range.as_range(blob.length).map_err(invalid)?,
             None => 0..blob.length,
         };
-        let bytes = if options.head || range.is_empty() {
-            Bytes::new()
-        } else {
-            let read = self.client.range(&blob, range.clone()).await;
-            read.map_err(|error| failed(location, error))?
-        };
-        let payload = GetResultPayload::Stream(futures::stream::once(async { Ok(bytes) }).boxed());
         let meta = meta(location.clone(), blob.length);
+        let (client, location, wanted) = (self.client.clone(), location.clone(), range.clone());
+        // Read when its bytes are taken: the caller may refuse its length before that.
+        let read = async move {
+            if options.head || wanted.is_empty() {
+                return Ok(Bytes::new());
+            }
+            client.range(&blob, wanted).await.map_err(|error| failed(&location, error))
+        };
+        let payload = GetResultPayload::Stream(futures::stream::once(read).boxed());
         Ok(GetResult { payload, meta, range, attributes: Default::default(), extensions: Default::default() })
     }
 
@@ -203,5 +221,30 @@ impl MultipartUpload for CollectedUpload {
 
     async fn abort(&mut self) -> Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::ObjectStoreExt as _;
+    use oci_client::secrets::RegistryAuth;
+
+    use super::*;
+    use crate::connect::READ_LIMITS;
+    use crate::registry::client::blob_of;
+    use crate::testing::run;
+
+    #[test]
+    fn the_length_of_an_object_is_known_before_it_is_read() {
+        // Nothing listens there: a request would fail.
+        let auth = RegistryAuth::Anonymous;
+        let client = RegistryClient::new("127.0.0.1:1", "web", auth, false, READ_LIMITS).unwrap();
+        let objects = RegistryObjects::new(client);
+        let blob = Blob { length: 1 << 40, ..blob_of(b"") };
+        objects.add(vec![("working-sets/a".to_owned(), blob)]);
+        run(async move {
+            let found = objects.get(&Path::from("working-sets/a")).await.unwrap();
+            assert_eq!((found.meta.size, found.range), (1 << 40, 0..1 << 40));
+        });
     }
 }
