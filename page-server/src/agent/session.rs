@@ -196,10 +196,10 @@ impl Registry {
         if let Ok(Ended { last: Some(last), .. }) = &ended {
             self.report(number, last.clone());
         }
-        let is_lost = ended.is_err();
         let Some(live) = self.live.borrow_mut().remove(&number) else { return };
         self.counts.borrow_mut().add(&live.progress);
         let mut session = live.report();
+        let mut lost = None;
         match ended {
             Ok(Ended { ok: true, last, .. }) => {
                 info!(session = number, "all memory is resident");
@@ -212,11 +212,16 @@ impl Registry {
             }
             Err(ClientError::NotServed(_)) if live.entry.work().is_dir() => {
                 session.reason = ABANDONED.to_owned();
+                lost = Some(FailureKind::StreamerKilled);
             }
             Err(ClientError::NotServed(_)) => {
+                lost = Some(FailureKind::Lost);
                 session.reason = "it ended while no agent ran, and its work directory was removed".to_owned();
             }
-            Err(error) => session.reason = format!("following the streamer: {error}"),
+            Err(error) => {
+                session.reason = format!("following the streamer: {error}");
+                lost = Some(FailureKind::Lost);
+            }
         }
         if session.reason.contains(NOT_SEALED) {
             self.doubt(live.entry.images(), live.since);
@@ -224,7 +229,7 @@ impl Registry {
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);
             self.failed.set(self.failed.get() + 1);
-            let kind = FailureKind::of(&session.reason, is_lost, live.progress.state());
+            let kind = lost.unwrap_or_else(|| FailureKind::of(&session.reason, live.progress.state()));
             self.counts.borrow_mut().failed(kind);
         }
         let mut recent = self.recent.borrow_mut();
@@ -324,6 +329,25 @@ mod tests {
         let (expected, found) = (expected.clone(), found.clone());
         assert!(!shows(ImageError::Unsupported { file: file.clone(), expected, found }.into()));
         assert!(!shows_damage(&damaged().into(), Path::new("/cache/b8")), "it is of another image");
+    }
+
+    #[test]
+    fn only_a_streamer_that_left_its_directory_was_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let registry = Registry::start(&dir.path().join("socket"), AgentCache::new(None));
+        let ends = |number: u64, work: &Path, error: ClientError| {
+            let entry = SessionEntry::new(number, Path::new("/images"), work);
+            let progress = Streaming::default();
+            let live = Live { entry, since: Instant::now(), is_cached: false, progress };
+            registry.live.borrow_mut().insert(number, live);
+            registry.ended(number, Err(error));
+        };
+        ends(1, dir.path(), ClientError::NotServed(PathBuf::new()));
+        ends(2, &dir.path().join("removed"), ClientError::NotServed(PathBuf::new()));
+        ends(3, dir.path(), ClientError::Unexpected);
+        let failures = registry.counts.borrow().failures();
+        let counts = failures.iter().filter(|of| of.count > 0).map(|of| (&*of.kind, of.count));
+        assert_eq!(counts.collect::<Vec<_>>(), [("streamer_killed", 1), ("lost", 2)]);
     }
 
     #[test]

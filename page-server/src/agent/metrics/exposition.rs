@@ -68,7 +68,8 @@ impl Exposition {
         let store = self.cache.iter().map(|cache| ("store".to_owned(), cache.failures));
         let kinds = agent.failures.into_iter().map(|failure| (failure.kind, failure.count)).chain(store);
         let kinds: Vec<_> = kinds.map(|(kind, count)| ([("kind", kind)], count)).collect();
-        counters(to, "rewake_failures", "Restores that failed or were refused, by what failed", &kinds)
+        let help = "Restores and requests for an image that failed or were refused, by what failed";
+        counters(to, "rewake_failures", help, &kinds)
     }
 
     fn memory(
