@@ -40,9 +40,9 @@ impl Exposition {
 
     fn agent(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let agent = self.status.agent.clone().unwrap_or_default();
-        let version = [("version", env!("CARGO_PKG_VERSION"))];
-        to.encode_descriptor("rewake_build", "The release of rewake", None, MetricType::Info)?
-            .encode_info(&version)?;
+        // Not the type `info` of OpenMetrics, for which older parsers refuse the whole text.
+        let version = [("version", env!("CARGO_PKG_VERSION").to_owned())];
+        gauges(to, "rewake_build_info", "The release of rewake", &[(version, 1_u64)])?;
         let uptime = Duration::from_nanos(agent.uptime_ns).as_secs_f64();
         gauges(to, "rewake_agent_uptime_seconds", "Time since the agent was started", &[([], uptime)])?;
         let help = "Resident memory of the agent, without its streamers";
@@ -305,6 +305,9 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line}\n{text}");
         }
         assert!(text.contains("rewake_build_info{version=\""), "{text}");
+        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').nth(1));
+        let types: BTreeSet<&str> = types.collect();
+        assert_eq!(types, BTreeSet::from(["counter", "gauge", "histogram"]), "older parsers know these");
     }
 
     #[test]
