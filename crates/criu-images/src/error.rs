@@ -4,6 +4,9 @@
 use std::io;
 use std::path::PathBuf;
 
+/// What errors say of bytes that no image of this format has.
+pub const IMAGE_DAMAGED: &str = "the image is damaged";
+
 /// Why an image was refused. Every message has the file, what was expected, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -47,8 +50,9 @@ pub enum ImageError {
     },
     /// The bytes violate the format.
     #[error(
-        "{file}: at byte {offset}: expected {expected}, found {found}; the image is damaged: dump again",
-        file = file.display()
+        "{file}: at byte {offset}: expected {expected}, found {found}; {damage}: dump again",
+        file = file.display(),
+        damage = IMAGE_DAMAGED
     )]
     Damaged {
         /// The file.
@@ -171,6 +175,28 @@ pub enum ImageError {
         /// [`crate::MAX_PARENTS`].
         limit: usize,
     },
+}
+
+impl ImageError {
+    /// Whether files of the image are wrong, as opposed to those that this program cannot read now, or not at all.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Self::Missing { .. }
+            | Self::SymbolicLink { .. }
+            | Self::Damaged { .. }
+            | Self::TooMany { .. }
+            | Self::PagesTruncated { .. }
+            | Self::NotLazyable { .. } => true,
+            Self::Io { .. }
+            | Self::BeingReplaced { .. }
+            | Self::Unsupported { .. }
+            | Self::Compressed { .. }
+            | Self::NotInParent { .. }
+            | Self::ParentCycle { .. }
+            | Self::TooManyParents { .. } => false,
+        }
+    }
 }
 
 /// Result of this crate.

@@ -44,16 +44,21 @@ struct CacheCounters {
     received: Arc<AtomicU64>,
 }
 
-/// What the cache has, and what was counted since it was opened.
+/// What the cache has.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct CacheCounts {
+pub struct CacheContents {
     /// Images that are complete.
     pub complete: u64,
     /// Images that are not.
     pub partial: u64,
     /// Bytes of all images on the disk.
     pub bytes: u64,
-    /// Bytes that they may have together.
+}
+
+/// What was counted since the cache was opened, and its limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheCounts {
+    /// Bytes that the images may have together.
     pub size: u64,
     /// Requests for an image that was here, or was being fetched for another request.
     pub hits: u64,
@@ -372,11 +377,23 @@ impl NodeCache {
         }
     }
 
-    /// Returns what the cache has, and has counted.
+    /// Returns what was counted. It reads no file.
     #[must_use]
     pub fn counts(&self) -> CacheCounts {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let CacheCounters { hits, misses, failures, received } = &self.counters;
+        CacheCounts {
+            size: self.folder.size(),
+            hits: get(hits),
+            misses: get(misses),
+            failures: get(failures),
+            store_bytes: get(received),
+        }
+    }
+
+    /// Looks at the files of all images.
+    #[must_use]
+    pub fn contents(&self) -> CacheContents {
         let images: Vec<Digest> = self
             .all()
             .into_iter()
@@ -384,15 +401,10 @@ impl NodeCache {
             .filter(|id| self.folder.image(*id).is_dir())
             .collect();
         let complete = images.iter().filter(|id| self.folder.is_complete(**id)).count();
-        CacheCounts {
+        CacheContents {
             complete: complete as u64,
             partial: (images.len() - complete) as u64,
             bytes: images.iter().map(|id| self.folder.allocated(*id)).sum(),
-            size: self.folder.size(),
-            hits: get(hits),
-            misses: get(misses),
-            failures: get(failures),
-            store_bytes: get(received),
         }
     }
 

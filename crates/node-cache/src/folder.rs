@@ -19,6 +19,9 @@ use serde::{Deserialize, Serialize};
 
 /// The prefix of directories that are being removed.
 const REMOVED: &str = ".removed-";
+/// The ends of the names of an image's files beside its directory.
+const ORIGIN: &str = ".json";
+const DOUBT: &str = ".doubt";
 /// The end of the name of a file that is being written.
 const PART: &str = ".part";
 /// The socket of the image server.
@@ -150,20 +153,21 @@ impl CacheFolder {
         self.end_doubt(id).map(|()| true)
     }
 
+    /// Removes what an agent that was killed has left. Files with other names than the cache's own stay.
     fn remove_leftovers(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.path)?.flatten() {
-            let name = entry.file_name();
-            if name.to_string_lossy().starts_with(REMOVED) {
-                fs::remove_dir_all(entry.path())?;
-            } else if name.to_string_lossy().ends_with(PART) {
-                fs::remove_file(entry.path())?;
+            match leftover(&entry.file_name().to_string_lossy()) {
+                Some(Leftover::Image) => fs::remove_dir_all(entry.path())?,
+                Some(Leftover::File) => fs::remove_file(entry.path())?,
+                Some(Leftover::Of(id)) if !self.image(id).exists() => fs::remove_file(entry.path())?,
+                Some(Leftover::Of(_)) | None => {}
             }
         }
         Ok(())
     }
 
     fn origin_path(&self, id: Digest) -> PathBuf {
-        self.path.join(format!("{id}.json"))
+        self.path.join(format!("{id}{ORIGIN}"))
     }
 
     /// Notes where an image comes from. One thread at a time brings an image.
@@ -176,7 +180,7 @@ impl CacheFolder {
     }
 
     fn doubt_path(&self, id: Digest) -> PathBuf {
-        self.path.join(format!("{id}.doubt"))
+        self.path.join(format!("{id}{DOUBT}"))
     }
 
     /// Notes that an image has a wrong block.
@@ -233,6 +237,28 @@ impl CacheFolder {
         let found = statvfs(&self.path)?;
         Ok(found.blocks_available() * found.fragment_size())
     }
+}
+
+/// What a killed agent may have left.
+enum Leftover {
+    /// The directory of an image that was being removed.
+    Image,
+    /// A file that was being written.
+    File,
+    /// A file of an image, whose directory may have been removed.
+    Of(Digest),
+}
+
+/// Returns what a name of the cache's directory may be a leftover of; none: it is none.
+fn leftover(name: &str) -> Option<Leftover> {
+    if let Some(id) = name.strip_prefix(REMOVED) {
+        return digest(id).map(|_| Leftover::Image);
+    }
+    if let Some(stem) = name.strip_suffix(PART) {
+        return digest(stem.strip_suffix(ORIGIN)?).map(|_| Leftover::File);
+    }
+    let stem = name.strip_suffix(ORIGIN).or_else(|| name.strip_suffix(DOUBT))?;
+    digest(stem).map(Leftover::Of)
 }
 
 fn digest(name: &str) -> Option<Digest> {
@@ -292,6 +318,27 @@ pub(crate) mod tests {
         assert_eq!(fs::read_dir(&path).unwrap().count(), 3, "leftovers are removed");
         assert_eq!(folder.image_at(&folder.image(id)), Some(id));
         assert_eq!(folder.image_at(dir.path()), None);
+    }
+
+    #[test]
+    fn only_files_with_names_of_the_cache_are_removed() {
+        let (_dir, folder) = folder(1 << 20);
+        let (id, removed) = (image(&folder, 7, 100), Digest([8; 32]));
+        folder.note_doubt(id).unwrap();
+        folder.note_doubt(removed).unwrap();
+        folder.note_origin(removed, &url("web")).unwrap();
+        let path = folder.path().to_owned();
+        let kept = ["film.mkv.part", "a7.json.part", ".removed-film", "notes.json", "my.doubt"];
+        let part = format!("{id}.json.part");
+        for name in kept.iter().chain([&part.as_str()]) {
+            fs::write(path.join(name), "").unwrap();
+        }
+        fs::create_dir(path.join("directory.part")).unwrap();
+        drop(folder);
+        let folder = CacheFolder::open(&path, None).unwrap();
+        assert!(kept.iter().all(|name| path.join(name).exists()) && path.join("directory.part").is_dir());
+        assert!(folder.is_doubted(id) && folder.origin(id).is_some() && !path.join(part).exists());
+        assert!(!folder.is_doubted(removed) && folder.origin(removed).is_none());
     }
 
     #[test]

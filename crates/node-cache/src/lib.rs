@@ -18,5 +18,5 @@ mod images_served;
 mod space;
 
 pub use arriving::{MemoryLost, SharedSockets};
-pub use cache::{CacheCounts, CachePin, CachedImageState, NodeCache};
+pub use cache::{CacheContents, CacheCounts, CachePin, CachedImageState, NodeCache};
 pub use folder::CacheFolder;

@@ -21,17 +21,18 @@ pub(super) enum FailureKind {
     WrongBlock,
     /// Every process of the streamer was killed.
     StreamerKilled,
+    /// The agent does not know how it ended: the streamer is silent, or its work directory was removed.
+    Lost,
 }
 
 impl FailureKind {
     /// All kinds: each is reported, also if its count is 0.
-    pub(super) const ALL: [Self; 5] =
-        [Self::Refused, Self::Restore, Self::Load, Self::WrongBlock, Self::StreamerKilled];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Refused, Self::Restore, Self::Load, Self::WrongBlock, Self::StreamerKilled, Self::Lost];
 
-    /// Why a session has failed that was in a state; `is_lost`: its streamer has not reported an end.
-    pub(super) fn of(reason: &str, is_lost: bool, state: State) -> Self {
+    /// Why a session has failed that was in a state, as its streamer has reported.
+    pub(super) fn of(reason: &str, state: State) -> Self {
         match state {
-            _ if is_lost => Self::StreamerKilled,
             _ if reason.contains(NOT_SEALED) => Self::WrongBlock,
             State::Unknown | State::Listening | State::Restoring => Self::Restore,
             State::Running | State::Complete | State::Failed => Self::Load,
@@ -46,11 +47,12 @@ impl FailureKind {
             Self::Load => "load",
             Self::WrongBlock => "wrong_block",
             Self::StreamerKilled => "streamer_killed",
+            Self::Lost => "lost",
         }
     }
 }
 
-/// What workers had counted that have ended, and failures.
+/// Counts of ended workers, also of ended sessions, and failures.
 #[derive(Debug, Default)]
 pub(super) struct EndedCounts {
     by_source: BTreeMap<MemorySource, LoadCounts>,
@@ -148,15 +150,21 @@ mod tests {
     fn failures_are_counted_by_kind() {
         let mut ended = EndedCounts::default();
         let reason = "pages-1.img ends early";
-        ended.failed(FailureKind::of(reason, false, State::Failed));
-        ended.failed(FailureKind::of(reason, false, State::Running));
-        ended.failed(FailureKind::of(reason, true, State::Running));
-        ended.failed(FailureKind::of(&format!("blocks {NOT_SEALED}"), false, State::Restoring));
-        ended.failed(FailureKind::of("criu restore failed", false, State::Listening));
+        ended.failed(FailureKind::of(reason, State::Failed));
+        ended.failed(FailureKind::of(reason, State::Running));
+        ended.failed(FailureKind::StreamerKilled);
+        ended.failed(FailureKind::of(&format!("blocks {NOT_SEALED}"), State::Restoring));
+        ended.failed(FailureKind::of("criu restore failed", State::Listening));
         let counts: Vec<(String, u64)> =
             ended.failures().into_iter().map(|failure| (failure.kind, failure.count)).collect();
-        let wanted =
-            [("refused", 0), ("restore", 1), ("load", 2), ("wrong_block", 1), ("streamer_killed", 1)];
+        let wanted = [
+            ("refused", 0),
+            ("restore", 1),
+            ("load", 2),
+            ("wrong_block", 1),
+            ("streamer_killed", 1),
+            ("lost", 0),
+        ];
         assert_eq!(counts, wanted.map(|(kind, count)| (kind.to_owned(), count)));
     }
 }

@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use rewake_criu_images::{IMAGE_DAMAGED, ImageError};
 use rewake_image_io::NOT_SEALED;
 use tracing::{error, info, warn};
 
@@ -105,10 +106,11 @@ impl Registry {
         for path in [&images, &work] {
             ensure!(path.is_absolute(), "{}: expected an absolute path", path.display());
         }
+        // Several opens may find the same damage: it is compared once.
+        let began = Instant::now();
         self.start_streamer(images.clone(), &work, open).await.inspect_err(|error| {
-            // Its files are damaged then, or not those that this program can read.
-            if names_a_file(error, &images) {
-                self.doubt(images, Instant::now());
+            if shows_damage(error, &images) {
+                self.doubt(images, began);
             }
         })
     }
@@ -194,10 +196,10 @@ impl Registry {
         if let Ok(Ended { last: Some(last), .. }) = &ended {
             self.report(number, last.clone());
         }
-        let is_lost = ended.is_err();
         let Some(live) = self.live.borrow_mut().remove(&number) else { return };
         self.counts.borrow_mut().add(&live.progress);
         let mut session = live.report();
+        let mut lost = None;
         match ended {
             Ok(Ended { ok: true, last, .. }) => {
                 info!(session = number, "all memory is resident");
@@ -210,11 +212,16 @@ impl Registry {
             }
             Err(ClientError::NotServed(_)) if live.entry.work().is_dir() => {
                 session.reason = ABANDONED.to_owned();
+                lost = Some(FailureKind::StreamerKilled);
             }
             Err(ClientError::NotServed(_)) => {
+                lost = Some(FailureKind::Lost);
                 session.reason = "it ended while no agent ran, and its work directory was removed".to_owned();
             }
-            Err(error) => session.reason = format!("following the streamer: {error}"),
+            Err(error) => {
+                session.reason = format!("following the streamer: {error}");
+                lost = Some(FailureKind::Lost);
+            }
         }
         if session.reason.contains(NOT_SEALED) {
             self.doubt(live.entry.images(), live.since);
@@ -222,7 +229,7 @@ impl Registry {
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);
             self.failed.set(self.failed.get() + 1);
-            let kind = FailureKind::of(&session.reason, is_lost, live.progress.state());
+            let kind = lost.unwrap_or_else(|| FailureKind::of(&session.reason, live.progress.state()));
             self.counts.borrow_mut().failed(kind);
         }
         let mut recent = self.recent.borrow_mut();
@@ -266,9 +273,15 @@ impl Registry {
     }
 }
 
-/// Whether an error is about a file in a directory.
-fn names_a_file(error: &anyhow::Error, directory: &Path) -> bool {
-    format!("{error:#}").contains(&format!("{}/", directory.display()))
+/// Whether an error shows that files of an image are damaged. A file that cannot be opened now shows nothing.
+fn shows_damage(error: &anyhow::Error, images: &Path) -> bool {
+    let text = format!("{error:#}");
+    let is_damage = |cause: &(dyn std::error::Error + 'static)| {
+        cause.downcast_ref::<ImageError>().is_some_and(ImageError::is_damage)
+    };
+    // A streamer's error has passed through its log.
+    text.contains(&format!("{}/", images.display()))
+        && (error.chain().any(is_damage) || text.contains(IMAGE_DAMAGED))
 }
 
 fn nanos(duration: Duration) -> u64 {
@@ -294,6 +307,47 @@ mod tests {
         let counts = Some(LoadCounts { fault_bytes, ..LoadCounts::default() });
         let source = MemorySource::Image.into();
         Streaming { state: State::Running.into(), worker, source, counts, ..Streaming::default() }
+    }
+
+    #[test]
+    fn only_damage_to_files_of_the_image_is_one() {
+        let file = PathBuf::from("/cache/a7/pagemap-1.img");
+        let shows = |error: anyhow::Error| shows_damage(&error, Path::new("/cache/a7"));
+        let (expected, found) = ("a pagemap".to_owned(), "zeros".to_owned());
+        let damaged = || ImageError::Damaged {
+            file: file.clone(),
+            offset: 0,
+            expected: expected.clone(),
+            found: found.clone(),
+        };
+        assert!(shows(damaged().into()) && shows(anyhow::Error::from(damaged()).context("reading it")));
+        assert!(shows(anyhow::anyhow!("the streamer could not be started: {}", damaged())));
+        assert!(shows(ImageError::Missing { file: file.clone(), expected: "a pagemap" }.into()));
+        let source = std::io::Error::from_raw_os_error(24);
+        assert!(!shows(ImageError::Io { act: "open", file: file.clone(), source }.into()));
+        assert!(!shows(ImageError::BeingReplaced { file: file.clone() }.into()));
+        let (expected, found) = (expected.clone(), found.clone());
+        assert!(!shows(ImageError::Unsupported { file: file.clone(), expected, found }.into()));
+        assert!(!shows_damage(&damaged().into(), Path::new("/cache/b8")), "it is of another image");
+    }
+
+    #[test]
+    fn only_a_streamer_that_left_its_directory_was_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let registry = Registry::start(&dir.path().join("socket"), AgentCache::new(None));
+        let ends = |number: u64, work: &Path, error: ClientError| {
+            let entry = SessionEntry::new(number, Path::new("/images"), work);
+            let progress = Streaming::default();
+            let live = Live { entry, since: Instant::now(), is_cached: false, progress };
+            registry.live.borrow_mut().insert(number, live);
+            registry.ended(number, Err(error));
+        };
+        ends(1, dir.path(), ClientError::NotServed(PathBuf::new()));
+        ends(2, &dir.path().join("removed"), ClientError::NotServed(PathBuf::new()));
+        ends(3, dir.path(), ClientError::Unexpected);
+        let failures = registry.counts.borrow().failures();
+        let counts = failures.iter().filter(|of| of.count > 0).map(|of| (&*of.kind, of.count));
+        assert_eq!(counts.collect::<Vec<_>>(), [("streamer_killed", 1), ("lost", 2)]);
     }
 
     #[test]

@@ -243,12 +243,14 @@ fn counts(record: &Record) -> proto::LoadCounts {
     let latencies =
         |of: &LatencyCounts| Some(proto::FaultLatencies { counts: of.counts.clone(), sum_ns: of.sum_ns });
     let gpus = record.memory.iter().filter(|of| of.minor.is_some());
+    // The gates of killed processes never opened.
+    let opened = record.processes.iter().filter(|of| of.gate && of.gate_open_us.is_some());
     proto::LoadCounts {
         fault_bytes: record.loaded.fault,
         working_set_bytes: record.loaded.working_set,
         background_bytes: record.loaded.background,
         gpu_bytes: gpus.map(|of| of.resident).sum(),
-        gates_opened: record.gates().0 as u64,
+        gates_opened: opened.count() as u64,
         page_faults: latencies(&record.page_fault_latencies),
         gpu_faults: latencies(&record.gpu_fault_latencies),
     }
@@ -302,6 +304,17 @@ mod tests {
         let socket = StatusSocket::bind(work.path()).unwrap();
         let answers = socket.answer(timeline.clone(), || false, stop).unwrap();
         (work, socket, answers)
+    }
+
+    #[test]
+    fn gates_of_killed_processes_are_not_counted_as_opened() {
+        let timeline = Timeline::default();
+        timeline.handed_over();
+        [11, 12].into_iter().enumerate().for_each(|(place, pid)| timeline.runs(place, pid));
+        let mut record = timeline.record();
+        record.processes.iter_mut().for_each(|of| of.gate = true);
+        (record.processes[0].gate_open_us, record.processes[1].gone_us) = (Some(5), Some(6));
+        assert_eq!(streaming(&record).counts.unwrap().gates_opened, 1);
     }
 
     #[tokio::test]

@@ -190,10 +190,10 @@ impl AddressSpace {
         add(&self.counts.pages_total, pages);
     }
 
-    /// Counts pages that are resident now.
-    fn count_resident(&self, pages: u64, zero: bool, cause: LoadCause) {
+    /// Counts pages that are resident now. Another reactor may have filled them, or a worker that died, and has
+    /// counted them as loaded.
+    fn count_resident(&self, pages: u64, zero: bool) {
         let stats = &self.session.stats;
-        stats.loaded(cause, pages);
         add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
         add(&self.counts.pages_back, pages);
     }
@@ -321,7 +321,7 @@ impl AddressSpace {
                 // A page fault at the same time or a dead worker has filled it.
                 Some(Stop::Present) => {
                     let copied = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
-                    self.count_resident(copied, false, cause);
+                    self.count_resident(copied, false);
                     done += PAGE_LEN;
                 }
                 Some(Stop::Changing) => {
@@ -392,8 +392,9 @@ impl AddressSpace {
 
     fn note(&self, layout: &ResidencyMap, page: PageIx, outcome: Outcome, zero: bool, cause: LoadCause) {
         if outcome.bytes > 0 {
-            let pages = layout.set_resident(page, outcome.bytes / PAGE_SIZE);
-            self.count_resident(pages, zero, cause);
+            let filled = outcome.bytes / PAGE_SIZE;
+            self.session.stats.loaded(cause, filled);
+            self.count_resident(layout.set_resident(page, filled), zero);
         }
     }
 
@@ -420,7 +421,7 @@ impl AddressSpace {
             // gets its own error. In both cases it must be woken.
             Some(Stop::Present | Stop::NotMapped) => {
                 if let Some(page) = page.filter(|_| outcome.stop == Some(Stop::Present)) {
-                    self.count_resident(layout.set_resident(page, 1), false, LoadCause::Fault);
+                    self.count_resident(layout.set_resident(page, 1), false);
                 }
                 // The next fill finds an ESRCH again.
                 let _ = self.uffd.wake(target, PAGE_SIZE);
@@ -557,6 +558,24 @@ mod tests {
         assert_eq!(loaded(LoadCause::Background, None), (1, PAGES - 1));
         assert_eq!(loaded(LoadCause::WorkingSet, Some(1)), (1, PAGES - 1));
         assert_eq!(loaded(LoadCause::Background, Some(REGISTERED)), (1, PAGES - 1));
+    }
+
+    #[test]
+    fn pages_of_a_dead_worker_are_not_counted_as_loaded_again() {
+        let task = UffdChild::start(uffd_child::sleep);
+        let session = Arc::new(Session::new(PathBuf::new()));
+        let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), true));
+        let page = Some(&[7; PAGE_LEN][..]);
+        // The residency map does not have it, as in a successor.
+        assert_eq!(space.fill_demand(&space.layout(), task.start, None, page), Filled::All);
+        assert_eq!(space.fill_demand(&space.layout(), task.start, Some(PageIx(0)), page), Filled::All);
+        let block = space.layout().claim().unwrap();
+        let bytes = [7; rewake_image_io::BLOCK];
+        let (filled, _) = space.fill_piece(block, PageIx(0), PAGES, &bytes, &mut Vec::new());
+        assert_eq!(filled, Filled::All);
+        let stats = &session.stats;
+        let loaded = [LoadCause::Fault, LoadCause::Background].map(|cause| stats.pages_loaded(cause));
+        assert_eq!((loaded, stats.pages_copied.load(Ordering::Relaxed)), ([0, PAGES - 1], PAGES));
     }
 
     #[test]

@@ -33,6 +33,9 @@ use crate::supervise::worker::{self, AskedToStop};
 use crate::sys;
 use crate::working_set::LoadingOptions;
 
+/// Why a restore has failed whose streamer has done nothing.
+const NEVER_CONNECTED: &str = "CRIU had not connected when the streamer was asked to end";
+
 /// The image of a restore, and its options.
 #[derive(Debug)]
 pub struct RestoreOptions {
@@ -127,10 +130,21 @@ impl StreamedRestore {
         let reason = match loaded {
             Err(error) => format!("{error:#}"),
             Ok(_) if record.state == State::Failed => record.reason.clone().unwrap_or_default(),
-            Ok(_) if record.state == State::Waiting => self.unconnected.get().cloned().unwrap_or_default(),
+            Ok(code) if record.state == State::Waiting => self.unconnected(*code),
             Ok(_) => String::new(),
         };
         proto::Ended { ok: reason.is_empty(), reason, last: Some(streaming(&record)) }
+    }
+
+    /// Returns why no memory was loaded; empty if the restore needs none: its tree has none that is missing, or another
+    /// plugin loads it.
+    fn unconnected(&self, code: u8) -> String {
+        match self.unconnected.get() {
+            Some(reason) => reason.clone(),
+            // CRIU always connects for CPU memory.
+            None if code == STOPPED && self.options.images.is_some() => NEVER_CONNECTED.to_owned(),
+            None => String::new(),
+        }
     }
 
     /// Gives the exit code; `answers` is set as soon as clients are answered.
@@ -405,6 +419,33 @@ mod tests {
     use rewake_criu_images::add_arriving_file;
 
     use super::*;
+
+    #[test]
+    fn a_restore_whose_criu_never_connected_has_failed() {
+        let ended = |serves_cpus: bool, code: u8, is_handed_over: bool| {
+            let work = tempfile::tempdir().unwrap();
+            let options = RestoreOptions {
+                images: serves_cpus.then(|| work.path().to_owned()),
+                work: work.path().to_owned(),
+                loading: LoadingOptions::default(),
+                keeps_record: false,
+                server: None,
+                connect_timeout: None,
+            };
+            let status = StatusSocket::bind(work.path()).unwrap();
+            let restore = StreamedRestore { options, plugin: None, status, unconnected: OnceLock::new() };
+            let timeline = Timeline::default();
+            if is_handed_over {
+                timeline.handed_over();
+            }
+            let ended = restore.ended(&Ok(code), &timeline);
+            (ended.ok, ended.reason)
+        };
+        assert_eq!(ended(true, STOPPED, false), (false, NEVER_CONNECTED.to_owned()));
+        assert_eq!(ended(true, STOPPED, true), (true, String::new()));
+        assert_eq!(ended(true, 0, false), (true, String::new()), "no memory was missing");
+        assert_eq!(ended(false, STOPPED, false), (true, String::new()), "another plugin has loaded all");
+    }
 
     #[test]
     fn a_successor_does_not_serve_without_gpu_memory_that_arrives() {

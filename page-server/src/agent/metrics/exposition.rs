@@ -9,7 +9,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, NoLabelSet, text::encode};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use rewake_node_cache::CacheCounts;
+use rewake_node_cache::{CacheContents, CacheCounts};
 use rewake_streamer::control::proto::{self, FaultLatencies, LoadCounts, MemorySource, State, Streaming};
 use rewake_streamer::fault_latencies::COUNTED_POWERS;
 
@@ -22,8 +22,8 @@ pub(super) const CONTENT: &str = "application/openmetrics-text; version=1.0.0; c
 #[derive(Debug, Clone)]
 pub(super) struct Exposition {
     pub(super) status: proto::Status,
-    /// None: the agent has no cache.
-    pub(super) cache: Option<CacheCounts>,
+    /// None: the agent has no cache. Without contents: its disk does not answer.
+    pub(super) cache: Option<(CacheCounts, Option<CacheContents>)>,
 }
 
 /// The labels of a value.
@@ -40,9 +40,9 @@ impl Exposition {
 
     fn agent(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let agent = self.status.agent.clone().unwrap_or_default();
-        let version = [("version", env!("CARGO_PKG_VERSION"))];
-        to.encode_descriptor("rewake_build", "The release of rewake", None, MetricType::Info)?
-            .encode_info(&version)?;
+        // Not the type `info` of OpenMetrics, for which older parsers refuse the whole text.
+        let version = [("version", env!("CARGO_PKG_VERSION").to_owned())];
+        gauges(to, "rewake_build_info", "The release of rewake", &[(version, 1_u64)])?;
         let uptime = Duration::from_nanos(agent.uptime_ns).as_secs_f64();
         gauges(to, "rewake_agent_uptime_seconds", "Time since the agent was started", &[([], uptime)])?;
         let help = "Resident memory of the agent, without its streamers";
@@ -65,10 +65,11 @@ impl Exposition {
         let ended = [("complete", agent.sessions_served), ("failed", agent.sessions_failed)];
         let ended = ended.map(|(result, count)| ([("result", result.to_owned())], count));
         counters(to, "rewake_sessions_ended", "Restores that have ended", &ended)?;
-        let store = self.cache.iter().map(|cache| ("store".to_owned(), cache.failures));
+        let store = self.cache.iter().map(|(counts, _)| ("store".to_owned(), counts.failures));
         let kinds = agent.failures.into_iter().map(|failure| (failure.kind, failure.count)).chain(store);
         let kinds: Vec<_> = kinds.map(|(kind, count)| ([("kind", kind)], count)).collect();
-        counters(to, "rewake_failures", "Restores that failed or were refused, by what failed", &kinds)
+        let help = "Restores and requests for an image that failed or were refused, by what failed";
+        counters(to, "rewake_failures", help, &kinds)
     }
 
     fn memory(
@@ -100,12 +101,17 @@ impl Exposition {
         counters(to, "rewake_gates_opened", "Processes whose GPU queues were resumed", &[([], opened)])
     }
 
-    fn cache(cache: &CacheCounts, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let images = [("complete", cache.complete), ("partial", cache.partial)];
+    fn contents(contents: CacheContents, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let images = [("complete", contents.complete), ("partial", contents.partial)];
         let images = images.map(|(state, count)| ([("state", state.to_owned())], count));
         gauges(to, "rewake_cache_images", "Images in the cache", &images)?;
-        gauges(to, "rewake_cache_bytes", "Bytes of these images on the disk", &[([], cache.bytes)])?;
-        gauges(to, "rewake_cache_limit_bytes", "Bytes that they may have", &[([], cache.size)])?;
+        let help = "Bytes of the cache's images on the disk";
+        gauges(to, "rewake_cache_bytes", help, &[([], contents.bytes)])
+    }
+
+    fn cache(cache: &CacheCounts, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Bytes that the cache's images may have together";
+        gauges(to, "rewake_cache_limit_bytes", help, &[([], cache.size)])?;
         let help = "Requests for an image that the cache had, or was fetching for another restore";
         counters(to, "rewake_cache_hits", help, &[([], cache.hits)])?;
         let help = "Requests for an image that had to be fetched from its store";
@@ -119,7 +125,7 @@ impl Exposition {
         self.status.sessions.iter().filter_map(|session| session.progress.as_ref())
     }
 
-    /// What was counted, by the name of its source. Those that an agent has are always exported.
+    /// What was counted, by the name of its source. Sources of this agent are always exported.
     fn totals(&self) -> BTreeMap<&'static str, LoadCounts> {
         let mut totals: BTreeMap<_, _> =
             totals(&self.status).into_iter().map(|(source, counts)| (name(source), counts)).collect();
@@ -138,7 +144,9 @@ impl Collector for Exposition {
         self.sessions(&mut encoder)?;
         self.memory(&mut encoder, &totals)?;
         faults(&mut encoder, &totals)?;
-        self.cache.iter().try_for_each(|cache| Self::cache(cache, &mut encoder))
+        let Some((counts, contents)) = self.cache else { return Ok(()) };
+        contents.map_or(Ok(()), |contents| Self::contents(contents, &mut encoder))?;
+        Self::cache(&counts, &mut encoder)
     }
 }
 
@@ -266,8 +274,9 @@ mod tests {
         };
         let session = Session { progress: Some(progress), ..Default::default() };
         let status = Status { sessions: vec![session], agent: Some(agent), ..Default::default() };
-        let cache = CacheCounts { complete: 1, hits: 7, store_bytes: 1 << 40, ..Default::default() };
-        Exposition { status, cache: Some(cache) }
+        let counts = CacheCounts { hits: 7, store_bytes: 1 << 40, ..Default::default() };
+        let contents = CacheContents { complete: 1, ..Default::default() };
+        Exposition { status, cache: Some((counts, Some(contents))) }
     }
 
     /// The names of metrics, and those of all lines.
@@ -304,6 +313,17 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line}\n{text}");
         }
         assert!(text.contains("rewake_build_info{version=\""), "{text}");
+        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').nth(1));
+        let types: BTreeSet<&str> = types.collect();
+        assert_eq!(types, BTreeSet::from(["counter", "gauge", "histogram"]), "older parsers know these");
+    }
+
+    #[test]
+    fn of_a_cache_whose_disk_hangs_the_counters_are_exported() {
+        let cache = example().cache.map(|(counts, _)| (counts, None));
+        let text = Exposition { cache, ..example() }.text();
+        assert!(text.contains("rewake_cache_hits_total 7"), "{text}");
+        assert!(!text.contains("rewake_cache_images") && !text.contains("rewake_cache_bytes"), "{text}");
     }
 
     #[test]

@@ -12,12 +12,14 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
+use rewake_node_cache::{CacheContents, NodeCache};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use super::exposition::{CONTENT, Exposition};
+use super::shared_look::SharedLook;
 use crate::agent::cache::AgentCache;
 use crate::agent::session::Registry;
 
@@ -26,12 +28,16 @@ const MAX_SCRAPERS: usize = 8;
 /// Bytes of a request's head: the least that hyper allows.
 const HEAD_LIMIT: usize = 8 << 10;
 /// Time for a request and its answer.
-const REQUEST_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 /// Time after a client could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Answers clients as long as the agent runs.
 pub(in crate::agent) async fn serve(listener: TcpListener, registry: Rc<Registry>, cache: AgentCache) {
+    let cache = cache.cache.map(|cache| {
+        let looked_at = Arc::clone(&cache);
+        (cache, SharedLook::new(move || looked_at.contents()))
+    });
     let (scraper, room) = (Rc::new(Scraper { registry, cache }), Arc::new(Semaphore::new(MAX_SCRAPERS)));
     loop {
         // It fails only if the semaphore was closed, which no code does.
@@ -54,7 +60,7 @@ pub(in crate::agent) async fn serve(listener: TcpListener, registry: Rc<Registry
 
 struct Scraper {
     registry: Rc<Registry>,
-    cache: AgentCache,
+    cache: Option<(Arc<NodeCache>, Rc<SharedLook<CacheContents>>)>,
 }
 
 impl Scraper {
@@ -87,9 +93,8 @@ impl Scraper {
     }
 
     async fn scrape(&self) -> String {
-        let cache = match self.cache.cache.clone() {
-            // It looks at the cache's directory.
-            Some(cache) => tokio::task::spawn_blocking(move || cache.counts()).await.ok(),
+        let cache = match &self.cache {
+            Some((cache, contents)) => Some((cache.counts(), contents.latest().await)),
             None => None,
         };
         Exposition { status: self.registry.status(), cache }.text()

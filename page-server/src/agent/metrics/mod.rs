@@ -3,8 +3,10 @@
 //!
 //! * [`http`]: answers GET /metrics.
 //! * [`exposition`]: a status as text.
+//! * [`shared_look`]: a look at the cache's disk, which clients share.
 
 mod exposition;
 mod http;
+mod shared_look;
 
 pub(super) use self::http::serve;
