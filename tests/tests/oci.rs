@@ -168,10 +168,10 @@ fn a_second_push_writes_what_differs() {
     let url = format!("{}:latest", server.url("web"));
     assert!(done(&server, &["push", text(&first), &url]).contains("what the store had: 0 B"));
     // The memory is the same, so its packs stay.
-    let said = done(&server, &["push", text(&second), &url]);
+    let pushed = done(&server, &["push", text(&second), &url]);
     assert!(
-        said.contains("what the store had: 40.0 MiB") || said.contains("what the store had: 40 MiB"),
-        "{said}"
+        pushed.contains("what the store had: 40.0 MiB") || pushed.contains("what the store had: 40 MiB"),
+        "{pushed}"
     );
     done(&server, &["verify", &url]);
     let copy = folder.path().join("copy");
