@@ -46,6 +46,9 @@ const _: () = assert!(READ_LIMITS.retry.as_secs() > 3 * READ_LIMITS.request.as_s
 pub(crate) const RETRIES: usize = 8;
 /// Time before a request is sent again: it doubles from the first to the second of these.
 pub(crate) const PAUSE: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
+/// A proxy, and the hosts that are reached without it: all. With it, a client does not use those of the environment,
+/// to which a server of this host would be another one, and which would get all in clear.
+pub(crate) const NO_PROXY: [&str; 2] = ["http://127.0.0.1:9", "*,0.0.0.0/0,::/0"];
 
 /// What a URL names.
 #[derive(Debug)]
@@ -129,7 +132,12 @@ fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
         let is_plain = is_plain(&endpoint, allow.as_deref() == Some("true"))?;
         builder = builder
             .with_config(client(ClientConfigKey::AllowHttp), is_plain.to_string())
-            .with_endpoint(endpoint);
+            .with_endpoint(&endpoint);
+        if Url::parse(&endpoint).is_ok_and(|url| is_loopback(&url)) {
+            builder = builder
+                .with_config(client(ClientConfigKey::ProxyUrl), NO_PROXY[0])
+                .with_config(client(ClientConfigKey::ProxyExcludes), NO_PROXY[1]);
+        }
     }
     Ok(builder)
 }

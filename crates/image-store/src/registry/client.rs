@@ -24,7 +24,7 @@ use ring::digest::{Context, SHA256};
 use tokio::sync::OnceCell;
 use tokio::time::{sleep, timeout};
 
-use crate::connect::{PAUSE, RETRIES, RequestLimits};
+use crate::connect::{NO_PROXY, PAUSE, RETRIES, RequestLimits};
 use crate::error::bounded;
 
 use super::artifact::Blob;
@@ -96,9 +96,11 @@ impl RegistryClient {
         // A second call, or another provider of the program's, is no error.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = |is_whole| {
-            let protocol = if is_loopback(registry) { ClientProtocol::Http } else { ClientProtocol::Https };
+            let is_own = is_loopback(registry);
             let config = ClientConfig {
-                protocol,
+                protocol: if is_own { ClientProtocol::Http } else { ClientProtocol::Https },
+                http_proxy: is_own.then(|| NO_PROXY[0].to_owned()),
+                no_proxy: is_own.then(|| NO_PROXY[1].to_owned()),
                 use_monolithic_push: is_whole,
                 connect_timeout: Some(limits.connect),
                 read_timeout: Some(limits.silence),
