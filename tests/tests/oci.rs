@@ -190,6 +190,27 @@ fn a_second_push_writes_what_differs() {
 }
 
 #[test]
+fn a_push_stores_again_what_the_registry_has_lost() {
+    let server = RegistryServer::start(&need!(RegistryServer::program())).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let image = image(folder.path(), "one", 3 << 20);
+    let (url, copy) = (format!("{}:1", server.url("web")), folder.path().join("copy"));
+    done(&server, &["push", text(&image), &url]);
+    // The files of layer 0, the manifest, the index and the pack: each is lost once.
+    for lost in 0..4 {
+        let digest = manifest(&server, "web", "1")["layers"][lost]["digest"].as_str().unwrap().to_owned();
+        fs::remove_file(server.blob(&digest)).unwrap();
+        let said = done(&server, &["push", text(&image), &url]);
+        // Nothing that `rewake` reads is in layer 0, and each push writes it.
+        assert_eq!(said.contains("the store has image "), lost == 0, "{said}");
+        done(&server, &["verify", &url]);
+        done(&server, &["pull", &url, text(&copy)]);
+        fs::remove_dir_all(&copy).unwrap();
+    }
+    assert!(done(&server, &["push", text(&image), &url]).contains("the store has image "));
+}
+
+#[test]
 fn wrong_blobs_of_a_registry_are_named_and_never_copied() {
     let server = RegistryServer::start(&need!(RegistryServer::program())).unwrap();
     let folder = tempfile::tempdir().unwrap();

@@ -93,11 +93,12 @@ pub(crate) async fn push_within(
     let manifest = ManifestReader::of(copy, length, &path)?;
     let id = manifest.id();
     store.begin(&images, || Ok(ManifestReader::open(&images)?), name).await?;
+    // Before its packs are listed: what the name says is not yet what the store has.
+    let earlier = store.find(name).await.ok().flatten().filter(|image| image.id == id);
     let listed = store.sound_packs().await?;
     let recorded = working_set::of_directory(&images);
-    let earlier = store.find(name).await.ok().flatten().filter(|image| image.id == id);
     if let Some(image) = &earlier
-        && has_chunks(store, image, &listed).await
+        && has_image(store, image, &listed).await
     {
         let working_set = store.replace_working_set(image.clone(), recorded).await?;
         return Ok(StorePushReport { id, had: true, working_set, ..StorePushReport::default() });
@@ -133,8 +134,11 @@ fn threads() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS)
 }
 
-/// Whether the store has all packs of an image.
-async fn has_chunks(store: &ImageStore, image: &StoredImage, packs: &BTreeMap<String, ListedObject>) -> bool {
+/// Whether the store has the manifest, the index and all packs of an image.
+async fn has_image(store: &ImageStore, image: &StoredImage, packs: &BTreeMap<String, ListedObject>) -> bool {
+    if !store.head(MANIFESTS, &image.version).await.is_ok_and(|manifest| manifest.is_some()) {
+        return false;
+    }
     let index = store.index(&image.version).await;
     index.is_ok_and(|index| {
         index.is_some_and(|index| index.chunks.iter().all(|(_, chunk)| is_in(chunk, packs)))

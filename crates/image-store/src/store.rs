@@ -280,8 +280,12 @@ impl ImageStore {
         listing.try_collect().await.map_err(request("list", &format!("{}/{folder}", self.url)))
     }
 
-    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes.
+    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes, and not those that a
+    /// registry has lost.
     pub(crate) async fn sound_packs(&self) -> Result<BTreeMap<String, ListedObject>> {
+        if let Some(repository) = &self.repository {
+            repository.forget_missing().await?;
+        }
         let (mut packs, damaged) = (self.list(PACKS).await?, self.list(DAMAGED).await?);
         packs.retain(|name, _| !damaged.contains_key(name));
         Ok(packs)

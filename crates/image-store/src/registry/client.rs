@@ -19,6 +19,7 @@ use oci_client::errors::{OciDistributionError, OciErrorCode};
 use oci_client::manifest::{OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE};
 use oci_client::secrets::RegistryAuth;
 use oci_client::{Client, Reference, RegistryOperation};
+use reqwest::StatusCode;
 use reqwest::header::HeaderValue;
 use ring::digest::{Context, SHA256};
 use tokio::sync::OnceCell;
@@ -187,10 +188,15 @@ impl RegistryClient {
         Ok(bytes.into())
     }
 
+    /// Whether the registry has a blob.
+    pub(super) async fn has(&self, blob: &Blob) -> Result<bool, RegistryError> {
+        self.retried(|| self.blobs.blob_exists(&self.repository, &blob.digest)).await
+    }
+
     /// Writes a blob, if the registry does not have it.
     pub(super) async fn put_bytes(&self, bytes: Bytes) -> Result<Blob, RegistryError> {
         let blob = blob_of(&bytes);
-        if self.retried(|| self.blobs.blob_exists(&self.repository, &blob.digest)).await? {
+        if self.has(&blob).await? {
             return Ok(blob);
         }
         let put = || self.blobs.push_blob(&self.repository, bytes.clone(), &blob.digest);
@@ -212,7 +218,7 @@ impl RegistryClient {
             context.update(&part(&file, offset, length).map_err(failed)?);
         }
         let blob = Blob { digest: digest_of(context), length };
-        if self.retried(|| self.blobs.blob_exists(&self.repository, &blob.digest)).await? {
+        if self.has(&blob).await? {
             return Ok(blob);
         }
         // Each part of it has the limit of a silent server.
@@ -339,7 +345,9 @@ fn is_missing(error: &OciDistributionError) -> bool {
 fn may_pass(error: &OciDistributionError) -> bool {
     match error {
         OciDistributionError::RequestError(error) => {
-            error.status().is_none_or(|status| status.is_server_error()) && !error.is_builder()
+            let passes =
+                |status: StatusCode| status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
+            error.status().is_none_or(passes) && !error.is_builder()
         }
         OciDistributionError::IoError(_) => true,
         OciDistributionError::ServerError { code, .. } => *code >= 500 || *code == 429,

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use oci_client::manifest::{OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE};
 use rewake_criu_images::ImageDir;
 use rewake_manifest::ManifestReader;
+use tracing::warn;
 
 use crate::connect::RequestLimits;
 use crate::error::{ImageStoreError, Result, bounded};
@@ -68,6 +69,15 @@ impl ImageRepository {
 
     pub(crate) fn objects(&self) -> Arc<RegistryObjects> {
         Arc::clone(&self.objects)
+    }
+
+    /// Forgets the objects that the registry lacks: a push writes them again.
+    pub(crate) async fn forget_missing(&self) -> Result<()> {
+        self.objects.forget_missing().await.map_err(|error| ImageStoreError::Request {
+            act: "read",
+            object: self.url.clone(),
+            reason: error.to_string(),
+        })
     }
 
     /// Reads what a tag names. Its packs are objects from now on.
@@ -137,6 +147,14 @@ impl ImageRepository {
         let setup = |what: String| ImageStoreError::Setup { url: self.object(&tag), what };
         let Added { files, annotations } =
             self.added().take().ok_or_else(|| setup("the push had not begun".to_owned()))?;
+        let working_set = image.working_set.clone().filter(|name| {
+            let is_stored = self.objects.find((WORKING_SETS, name)).is_some();
+            if !is_stored {
+                warn!("{}: the registry has lost its working set: it has none now", self.object(&tag));
+            }
+            is_stored
+        });
+        let image = StoredImage { working_set, ..image };
         let own = [(MANIFESTS, &*image.version), (INDEXES, &*image.version)];
         let working_set = image.working_set.as_deref().map(|name| (WORKING_SETS, name));
         let all = own.into_iter().chain(working_set).chain(packs.iter().map(|pack| (PACKS, &**pack)));

@@ -22,6 +22,7 @@ use object_store::{
 use super::artifact::Blob;
 use super::client::{RegistryClient, RegistryError};
 use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS};
+use crate::store::MAX_REQUESTS;
 
 /// The name of this kind of store, for errors.
 const STORE: &str = "registry";
@@ -50,6 +51,21 @@ impl RegistryObjects {
     /// Adds the objects of an artifact.
     pub(super) fn add(&self, objects: Vec<(String, Blob)>) {
         locked(&self.blobs).extend(objects);
+    }
+
+    /// Asks the registry for each object, and forgets those that it lacks: a manifest may name more than there is.
+    pub(super) async fn forget_missing(&self) -> std::result::Result<(), RegistryError> {
+        let blobs: Vec<_> =
+            locked(&self.blobs).iter().map(|(path, blob)| (path.clone(), blob.clone())).collect();
+        let asked =
+            futures::stream::iter(blobs).map(async |(path, blob)| Ok((path, self.client.has(&blob).await?)));
+        let mut asked = std::pin::pin!(asked.buffer_unordered(MAX_REQUESTS));
+        while let Some((path, found)) = asked.next().await.transpose()? {
+            if !found {
+                locked(&self.blobs).remove(&path);
+            }
+        }
+        Ok(())
     }
 
     /// Returns an object's name with its folder, and its blob.
