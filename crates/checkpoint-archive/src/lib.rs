@@ -376,6 +376,9 @@ mod tests {
             ("checkpoint/../../a", EntryType::Regular, "a path with `..`"),
             ("../a", EntryType::Regular, "a path with `..`"),
             ("checkpoint/inventory.img", EntryType::Regular, "checkpoint/inventory.img twice"),
+            ("checkpoint/rewake-manifest", EntryType::Regular, "a file of a sealed image"),
+            ("checkpoint/rewake-manifest.partial", EntryType::Regular, "a file of a sealed image"),
+            ("checkpoint/rewake-arriving", EntryType::Regular, "a file of a sealed image"),
         ] {
             let said = refused(&archive(&[inventory, (path, kind, b"")]));
             assert!(said.contains(expected), "{path}: {said}");

@@ -4,6 +4,10 @@
 /// The folder with CRIU's files.
 const FOLDER: &str = "checkpoint";
 
+/// How the names of files begin that `rewake` writes into an image's directory. Those of an archive would say how the
+/// image was sealed, or that it is arriving.
+const OWN: &str = "rewake-";
+
 /// Where a file of an archive belongs.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum ArchivePlace {
@@ -17,7 +21,7 @@ impl ArchivePlace {
     /// Reads a path of an archive.
     ///
     /// # Errors
-    /// It leads out of the archive, or the folder has a folder.
+    /// It leads out of the archive, the folder has a folder, or a file with a name of `rewake`.
     pub(crate) fn of(path: &[u8]) -> Result<Self, String> {
         if path.contains(&0) || path.starts_with(b"/") {
             return Err("an absolute path, expected one in the archive".to_owned());
@@ -31,6 +35,12 @@ impl ArchivePlace {
             [folder] if *folder == FOLDER.as_bytes() => Ok(Self::Checkpoint(None)),
             [folder, name] if *folder == FOLDER.as_bytes() => {
                 let name = std::str::from_utf8(name).map_err(|_| "a name that is not UTF-8".to_owned())?;
+                if name.starts_with(OWN) {
+                    return Err(
+                        "a file of a sealed image, and no checkpoint of an engine has one: leave it out"
+                            .to_owned(),
+                    );
+                }
                 Ok(Self::Checkpoint(Some(name.to_owned())))
             }
             [folder, ..] if *folder == FOLDER.as_bytes() => {
