@@ -180,7 +180,8 @@ fn a_second_push_writes_what_differs() {
     let output = pull
         .envs(["HTTP_PROXY", "ALL_PROXY", "http_proxy"].map(|name| (name, "http://127.0.0.1:1")))
         .output();
-    assert!(output.as_ref().unwrap().status.success(), "{}", said(&output.unwrap()));
+    let output = output.unwrap();
+    assert!(output.status.success(), "{output:?}");
     assert!(fs::read(copy.join("pages-1.img")).unwrap() == fs::read(second.join("pages-1.img")).unwrap());
     for command in [["rm", &url], ["gc", &server.url("web")]] {
         let said = refused(&mut server.rewake(&command).unwrap());

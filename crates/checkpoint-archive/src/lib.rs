@@ -142,7 +142,8 @@ impl Extraction<'_> {
         for extension in entry.pax_extensions().map_err(|error| self.damaged(&error))?.into_iter().flatten() {
             let key = extension.map_err(|error| self.damaged(&error))?.key_bytes();
             if key.starts_with(PAX_SPARSE) {
-                let what = "a file with holes in a form of PAX: make the archive with `tar --format=gnu`, or without --sparse";
+                let what = "a file with holes in a form of PAX: make the archive with `tar --format=gnu`, or \
+                            without --sparse";
                 return Err(self.wrong(&format!("{}: {what}", shown(path))));
             }
         }

@@ -96,7 +96,11 @@ pub(super) fn index(manifest: &Blob, annotations: &BTreeMap<String, String>) -> 
 
 /// Reads an index or a manifest of a registry.
 pub(super) fn parse(bytes: &[u8]) -> Result<Tagged, String> {
-    let found = serde_json::from_slice(bytes).map_err(|error| format!("no manifest of OCI: {error}"))?;
+    let found = match serde_json::from_slice(bytes) {
+        // Another kind of manifest, such as Docker's first one.
+        Err(error) if error.is_data() => return Ok(Tagged::Other("no manifest of OCI".to_owned())),
+        found => found.map_err(|error| format!("no manifest of OCI: {error}"))?,
+    };
     let manifest = match found {
         OciManifest::ImageIndex(index) => {
             let is_image = |entry: &&ImageIndexEntry| entry.media_type == OCI_IMAGE_MEDIA_TYPE;
@@ -288,7 +292,21 @@ mod tests {
         let digest = text.replace(&digits('5'), "../../other");
         assert!(parse(digest.as_bytes()).unwrap_err().contains("expected sha256 and 64 digits"));
         assert!(parse(text.replace(":50", ":-50").as_bytes()).unwrap_err().contains("a blob of -50 bytes"));
-        assert!(parse(b"{}").unwrap_err().contains("no manifest of OCI"));
+        assert!(parse(b"{\"schema").unwrap_err().contains("no manifest of OCI"));
+        // Those of Docker.
+        for (docker, found) in [
+            (r#"{"schemaVersion":1,"name":"a","fsLayers":[]}"#, "no manifest of OCI"),
+            (
+                r#"{"schemaVersion":2,"config":{"mediaType":"a","digest":"sha256:1","size":1},"layers":[]}"#,
+                "a",
+            ),
+            (
+                r#"{"schemaVersion":2,"manifests":[{"mediaType":"a","digest":"sha256:1","size":1}]}"#,
+                "an index of 0 images",
+            ),
+        ] {
+            assert_eq!(parse(docker.as_bytes()), Ok(Tagged::Other(found.to_owned())), "{docker}");
+        }
         // A layer with another title is not an object.
         let title = text.replace("packs/", "../packs/");
         let Ok(Tagged::Artifact(artifact)) = parse(title.as_bytes()) else { panic!("{title}") };

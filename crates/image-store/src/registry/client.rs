@@ -16,7 +16,10 @@ use bytes::Bytes;
 use futures::{Stream, StreamExt as _};
 use oci_client::client::{BlobResponse, ClientConfig, ClientProtocol};
 use oci_client::errors::{OciDistributionError, OciErrorCode};
-use oci_client::manifest::{OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE};
+use oci_client::manifest::{
+    IMAGE_MANIFEST_LIST_MEDIA_TYPE, IMAGE_MANIFEST_MEDIA_TYPE, OCI_IMAGE_INDEX_MEDIA_TYPE,
+    OCI_IMAGE_MEDIA_TYPE,
+};
 use oci_client::secrets::RegistryAuth;
 use oci_client::{Client, Reference, RegistryOperation};
 use reqwest::StatusCode;
@@ -120,7 +123,13 @@ impl RegistryClient {
     /// Reads what a tag or a digest names: its bytes, which have that digest. `None` if there is nothing.
     pub(super) async fn manifest(&self, name: &str) -> Result<Option<Bytes>, RegistryError> {
         let named = self.named(name);
-        let types = [OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE];
+        // A tag with an image of Docker's is not free: a registry may say that it is, if its types are not accepted.
+        let types = [
+            OCI_IMAGE_INDEX_MEDIA_TYPE,
+            OCI_IMAGE_MEDIA_TYPE,
+            IMAGE_MANIFEST_LIST_MEDIA_TYPE,
+            IMAGE_MANIFEST_MEDIA_TYPE,
+        ];
         let read = self.retried(|| self.manifests.pull_manifest_raw(&named, &self.auth, &types)).await;
         match read {
             Err(RegistryError::Missing) => Ok(None),

@@ -3,14 +3,17 @@
 //! `docker login` write them.
 
 use std::fs::File;
-use std::io::{BufReader, ErrorKind};
+use std::io::{ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
 
 use docker_credential::{CredentialRetrievalError, DockerCredential, get_credential_from_reader};
+use nix::unistd::getuid;
 use oci_client::secrets::RegistryAuth;
 
-/// The name under which credentials for Docker Hub are stored.
+/// The names under which credentials for Docker Hub are stored: by podman, and by Docker.
 const DOCKER_HUB: [&str; 2] = ["docker.io", "https://index.docker.io/v1/"];
+/// The most bytes of a file that are read.
+const MAX_FILE: u64 = 1 << 20;
 /// What a credential helper writes if it has none for a registry.
 const NOT_FOUND: &str = "credentials not found";
 
@@ -22,27 +25,33 @@ pub(crate) fn read(
     registry: &str,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<RegistryAuth, String> {
-    let server = if registry == DOCKER_HUB[0] { DOCKER_HUB[1] } else { registry };
+    let servers = if registry == DOCKER_HUB[0] { DOCKER_HUB.to_vec() } else { vec![registry] };
     for path in files(variable) {
         let file = match File::open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             Err(error) => return Err(format!("{}: {error}", path.display())),
         };
-        match get_credential_from_reader(BufReader::new(file), server) {
-            Ok(DockerCredential::UsernamePassword(user, password)) => {
-                return Ok(RegistryAuth::Basic(user, password));
+        let mut text = Vec::new();
+        let read = file.take(MAX_FILE).read_to_end(&mut text);
+        read.map_err(|error| format!("{}: {error}", path.display()))?;
+        for server in &servers {
+            match get_credential_from_reader(&*text, server) {
+                Ok(DockerCredential::UsernamePassword(user, password)) => {
+                    return Ok(RegistryAuth::Basic(user, password));
+                }
+                Ok(DockerCredential::IdentityToken(_)) => {
+                    return Err(format!(
+                        "{}: it has an identity token for {registry}, which is not followed here: log in with a user \
+                         and a password, or an access token",
+                        path.display()
+                    ));
+                }
+                Err(CredentialRetrievalError::NoCredentialConfigured) => {}
+                Err(CredentialRetrievalError::HelperFailure { stdout, .. }) if stdout.contains(NOT_FOUND) => {
+                }
+                Err(error) => return Err(refused(&path, registry, &error)),
             }
-            Ok(DockerCredential::IdentityToken(_)) => {
-                return Err(format!(
-                    "{}: it has an identity token for {registry}, which is not followed here: log in with a user and a \
-                     password, or an access token",
-                    path.display()
-                ));
-            }
-            Err(CredentialRetrievalError::NoCredentialConfigured) => {}
-            Err(CredentialRetrievalError::HelperFailure { stdout, .. }) if stdout.contains(NOT_FOUND) => {}
-            Err(error) => return Err(refused(&path, registry, &error)),
         }
     }
     Ok(RegistryAuth::Anonymous)
@@ -54,8 +63,10 @@ fn files(variable: impl Fn(&str) -> Option<String>) -> Vec<PathBuf> {
         return vec![path.into()];
     }
     let below = |name: &str, path: &str| variable(name).map(|folder| Path::new(&folder).join(path));
+    let podman = below("XDG_RUNTIME_DIR", "containers/auth.json")
+        .unwrap_or_else(|| format!("/run/containers/{}/auth.json", getuid()).into());
     let docker = below("DOCKER_CONFIG", "config.json").or_else(|| below("HOME", ".docker/config.json"));
-    [below("XDG_RUNTIME_DIR", "containers/auth.json"), docker].into_iter().flatten().collect()
+    [podman].into_iter().chain(docker).collect()
 }
 
 /// Says what is wrong. What a helper has written is not shown: it may have the password.
@@ -78,13 +89,17 @@ mod tests {
 
     /// Reads from these files below the home directory and the runtime directory.
     fn found(docker: Option<&str>, podman: Option<&str>) -> Result<String, String> {
+        found_for("registry.example:5000", docker, podman)
+    }
+
+    fn found_for(registry: &str, docker: Option<&str>, podman: Option<&str>) -> Result<String, String> {
         let home = tempfile::tempdir().unwrap();
         for (name, text) in [(".docker/config.json", docker), ("containers/auth.json", podman)] {
             let path = home.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             text.inspect(|text| fs::write(&path, text).unwrap());
         }
-        let auth = read("registry.example:5000", |name| {
+        let auth = read(registry, |name| {
             ["HOME", "XDG_RUNTIME_DIR"].contains(&name).then(|| home.path().display().to_string())
         });
         auth.map(|auth| match auth {
@@ -104,6 +119,20 @@ mod tests {
         let elsewhere = r#"{"auths":{"elsewhere":{"auth":"b3RoZXI6d29yZA=="}}}"#;
         assert_eq!(found(Some(elsewhere), None), Ok("Anonymous".to_owned()));
         assert_eq!(found(None, None), Ok("Anonymous".to_owned()));
+    }
+
+    #[test]
+    fn credentials_for_docker_hub_have_two_names() {
+        for name in ["docker.io", "https://index.docker.io/v1/"] {
+            let file = format!(r#"{{"auths":{{"{name}":{{"auth":"dXNlcjpzZWNyZXQ="}}}}}}"#);
+            assert_eq!(found_for("docker.io", None, Some(&file)), Ok("user:secret".to_owned()), "{name}");
+        }
+    }
+
+    #[test]
+    fn podmans_file_without_a_runtime_directory_is_that_of_the_user() {
+        let expected = format!("/run/containers/{}/auth.json", getuid());
+        assert_eq!(files(|_| None), [Path::new(&expected)]);
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //! * `artifact`: the manifest and the index of OCI, byte by byte. `metadata_layer`: the tar for other tools.
 //! * `client`: requests. `credentials`: the files of podman and Docker.
 //!
-//! A registry removes what no tag uses by rules of its own, and refuses a manifest whose blobs it lacks.
+//! A registry removes what no tag uses by rules of its own, and refuses a manifest whose blobs it lacks. It may remove
+//! blobs while a push runs, so its manual wants it read-only then.
 
 mod artifact;
 mod client;
