@@ -95,7 +95,20 @@ impl Target {
     /// Waits until the process has ended, and returns its wait status.
     #[track_caller]
     pub fn ended(&self) -> i32 {
-        within(|| sys::reap(self.pid), || format!("process {} is {}", self.pid, self.state(self.pid)))
+        within(|| sys::reap(self.pid), || format!("process {} runs: {}", self.pid, self.threads_now()))
+    }
+
+    /// What each thread is and does, for messages.
+    fn threads_now(&self) -> String {
+        let of = |tid: i32| {
+            let file = |name: &str| {
+                let text = fs::read_to_string(format!("/proc/{}/task/{tid}/{name}", self.pid));
+                text.map_or_else(|error| error.to_string(), |text| text.trim().to_owned())
+            };
+            let [name, call, place] = ["comm", "syscall", "wchan"].map(file);
+            format!("{tid} {name} is {:?} in {place}, system call {call}", self.state_of_any(tid))
+        };
+        self.threads().into_iter().map(of).collect::<Vec<_>>().join("; ")
     }
 
     pub fn signal(&self, signal: i32) {
