@@ -32,7 +32,7 @@ pub(super) fn measure(mib: u64, tools: &Tools, directory: &Path) -> anyhow::Resu
         checkpoint(tools, &running.process, &image)?;
         bytes += size(&image)?;
         tools.seal(&image)?;
-        push(tools, &image, &format!("file://{}/{number}", store.display()))?;
+        tools.push(&image, &format!("file://{}/{number}", store.display()), &[])?;
         if number == 0 {
             alone = size(&store)?;
         }
@@ -62,10 +62,6 @@ fn checkpoint(tools: &Tools, process: &Process, image: &Path) -> anyhow::Result<
     dump.args(["dump", "--leave-running", "-o", "dump.log", "-t", &process.pid().to_string(), "-D"])
         .arg(image);
     run(&mut dump).map(drop)
-}
-
-fn push(tools: &Tools, image: &Path, url: &str) -> anyhow::Result<()> {
-    run(tools.rewake(&["push"]).arg(image).arg(url)).map(drop)
 }
 
 /// Bytes of all files below a folder.

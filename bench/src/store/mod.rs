@@ -71,6 +71,11 @@ impl Tools {
         command
     }
 
+    /// Pushes an image, with these variables.
+    fn push(&self, image: &Path, url: &str, variables: &[(String, String)]) -> anyhow::Result<()> {
+        run(self.rewake(&["push"]).arg(image).arg(url).envs(variables.iter().cloned())).map(drop)
+    }
+
     /// Writes the manifest of an image.
     fn seal(&self, image: &Path) -> anyhow::Result<()> {
         run(self.rewake(&["seal"]).arg(image)).map(drop)

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use rewake_testkit::seaweedfs::SeaweedServer;
 
-use super::{ROUND_TRIP, Tools, run};
+use super::{ROUND_TRIP, Tools};
 use crate::agent::Agent;
 use crate::link::Link;
 
@@ -17,7 +17,7 @@ const COMPLETE: Duration = Duration::from_secs(120);
 /// A store with one image, and the link to it.
 #[derive(Debug)]
 pub(super) struct Stored {
-    server: SeaweedServer,
+    _server: SeaweedServer,
     pub(super) link: Link,
 }
 
@@ -26,20 +26,13 @@ impl Stored {
     pub(super) fn new(tools: &Tools, image: &Path) -> anyhow::Result<Self> {
         let server = SeaweedServer::start(&tools.weed).context("SeaweedFS")?;
         let link = Link::to(server.port(), ROUND_TRIP)?;
-        let stored = Self { server, link };
-        stored.push(tools, image, Self::URL)?;
-        Ok(stored)
+        // Without the link.
+        tools.push(image, Self::URL, &SeaweedServer::environment(server.port()))?;
+        Ok(Self { _server: server, link })
     }
 
     /// The image.
     pub(super) const URL: &str = "s3://bucket/image";
-
-    /// Pushes an image without the link.
-    pub(super) fn push(&self, tools: &Tools, image: &Path, url: &str) -> anyhow::Result<()> {
-        let mut push = tools.rewake(&["push"]);
-        push.arg(image).arg(url).envs(SeaweedServer::environment(self.server.port()));
-        run(&mut push).map(drop)
-    }
 
     /// Variables for a client behind the link.
     pub(super) fn variables(&self) -> [(String, String); 3] {
