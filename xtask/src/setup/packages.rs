@@ -53,12 +53,7 @@ pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
     }
     let list = missing.join(" ");
     say(&format!("installing {list}"));
-    alone(|| {
-        let mut update = apt_get();
-        update.arg("update");
-        update
-    })
-    .context("refresh the package lists of this machine")?;
+    update()?;
     alone(|| {
         let mut install = apt_get();
         install.args(["install", "--yes", "--no-install-recommends"]).args(&missing);
@@ -69,14 +64,18 @@ pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
     })
 }
 
-/// Downloads a package into a folder, and returns its file. Nothing is installed.
-pub(super) fn download(package: &str, folder: &Path) -> anyhow::Result<PathBuf> {
+fn update() -> anyhow::Result<()> {
     alone(|| {
         let mut update = apt_get();
         update.arg("update");
         update
     })
-    .context("refresh the package lists of this machine")?;
+    .context("refresh the package lists of this machine")
+}
+
+/// Downloads a package into a folder, and returns its file. Nothing is installed.
+pub(super) fn download(package: &str, folder: &Path) -> anyhow::Result<PathBuf> {
+    update()?;
     alone(|| {
         let mut download = apt_get();
         // The user `_apt` may not write into the folder: then apt says so, and downloads as root.
