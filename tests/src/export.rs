@@ -113,3 +113,19 @@ pub fn workers(scene: &Scene) -> Vec<Pid> {
     let of_them = streamers.iter().copied().flat_map(children);
     of_them.filter(|pid| streamers.contains(pid)).collect()
 }
+
+/// Asserts that both directories have the same files of an image.
+///
+/// # Panics
+/// They have not, or one cannot be read.
+pub fn assert_same(image: &Path, copy: &Path) {
+    let mut count = 0;
+    for entry in fs::read_dir(image).unwrap() {
+        let name = entry.unwrap().file_name();
+        if name.to_str().unwrap().ends_with(".img") || name == "rewake-manifest" {
+            assert!(fs::read(image.join(&name)).unwrap() == fs::read(copy.join(&name)).unwrap(), "{name:?}");
+            count += 1;
+        }
+    }
+    assert!(count > 5, "{count} files");
+}

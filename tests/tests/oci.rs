@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 use rewake_criu_images::{Inventory, write};
 use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{DaemonOptions, restore, timeline};
-use rewake_tests::export::{messages, seal, streamer_ended, verify, with_messages_in_file};
+use rewake_tests::export::{assert_same, messages, seal, streamer_ended, verify, with_messages_in_file};
 use rewake_tests::node_cache::StoredScene;
 use rewake_tests::registry::{PASSWORD, RegistryServer};
 use rewake_tests::scene::ACT;
@@ -68,19 +68,6 @@ fn manifest(server: &RegistryServer, repository: &str, tag: &str) -> Value {
     let index = raw(server, &format!("{repository}:{tag}"));
     let digest = index["manifests"][0]["digest"].as_str().unwrap();
     raw(server, &format!("{repository}@{digest}"))
-}
-
-/// Asserts that both directories have the same files of an image.
-fn assert_same(image: &Path, copy: &Path) {
-    let mut count = 0;
-    for entry in fs::read_dir(image).unwrap() {
-        let name = entry.unwrap().file_name();
-        if name.to_str().unwrap().ends_with(".img") || name == "rewake-manifest" {
-            assert!(fs::read(image.join(&name)).unwrap() == fs::read(copy.join(&name)).unwrap(), "{name:?}");
-            count += 1;
-        }
-    }
-    assert!(count > 5, "{count} files");
 }
 
 /// Restores a copy of a scene's image.

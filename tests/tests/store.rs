@@ -9,7 +9,7 @@ use std::process::Command;
 use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{restore, timeline};
 use rewake_tests::export::{
-    ImageExport, messages, restore_from, seal, streamer_ended, verify, with_messages_in_file,
+    ImageExport, assert_same, messages, restore_from, seal, streamer_ended, verify, with_messages_in_file,
 };
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
@@ -36,19 +36,6 @@ fn refused(arguments: &[&str]) -> String {
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
-}
-
-/// Asserts that both directories have the same files of an image.
-fn assert_same(image: &Path, copy: &Path) {
-    let mut count = 0;
-    for entry in fs::read_dir(image).unwrap() {
-        let name = entry.unwrap().file_name();
-        if name.to_str().unwrap().ends_with(".img") || name == "rewake-manifest" {
-            assert!(fs::read(image.join(&name)).unwrap() == fs::read(copy.join(&name)).unwrap(), "{name:?}");
-            count += 1;
-        }
-    }
-    assert!(count > 5, "{count} files");
 }
 
 #[test]
