@@ -66,11 +66,12 @@ pub(crate) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// `kept`: bytes that were read last and stay in memory. All windows have room in them.
+    /// `kept`: bytes that were read last and stay in memory. All windows have room in half of them, and what was read
+    /// last in the other half.
     pub(crate) fn new(kept: usize) -> Self {
         let flight =
             RequestsAhead { places: Vec::new(), requests: 0, bytes: 0, limit: LEAST_AHEAD, fastest: None };
-        Self { flight: Mutex::new(flight), window: (kept / PLACES) as u64 }
+        Self { flight: Mutex::new(flight), window: (kept / 2 / PLACES) as u64 }
     }
 
     /// Notes that a client reads a range of a file. Returns the range to request ahead; mostly an empty one.
@@ -168,7 +169,7 @@ mod tests {
             end = end.max(wanted.end);
             assert!(end > at + 64, "nothing is requested ahead of {at}");
         }
-        assert!((end - (32 << 10)) <= 8 << 10, "{end}");
+        assert!((end - (32 << 10)) <= 4 << 10, "{end}");
     }
 
     #[test]
@@ -181,7 +182,7 @@ mod tests {
         }
         let place =
             ahead.flight.lock().unwrap().places.iter().find(|place| place.file == 1).copied().unwrap();
-        assert!(place.window == 8 << 20 && place.ahead > place.end, "{place:?}");
+        assert!(place.window == 4 << 20 && place.ahead > place.end, "{place:?}");
     }
 
     #[test]

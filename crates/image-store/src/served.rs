@@ -8,12 +8,13 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
-use rewake_criu_images::Digest;
+use rewake_criu_images::{CHUNK, Digest};
 use rewake_image_io::BLOCK;
 use rewake_image_protocol::WORKING_SET_NUMBER;
 use rewake_image_server::exports::{ImageFolder, OpenImage};
@@ -87,8 +88,44 @@ impl PinnedImage {
 #[derive(Debug)]
 struct StoredFile {
     length: u64,
-    /// Its chunks, in ascending order of their offsets: some 48 bytes for each.
-    chunks: Vec<(u64, SealedChunk)>,
+    /// Its chunks, in ascending order of their offsets.
+    chunks: Vec<StoredChunk>,
+}
+
+/// A chunk of a file: some 56 bytes.
+#[derive(Debug)]
+struct StoredChunk {
+    offset: u64,
+    chunk: SealedChunk,
+    /// A bit for each block that was requested. None of them is read ahead: clients have it, or had it read ahead.
+    requested: AtomicU32,
+}
+
+const _: () = assert!(CHUNK <= u32::BITS as u64 * BLOCK as u64);
+
+impl StoredChunk {
+    fn end(&self) -> u64 {
+        self.offset + u64::from(self.chunk.length)
+    }
+
+    /// Notes that blocks are requested.
+    fn request(&self, blocks: &Range<usize>) {
+        let bits = blocks.clone().fold(0, |bits, block| bits | 1 << block);
+        self.requested.fetch_or(bits, Ordering::Relaxed);
+    }
+
+    /// Returns those of these blocks that were not requested.
+    fn new_blocks(&self, blocks: &Range<usize>) -> Vec<Range<usize>> {
+        let requested = self.requested.load(Ordering::Relaxed);
+        let mut new: Vec<Range<usize>> = Vec::new();
+        for block in blocks.clone().filter(|block| requested & 1 << block == 0) {
+            match new.last_mut() {
+                Some(range) if range.end == block => range.end += 1,
+                _ => new.push(block..block + 1),
+            }
+        }
+        new
+    }
 }
 
 /// The files of an image of a store.
@@ -117,7 +154,7 @@ impl StoredFiles {
                 (ManifestRecord::Segment(segment), Some(file)) => {
                     let mut offset = segment.offset;
                     for chunk in segment.chunks {
-                        file.chunks.push((offset, chunk));
+                        file.chunks.push(StoredChunk { offset, chunk, requested: AtomicU32::new(0) });
                         offset += u64::from(chunk.length);
                     }
                 }
@@ -152,13 +189,14 @@ impl StoredFiles {
             return Ok(bytes);
         };
         let chunks = &self.files[index as usize].chunks;
-        let first = chunks.partition_point(|(offset, chunk)| offset + u64::from(chunk.length) <= range.start);
-        let these = chunks[first..].iter().take_while(|(offset, _)| *offset < range.end);
+        let first = chunks.partition_point(|chunk| chunk.end() <= range.start);
+        let these = chunks[first..].iter().take_while(|chunk| chunk.offset < range.end);
         // What lies in the range of each chunk that is no zeros.
-        let parts = these.filter(|(_, chunk)| !chunk.is_zero()).map(async |(offset, chunk)| {
-            let (from, to) = (range.start.max(*offset), range.end.min(offset + u64::from(chunk.length)));
-            let [at, start, end] = [from - range.start, from - offset, to - offset].map(usize::try_from);
-            let found = self.part(*chunk, start?..end?).await?;
+        let parts = these.filter(|chunk| !chunk.chunk.is_zero()).map(async |chunk| {
+            let (from, to) = (range.start.max(chunk.offset), range.end.min(chunk.end()));
+            let [at, start, end] =
+                [from - range.start, from - chunk.offset, to - chunk.offset].map(usize::try_from);
+            let found = self.part(chunk, start?..end?).await?;
             anyhow::Ok((at?, found))
         });
         for (at, part) in try_join_all(parts).await? {
@@ -173,28 +211,30 @@ impl StoredFiles {
             return;
         };
         let wanted = self.ahead.note(file, range, found.length);
-        let first =
-            found.chunks.partition_point(|(offset, chunk)| offset + u64::from(chunk.length) <= wanted.start);
-        for (offset, chunk) in found.chunks[first..].iter().take_while(|(offset, _)| *offset < wanted.end) {
-            let part = wanted.start.max(*offset) - offset..wanted.end - offset;
-            if !chunk.is_zero() && !self.request_ahead(*chunk, &part, runtime) {
-                return self.ahead.stop_at(file, &wanted, wanted.start.max(*offset));
+        let first = found.chunks.partition_point(|chunk| chunk.end() <= wanted.start);
+        for chunk in found.chunks[first..].iter().take_while(|chunk| chunk.offset < wanted.end) {
+            let start = wanted.start.max(chunk.offset);
+            let part = start - chunk.offset..wanted.end - chunk.offset;
+            if !chunk.chunk.is_zero() && !self.request_ahead(chunk, &part, runtime) {
+                return self.ahead.stop_at(file, &wanted, start);
             }
         }
     }
 
-    /// Requests what was not read lately of a part of a chunk. Returns false if too much is in flight.
-    fn request_ahead(self: &Arc<Self>, chunk: SealedChunk, part: &Range<u64>, runtime: &Handle) -> bool {
+    /// Requests what was not requested before of a part of a chunk. Returns false if too much is in flight.
+    fn request_ahead(self: &Arc<Self>, stored: &StoredChunk, part: &Range<u64>, runtime: &Handle) -> bool {
+        let chunk = stored.chunk;
         let block = |at: u64| usize::try_from(at / BLOCK as u64).unwrap_or(usize::MAX);
         let blocks =
             block(part.start)..block(part.end.min(chunk.length.into()).next_multiple_of(BLOCK as u64));
-        for missing in self.reads.missing(chunk.digest, blocks) {
-            let Ok(pieces) = self.reader.pieces(chunk.digest, missing, PIECE) else { return true };
-            for (blocks, stored) in pieces {
-                if !self.ahead.begin(stored) {
+        for new in stored.new_blocks(&blocks) {
+            let Ok(pieces) = self.reader.pieces(chunk.digest, new, PIECE) else { return true };
+            for (blocks, length) in pieces {
+                if !self.ahead.begin(length) {
                     return false;
                 }
-                let flight = AheadRequest { files: Arc::clone(self), stored, began: Instant::now() };
+                let flight = AheadRequest { files: Arc::clone(self), length, began: Instant::now() };
+                stored.request(&blocks);
                 let parts = self.reads.begin(chunk.digest, blocks, |blocks| self.blocks_of(chunk, blocks));
                 runtime.spawn(async move {
                     for (read, _) in parts {
@@ -219,8 +259,10 @@ impl StoredFiles {
     }
 
     /// Reads a part of a chunk. All of it is compared with its hash; less is not: a manifest has checksums of blocks.
-    async fn part(&self, chunk: SealedChunk, part: Range<usize>) -> anyhow::Result<Vec<u8>> {
+    async fn part(&self, stored: &StoredChunk, part: Range<usize>) -> anyhow::Result<Vec<u8>> {
         let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
+        let chunk = stored.chunk;
+        stored.request(&blocks);
         let parts = self.reads.begin(chunk.digest, blocks.clone(), |blocks| self.blocks_of(chunk, blocks));
         let parts = parts.into_iter();
         let parts = try_join_all(parts.map(|(read, wanted)| async move { read.wait(wanted).await })).await?;
@@ -234,13 +276,14 @@ impl StoredFiles {
 /// A request ahead in flight, however its task ends.
 struct AheadRequest {
     files: Arc<StoredFiles>,
-    stored: u64,
+    /// Its stored bytes.
+    length: u64,
     began: Instant,
 }
 
 impl Drop for AheadRequest {
     fn drop(&mut self) {
-        self.files.ahead.end(self.stored, self.began.elapsed());
+        self.files.ahead.end(self.length, self.began.elapsed());
     }
 }
 
@@ -348,6 +391,30 @@ mod tests {
         let mut bytes = vec![0; usize::try_from(range.end - range.start)?];
         bytes.chunks_mut(1000).try_for_each(|piece| image.next(piece))?;
         Ok(bytes)
+    }
+
+    #[test]
+    fn what_a_client_has_is_not_read_ahead() {
+        const BLOCKS: u64 = 384;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let (_objects, store) = TestObjects::new();
+        let image = TestImage::new(&random_bytes("1", 384 * BLOCK));
+        runtime.block_on(push(&store, &image.path(), "web")).unwrap();
+        let pinned = runtime.block_on(PinnedImage::open(&store, "web")).unwrap();
+        let files = Arc::new(runtime.block_on(StoredFiles::open(&pinned, KEPT)).unwrap());
+        let length = BLOCKS * BLOCK as u64;
+        let pages = (1..=2).find(|file| files.length(*file).is_ok_and(|found| found == length)).unwrap();
+        let mut open = OpenStoredImage::new(files, runtime.handle().clone());
+        let mut block = |number: u64| {
+            let start = number * BLOCK as u64;
+            read(&mut open, pages, start..start + BLOCK as u64).unwrap();
+        };
+        // Page faults far from each other, then the rest in order.
+        let faults = |number: &u64| number % 2 == 1;
+        (0..BLOCKS).map(|number| number * 151 % BLOCKS).filter(faults).for_each(&mut block);
+        (0..BLOCKS).filter(|number| !faults(number)).for_each(&mut block);
+        let read = pinned.bytes_read();
+        assert!(read >= length && read <= length * 11 / 10, "{read} bytes for {length}");
     }
 
     #[test]

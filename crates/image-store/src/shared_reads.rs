@@ -54,20 +54,6 @@ impl SharedReads {
         Self { recent: Mutex::default(), limit: limit / BLOCK }
     }
 
-    /// Returns those of these blocks of a chunk that are neither being read, nor were read lately.
-    pub(crate) fn missing(&self, chunk: Digest, blocks: Range<usize>) -> Vec<Range<usize>> {
-        let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut missing = vec![blocks];
-        for read in recent.iter().filter(|read| read.chunk == chunk) {
-            let without = |left: Range<usize>| {
-                let Range { start, end } = read.blocks;
-                [left.start..left.end.min(start), left.start.max(end)..left.end]
-            };
-            missing = missing.into_iter().flat_map(without).filter(|left| !left.is_empty()).collect();
-        }
-        missing
-    }
-
     /// Returns the reads that have these blocks of a chunk, in their order, and where they are in each.
     /// `read` begins one where there is none.
     pub(crate) fn begin<F>(
@@ -161,17 +147,6 @@ mod tests {
         assert_eq!(scene.begun.take(), [2..4, 0..2, 4..6, 3..4]);
         read(20..27);
         assert_eq!((read(2..3), scene.begun.take()), (vec![2], vec![20..27, 2..3]), "it was too long ago");
-    }
-
-    #[test]
-    fn blocks_that_are_read_are_not_missing() {
-        let scene = Scene::new();
-        scene.read(CHUNK, 2..4, false).unwrap();
-        scene.read(CHUNK, 6..7, false).unwrap();
-        assert_eq!(scene.reads.missing(CHUNK, 0..9), [0..2, 4..6, 7..9]);
-        assert_eq!(scene.reads.missing(CHUNK, 3..10), [4..6, 7..10]);
-        assert!(scene.reads.missing(CHUNK, 2..4).is_empty());
-        assert_eq!(scene.reads.missing(Digest([8; 32]), 2..4).first(), Some(&(2..4)));
     }
 
     #[test]
