@@ -7,6 +7,8 @@ use std::process::Output;
 use std::thread::sleep;
 use std::time::Duration;
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use rewake_tests::limit::MemoryLimit;
 use rewake_tests::migration::{HostAgent, Migration, RECEIVER};
 use rewake_tests::process::{MINUTE, output, until};
@@ -86,6 +88,36 @@ fn a_link_that_stays_cut_before_grant_leaves_the_program() {
     assert!(said(&migrated).contains("runs here: no connection to 127.0.0.1:"), "{}", said(&migrated));
     assert!(said(&migrated).contains("for 2 s"), "{}", said(&migrated));
     migration.expect_right_bytes().unwrap();
+}
+
+/// Before that the destination's agent waits: no other process knows what became of the program.
+#[test]
+fn a_program_lost_during_a_cut_is_reported_afterwards() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
+    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    link.part();
+    let waits = || migration.received().contains("the source has no connection").then_some(());
+    let server = serves_page_faults(&migration).expect("lazy-pages");
+    kill(server, Signal::SIGKILL).unwrap();
+    until(MINUTE, waits).expect("the agent waits for its source");
+    assert!(!receive.has_ended());
+    link.join();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
+    assert_eq!(migration.processes(), (0, 0));
+}
+
+/// The process that serves the restored program's page faults.
+fn serves_page_faults(migration: &Migration) -> Option<Pid> {
+    let rewakes = migration.hosts.destination.named("rewake");
+    rewakes.into_iter().find(|pid| {
+        fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("lazy-pages"))
+    })
 }
 
 #[test]

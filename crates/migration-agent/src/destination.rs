@@ -124,6 +124,7 @@ pub fn receive(
         gpu_on_demand,
         client,
         script: None,
+        may_be_granted: is_left,
         is_released: is_left,
         outcome: None,
         work: place.work,
@@ -164,6 +165,8 @@ struct DestinationAgent<'a> {
     /// The lazy-pages client, until all memory is resident.
     client: Option<PageClient>,
     script: Option<WaitingScript>,
+    /// GRANT was asked for: the source may have given it.
+    may_be_granted: bool,
     is_released: bool,
     outcome: Option<DestinationOutcome>,
     /// CRIU's work directory.
@@ -184,17 +187,44 @@ impl DestinationAgent<'_> {
             }
             self.look();
         };
+        let is_restored = matches!(outcome, DestinationOutcome::Restored { .. });
+        let is_known = is_restored || !self.may_be_granted || self.has_source_read();
         if let Some(link) = &self.link {
             link.close();
         }
-        if !matches!(outcome, DestinationOutcome::Restored { .. }) {
+        if !is_restored {
             self.entry.cgroup.release();
         }
         if let Err(error) = fs::remove_dir_all(&self.work) {
             tracing::warn!(%error, "removing {}", self.work.display());
         }
-        self.folder.remove();
+        // A later agent answers the source by what is recorded.
+        if is_known {
+            self.folder.remove();
+        }
         DestinationReport { outcome }
+    }
+
+    /// Answers a source that may have given GRANT, and waits for what became of its program. It has read the answer
+    /// when it ends its connection; false: it did not in time.
+    fn has_source_read(&mut self) -> bool {
+        let start = Instant::now();
+        if self.link.is_none() {
+            tracing::warn!("the source has no connection: this agent waits to answer it");
+        }
+        while start.elapsed() < GIVE_UP_LIMIT {
+            match self.events.recv_timeout(TICK) {
+                Ok(DestinationEvent::Disconnected { number, is_ended: true })
+                    if number == self.link_number =>
+                {
+                    return true;
+                }
+                Ok(DestinationEvent::Abort) => return false,
+                Ok(event) => self.handle(event),
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+            }
+        }
+        false
     }
 
     fn handle(&mut self, event: DestinationEvent) {
@@ -207,7 +237,7 @@ impl DestinationAgent<'_> {
                 self.note_source();
                 self.step(DestinationInput::Connected);
             }
-            DestinationEvent::Disconnected(number) if number == self.link_number => {
+            DestinationEvent::Disconnected { number, .. } if number == self.link_number => {
                 self.link = None;
                 if let Some(relay) = self.state.relay() {
                     relay.connect(None);
@@ -219,7 +249,7 @@ impl DestinationAgent<'_> {
                 self.step(DestinationInput::Received(message));
             }
             // Of a connection that another one has replaced.
-            DestinationEvent::Disconnected(_) | DestinationEvent::Received(..) => {}
+            DestinationEvent::Disconnected { .. } | DestinationEvent::Received(..) => {}
             DestinationEvent::Script(CriuMoment::PostRestore, script) => {
                 self.script = Some(script);
                 self.ask_for_grant();
@@ -272,8 +302,7 @@ impl DestinationAgent<'_> {
             self.client = None;
             self.step(input);
         }
-        let has_asked_for_grant = self.script.is_some() && !self.is_reserving;
-        let limit = if self.is_released || has_asked_for_grant { GIVE_UP_LIMIT } else { self.lost_limit };
+        let limit = if self.may_be_granted { GIVE_UP_LIMIT } else { self.lost_limit };
         if self.lost_since.is_some_and(|since| since.elapsed() > limit) {
             self.step(DestinationInput::TimedOut(format!("no connection for {} s", limit.as_secs())));
         }
@@ -287,7 +316,10 @@ impl DestinationAgent<'_> {
     fn act(&mut self, outputs: Vec<DestinationOutput>) {
         for output in outputs {
             match output {
-                DestinationOutput::Send(message) => self.send(message),
+                DestinationOutput::Send(message) => {
+                    self.may_be_granted |= message == FromDestination::Ready;
+                    self.send(message);
+                }
                 DestinationOutput::Compare(offer) => self.compare(offer),
                 DestinationOutput::Restore => {
                     if let Err(error) = self.start_restore() {
