@@ -32,17 +32,12 @@ use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::intake::Intake;
+use crate::lost_limit::{LOST_LIMIT, lost_limit};
 use crate::page_client::{ClientProcess, PageClient};
 use crate::relay::PageRelay;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 use crate::strangers::Strangers;
 
-/// Time without a connection before GRANT is asked for. It is longer for a source that accepts more.
-const LOST_LIMIT: Duration = Duration::from_secs(90);
-/// The most of it that a source may want.
-const LONGEST_LOST_LIMIT: Duration = Duration::from_secs(3600);
-/// Time in which a source notices that a connection is lost. Its own limit passes first, so it decides.
-const NOTICE_LIMIT: Duration = Duration::from_secs(30);
 /// Time without a connection after which missing memory is given up, or GRANT, which the source may have
 /// written: longer than the source's 300 s, by the time in which a lost connection is noticed.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
@@ -137,12 +132,6 @@ pub fn receive(
     }
     thread::spawn(move || accept(&listener, &state, &to_links));
     Ok(agent.run())
-}
-
-/// Time without a connection before GRANT is asked for, longer than the limit that the offer's source has.
-fn lost_limit(offer: &str) -> Duration {
-    let source = HostOffer::read(offer).map_or(0, |offer| offer.give_up_after);
-    LOST_LIMIT.max(Duration::from_secs(source).min(LONGEST_LOST_LIMIT) + NOTICE_LIMIT)
 }
 
 struct DestinationAgent<'a> {
@@ -501,24 +490,5 @@ impl DestinationAgent<'_> {
         if let Some(mut client) = self.client.take() {
             client.stop_within(CRIU_LIMIT);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_destination_waits_longer_than_its_source() {
-        let offer = |seconds: u64| {
-            format!(
-                r#"{{"architecture":"","cpu_features":[],"criu":[4,2],"pids":[],"files":{{}},"gpus":[],"sockets":[],
-                    "size":{{"resident":0,"anonymous":0,"shared":0}},"give_up_after":{seconds}}}"#
-            )
-        };
-        for (source, limit) in [(5, 90), (60, 90), (600, 630), (u64::MAX, 3630)] {
-            assert_eq!(lost_limit(&offer(source)), Duration::from_secs(limit));
-        }
-        assert_eq!(lost_limit(""), LOST_LIMIT);
     }
 }

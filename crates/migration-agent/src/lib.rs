@@ -4,7 +4,7 @@
 //! * [`source`]: dumps and freezes the tree, serves its memory, kills it at the end. Start here.
 //!   `source_begin`: its group and its offer. `frozen_wait`: how long it may be frozen.
 //! * [`destination`]: restores the tree, and releases it after GRANT. `destination_place`: its folders, new or of an
-//!   agent that was killed. `page_client`: the process that serves page faults.
+//!   agent that was killed. `lost_limit`: how long it waits for a connection. `page_client`: serves page faults.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `earlier`: what agents of this host have left that were killed.
@@ -39,6 +39,7 @@ mod held_dump;
 mod host;
 mod image_files;
 mod intake;
+mod lost_limit;
 mod page_client;
 mod peer;
 pub mod pre_copy;

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How long a destination waits for a lost connection before it has asked for GRANT.
+
+use std::time::Duration;
+
+use crate::host::HostOffer;
+
+/// Time without a connection before GRANT is asked for. It is longer for a source that accepts more.
+pub(crate) const LOST_LIMIT: Duration = Duration::from_secs(90);
+/// The most of it that a source may want.
+const LONGEST_LOST_LIMIT: Duration = Duration::from_secs(3600);
+/// Time in which a source notices that a connection is lost. Its own limit passes first, so it decides.
+const NOTICE_LIMIT: Duration = Duration::from_secs(30);
+
+/// Time without a connection before GRANT is asked for, longer than the limit that the offer's source has.
+pub(crate) fn lost_limit(offer: &str) -> Duration {
+    let source = HostOffer::read(offer).map_or(0, |offer| offer.give_up_after);
+    LOST_LIMIT.max(Duration::from_secs(source).min(LONGEST_LOST_LIMIT) + NOTICE_LIMIT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_destination_waits_longer_than_its_source() {
+        let offer = |seconds: u64| {
+            format!(
+                r#"{{"architecture":"","cpu_features":[],"criu":[4,2],"pids":[],"files":{{}},"gpus":[],"sockets":[],
+                    "size":{{"resident":0,"anonymous":0,"shared":0}},"give_up_after":{seconds}}}"#
+            )
+        };
+        for (source, limit) in [(5, 90), (60, 90), (600, 630), (u64::MAX, 3630)] {
+            assert_eq!(lost_limit(&offer(source)), Duration::from_secs(limit));
+        }
+        assert_eq!(lost_limit(""), LOST_LIMIT);
+    }
+}
