@@ -50,20 +50,28 @@ pub(crate) fn load(stored: &[u8], chunk: &ChunkLocation, blocks: Range<usize>) -
     let mut decompressor = Decompressor::new().map_err(|error| error.to_string())?;
     let mut rest = stored;
     for (block, into) in blocks.zip(bytes.chunks_mut(BLOCK)) {
-        let length = chunk.stored(block) as usize;
-        let (frame, after) = rest.split_at_checked(length).ok_or("it is too short")?;
+        let (frame, after) = rest.split_at_checked(chunk.stored(block) as usize).ok_or("it is too short")?;
         rest = after;
-        if length == into.len() {
-            into.copy_from_slice(frame);
-            continue;
-        }
-        match decompressor.decompress_to_buffer(frame, into) {
-            Ok(found) if found == into.len() => {}
-            Ok(found) => return Err(format!("a block has {found} bytes, expected {}", into.len())),
-            Err(error) => return Err(format!("a block cannot be decompressed: {error}")),
-        }
+        load_block(frame, &mut decompressor, into)?;
     }
     Ok(bytes)
+}
+
+/// Writes the bytes of a block, from its stored form.
+pub(crate) fn load_block(
+    frame: &[u8],
+    decompressor: &mut Decompressor<'_>,
+    into: &mut [u8],
+) -> Result<(), String> {
+    if frame.len() == into.len() {
+        into.copy_from_slice(frame);
+        return Ok(());
+    }
+    match decompressor.decompress_to_buffer(frame, into) {
+        Ok(found) if found == into.len() => Ok(()),
+        Ok(found) => Err(format!("a block has {found} bytes, expected {}", into.len())),
+        Err(error) => Err(format!("a block cannot be decompressed: {error}")),
+    }
 }
 
 #[cfg(test)]

@@ -32,6 +32,7 @@ mod served;
 mod shared_reads;
 mod source;
 mod store;
+mod stored_range;
 #[cfg(test)]
 mod testing;
 mod url;

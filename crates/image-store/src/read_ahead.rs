@@ -12,6 +12,8 @@ use rewake_image_io::BLOCK;
 const PLACES: usize = 4;
 /// The first window, in bytes: each further read in order doubles it.
 const FIRST_WINDOW: u64 = 4 * BLOCK as u64;
+/// The largest window.
+const MOST_WINDOW: u64 = 64 << 20;
 /// Bytes between two reads that are still in order: the client has what is between them.
 const GAP: u64 = 2 * BLOCK as u64;
 
@@ -66,12 +68,15 @@ pub(crate) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// `kept`: bytes that were read last and stay in memory. All windows have room in half of them, and what was read
-    /// last in the other half.
-    pub(crate) fn new(kept: usize) -> Self {
+    /// `kept`: stored bytes that were read last and stay in memory, each of `compression` bytes of files. All windows
+    /// have room in half of them, and what was read last in the other half.
+    pub(crate) fn new(kept: usize, compression: u64) -> Self {
         let flight =
             RequestsAhead { places: Vec::new(), requests: 0, bytes: 0, limit: LEAST_AHEAD, fastest: None };
-        Self { flight: Mutex::new(flight), window: (kept / 2 / PLACES) as u64 }
+        Self {
+            flight: Mutex::new(flight),
+            window: ((kept / 2 / PLACES) as u64 * compression).min(MOST_WINDOW),
+        }
     }
 
     /// Notes that a client reads a range of a file. Returns the range to request ahead; mostly an empty one.
@@ -156,7 +161,7 @@ mod tests {
 
     #[test]
     fn reads_in_order_have_a_window_that_doubles() {
-        let ahead = ReadAhead::new(KEPT);
+        let ahead = ReadAhead::new(KEPT, 1);
         assert!(read(&ahead, 1, 0).is_empty());
         assert_eq!(read(&ahead, 1, 64), 128..384);
         assert_eq!(read(&ahead, 1, 128), 384..704);
@@ -174,7 +179,7 @@ mod tests {
 
     #[test]
     fn random_reads_request_nothing_ahead_and_leave_a_sweep_alone() {
-        let ahead = ReadAhead::new(KEPT);
+        let ahead = ReadAhead::new(KEPT, 1);
         read(&ahead, 1, 0);
         for step in 1..100 {
             assert!(read(&ahead, 2, step * 7919 % 100_000 * 64).is_empty(), "{step}");
@@ -187,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_client_that_has_some_blocks_still_reads_in_order() {
-        let ahead = ReadAhead::new(KEPT);
+        let ahead = ReadAhead::new(KEPT, 1);
         read(&ahead, 1, 0);
         assert!(!read(&ahead, 1, 64 + 128).is_empty());
         // What was requested ahead is skipped.
@@ -197,7 +202,7 @@ mod tests {
 
     #[test]
     fn requests_that_queue_are_fewer() {
-        let ahead = ReadAhead::new(KEPT);
+        let ahead = ReadAhead::new(KEPT, 1);
         let settled = |took: Duration| {
             for _ in 0..100 {
                 assert!(ahead.begin(PIECE));

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use bytes::Bytes;
 use rewake_criu_images::Digest;
 use rewake_manifest::SealedChunk;
 
@@ -62,18 +63,27 @@ impl ChunkReader {
         }
     }
 
-    /// Reads blocks of a chunk. All of them are compared with its hash; fewer are not: a manifest has
-    /// checksums of blocks.
-    pub(crate) async fn blocks_of(&self, chunk: SealedChunk, blocks: Range<usize>) -> Result<Vec<u8>> {
-        let SealedChunk { digest, length } = chunk;
-        let at = self.locate_whole(digest, length)?;
-        if blocks == (0..at.blocks.len()) {
-            return self.chunk(digest, length).await;
-        }
+    /// Reads blocks of a chunk in their stored form. Nothing is compared.
+    pub(crate) async fn stored(&self, chunk: SealedChunk, blocks: Range<usize>) -> Result<Bytes> {
+        let at = self.locate_whole(chunk.digest, chunk.length)?;
         let mut attempt = 0;
         loop {
             attempt += 1;
-            match self.blocks(at, blocks.clone()).await {
+            match self.stored_at(at, blocks.clone()).await {
+                Err(ImageStoreError::Damaged { .. }) if attempt < ATTEMPTS => {}
+                found => return found,
+            }
+        }
+    }
+
+    /// Reads a block of a chunk again, whose stored form was none.
+    pub(crate) async fn block_again(&self, chunk: SealedChunk, block: usize) -> Result<Vec<u8>> {
+        let at = self.locate_whole(chunk.digest, chunk.length)?;
+        // It was read once.
+        let mut attempt = 1;
+        loop {
+            attempt += 1;
+            match self.blocks(at, block..block + 1).await {
                 Err(ImageStoreError::Damaged { .. }) if attempt < ATTEMPTS => {}
                 found => return found,
             }
@@ -82,32 +92,21 @@ impl ChunkReader {
 
     /// Reads blocks of a chunk. Nothing proves them but their own checksums, which a manifest has.
     pub(crate) async fn blocks(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Vec<u8>> {
-        let stored = self.store.get_range(PACKS, &at.pack, blocks::range(at, blocks.clone())).await?;
-        self.read.fetch_add(stored.len() as u64, Ordering::Relaxed);
+        let stored = self.stored_at(at, blocks.clone()).await?;
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
     }
 
-    /// Returns blocks of a chunk in pieces of at most so many stored bytes, or of one block, each with its stored
-    /// bytes.
-    pub(crate) fn pieces(
-        &self,
-        digest: Digest,
-        blocks: Range<usize>,
-        most: u64,
-    ) -> Result<Vec<(Range<usize>, u64)>> {
-        let at = self.locate(digest)?;
-        let mut pieces: Vec<(Range<usize>, u64)> = Vec::new();
-        for block in blocks.start..blocks.end.min(at.blocks.len()) {
-            let stored = u64::from(at.stored(block));
-            match pieces.last_mut() {
-                Some((blocks, bytes)) if *bytes + stored <= most => {
-                    blocks.end += 1;
-                    *bytes += stored;
-                }
-                _ => pieces.push((block..block + 1, stored)),
-            }
-        }
-        Ok(pieces)
+    async fn stored_at(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Bytes> {
+        let stored = self.store.get_range(PACKS, &at.pack, blocks::range(at, blocks)).await?;
+        self.read.fetch_add(stored.len() as u64, Ordering::Relaxed);
+        Ok(stored)
+    }
+
+    /// Returns how many bytes of memory the store has for one stored byte, at least 1.
+    pub(crate) fn compression(&self) -> u64 {
+        let sum =
+            |of: fn(&ChunkLocation) -> u32| self.chunks.values().map(|at| u64::from(of(at))).sum::<u64>();
+        (sum(|at| at.length) / sum(ChunkLocation::stored_length).max(1)).max(1)
     }
 
     fn locate_whole(&self, digest: Digest, length: u32) -> Result<&ChunkLocation> {
@@ -141,4 +140,20 @@ impl ChunkReader {
         let what = format!("in the {length} bytes from offset {from}: {what}");
         ImageStoreError::Damaged { object: self.store.object(PACKS, &at.pack), what }
     }
+}
+
+/// Returns blocks of a chunk in pieces of at most so many stored bytes, or of one block, each with its stored bytes.
+pub(crate) fn pieces(at: &ChunkLocation, blocks: Range<usize>, most: u64) -> Vec<(Range<usize>, u64)> {
+    let mut pieces: Vec<(Range<usize>, u64)> = Vec::new();
+    for block in blocks.start..blocks.end.min(at.blocks.len()) {
+        let stored = u64::from(at.stored(block));
+        match pieces.last_mut() {
+            Some((blocks, bytes)) if *bytes + stored <= most => {
+                blocks.end += 1;
+                *bytes += stored;
+            }
+            _ => pieces.push((block..block + 1, stored)),
+        }
+    }
+    pieces
 }

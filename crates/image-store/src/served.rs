@@ -13,6 +13,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
+use bytes::Bytes;
 use futures::future::try_join_all;
 use rewake_criu_images::{CHUNK, Digest};
 use rewake_image_io::BLOCK;
@@ -26,12 +27,13 @@ use crate::error::Result;
 use crate::format::StoredImage;
 use crate::pinned::PinnedImage;
 use crate::read_ahead::{PIECE, ReadAhead};
-use crate::reader::ChunkReader;
+use crate::reader::{ChunkReader, pieces};
 use crate::shared_reads::SharedReads;
 use crate::store::{ImageStore, MAX_REQUESTS};
+use crate::stored_range::{BlockLoader, ChunkPart, RangePart, StoredRange};
 use crate::verify::manifest;
 
-/// Bytes of a connection that were read last, or are read ahead of it.
+/// Stored bytes of a connection that were read last, or are read ahead of it.
 const KEPT: usize = 8 << 20;
 /// The same of an image, for all of its connections.
 const KEPT_SHARED: usize = 32 << 20;
@@ -63,7 +65,7 @@ impl ImageFolder for StoreFolder {
         let name = name.to_str().context("expected a name of UTF-8")?;
         let open = async || StoredFiles::open(&PinnedImage::open(&self.store, name).await?, KEPT).await;
         let files = self.runtime.block_on(open())?;
-        Ok(Box::new(OpenStoredImage::new(Arc::new(files), self.runtime.clone())))
+        Ok(Box::new(OpenStoredImage::new(Arc::new(files), self.runtime.clone())?))
     }
 }
 
@@ -80,7 +82,7 @@ impl PinnedImage {
                 Arc::clone(files.insert(Arc::new(runtime.block_on(StoredFiles::open(self, KEPT_SHARED))?)))
             }
         };
-        Ok(Box::new(OpenStoredImage::new(files, runtime.clone())))
+        Ok(Box::new(OpenStoredImage::new(files, runtime.clone())?))
     }
 }
 
@@ -141,7 +143,7 @@ pub(crate) struct StoredFiles {
 }
 
 impl StoredFiles {
-    /// `kept`: bytes that were read last or ahead, and stay in memory.
+    /// `kept`: stored bytes that were read last or ahead, and stay in memory.
     async fn open(pinned: &PinnedImage, kept: usize) -> Result<Self> {
         let (image, reader) = (pinned.image.clone(), Arc::clone(&pinned.reader));
         let (mut records, manifest) = manifest(&pinned.store, &image).await?;
@@ -162,7 +164,7 @@ impl StoredFiles {
             }
         }
         let reads = SharedReads::new(kept);
-        let (working_set, ahead) = (pinned.working_set.clone(), ReadAhead::new(kept));
+        let (working_set, ahead) = (pinned.working_set.clone(), ReadAhead::new(kept, reader.compression()));
         Ok(Self { image, manifest, files, reader, working_set, reads, ahead })
     }
 
@@ -178,31 +180,37 @@ impl StoredFiles {
     }
 
     /// Reads a range, which is in the file.
-    async fn read(&self, file: u32, range: Range<u64>) -> anyhow::Result<Vec<u8>> {
-        let mut bytes = vec![0; usize::try_from(range.end - range.start)?];
+    async fn read(&self, file: u32, range: Range<u64>) -> anyhow::Result<StoredRange> {
+        let mut parts = StoredRange::default();
         if let Some(working_set) = self.working_set.as_deref().filter(|_| file == WORKING_SET_NUMBER) {
             let (start, end) = (usize::try_from(range.start)?, usize::try_from(range.end)?);
-            return Ok(working_set.get(start..end).context("the working set is shorter")?.to_vec());
+            let bytes = working_set.get(start..end).context("the working set is shorter")?;
+            parts.push(RangePart::Plain(bytes.to_vec(), 0));
+            return Ok(parts);
         }
         let Some(index) = file.checked_sub(1) else {
+            let mut bytes = vec![0; usize::try_from(range.end - range.start)?];
             self.manifest.read_exact_at(&mut bytes, range.start)?;
-            return Ok(bytes);
+            parts.push(RangePart::Plain(bytes, 0));
+            return Ok(parts);
         };
         let chunks = &self.files[index as usize].chunks;
         let first = chunks.partition_point(|chunk| chunk.end() <= range.start);
         let these = chunks[first..].iter().take_while(|chunk| chunk.offset < range.end);
         // What lies in the range of each chunk that is no zeros.
-        let parts = these.filter(|chunk| !chunk.chunk.is_zero()).map(async |chunk| {
+        let stored = these.filter(|chunk| !chunk.chunk.is_zero()).map(async |chunk| {
             let (from, to) = (range.start.max(chunk.offset), range.end.min(chunk.end()));
-            let [at, start, end] =
-                [from - range.start, from - chunk.offset, to - chunk.offset].map(usize::try_from);
-            let found = self.part(chunk, start?..end?).await?;
-            anyhow::Ok((at?, found))
+            let [start, end] = [from - chunk.offset, to - chunk.offset].map(usize::try_from);
+            anyhow::Ok((from, self.part(chunk, start?..end?).await?, to))
         });
-        for (at, part) in try_join_all(parts).await? {
-            bytes[at..at + part.len()].copy_from_slice(&part);
+        let mut at = range.start;
+        for (from, of_chunk, to) in try_join_all(stored).await? {
+            parts.push(RangePart::Zeros(usize::try_from(from - at)?));
+            of_chunk.into_iter().for_each(|part| parts.push(RangePart::Chunk(part)));
+            at = to;
         }
-        Ok(bytes)
+        parts.push(RangePart::Zeros(usize::try_from(range.end - at)?));
+        Ok(parts)
     }
 
     /// Requests what follows a range, if its file is read in order.
@@ -227,49 +235,49 @@ impl StoredFiles {
         let block = |at: u64| usize::try_from(at / BLOCK as u64).unwrap_or(usize::MAX);
         let blocks =
             block(part.start)..block(part.end.min(chunk.length.into()).next_multiple_of(BLOCK as u64));
-        for new in stored.new_blocks(&blocks) {
-            let Ok(pieces) = self.reader.pieces(chunk.digest, new, PIECE) else { return true };
-            for (blocks, length) in pieces {
-                if !self.ahead.begin(length) {
-                    return false;
-                }
-                let flight = AheadRequest { files: Arc::clone(self), length, began: Instant::now() };
-                stored.request(&blocks);
-                let parts = self.reads.begin(chunk.digest, blocks, |blocks| self.blocks_of(chunk, blocks));
-                runtime.spawn(async move {
-                    for (read, _) in parts {
-                        // Who needs these bytes gets the error.
-                        let _ = read.wait(0..0).await;
-                    }
-                    drop(flight);
-                });
+        let Ok(at) = self.reader.locate(chunk.digest) else { return true };
+        for (blocks, length) in stored.new_blocks(&blocks).into_iter().flat_map(|new| pieces(at, new, PIECE))
+        {
+            if !self.ahead.begin(length) {
+                return false;
             }
+            let flight = AheadRequest { files: Arc::clone(self), length, began: Instant::now() };
+            stored.request(&blocks);
+            let reads = self.reads.begin(chunk.digest, at, blocks, |blocks| self.stored(chunk, blocks));
+            runtime.spawn(async move {
+                for (read, _) in reads {
+                    // Who needs these bytes gets the error.
+                    let _ = read.wait().await;
+                }
+                drop(flight);
+            });
         }
         true
     }
 
     /// Reads blocks of a chunk from the store.
-    fn blocks_of(
+    fn stored(
         &self,
         chunk: SealedChunk,
         blocks: Range<usize>,
-    ) -> impl Future<Output = anyhow::Result<Vec<u8>>> + Send + use<> {
+    ) -> impl Future<Output = Result<Bytes>> + Send + use<> {
         let reader = Arc::clone(&self.reader);
-        async move { Ok(reader.blocks_of(chunk, blocks).await?) }
+        async move { reader.stored(chunk, blocks).await }
     }
 
-    /// Reads a part of a chunk. All of it is compared with its hash; less is not: a manifest has checksums of blocks.
-    async fn part(&self, stored: &StoredChunk, part: Range<usize>) -> anyhow::Result<Vec<u8>> {
-        let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
+    /// Reads a part of a chunk. It is not compared with the chunk's hash: a manifest has checksums of blocks.
+    async fn part(&self, stored: &StoredChunk, part: Range<usize>) -> anyhow::Result<Vec<ChunkPart>> {
         let chunk = stored.chunk;
+        let at = self.reader.locate(chunk.digest)?;
+        let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
         stored.request(&blocks);
-        let parts = self.reads.begin(chunk.digest, blocks.clone(), |blocks| self.blocks_of(chunk, blocks));
-        let parts = parts.into_iter();
-        let parts = try_join_all(parts.map(|(read, wanted)| async move { read.wait(wanted).await })).await?;
-        let bytes = parts.concat();
-        let start = part.start - blocks.start * BLOCK;
-        let found = bytes.get(start..start + part.len()).context("a short chunk")?;
-        Ok(found.to_vec())
+        let reads = self.reads.begin(chunk.digest, at, blocks, |blocks| self.stored(chunk, blocks));
+        let parts = reads.into_iter().map(async |(read, blocks)| {
+            let bytes = part.start.max(blocks.start * BLOCK)..part.end.min(blocks.end * BLOCK);
+            let (first, stored) = (read.blocks.start, read.wait().await?);
+            anyhow::Ok(ChunkPart { chunk, stored, first, bytes })
+        });
+        try_join_all(parts).await
     }
 }
 
@@ -288,22 +296,23 @@ impl Drop for AheadRequest {
 }
 
 /// A range that is being read.
-type RangeRead = (u32, Range<u64>, JoinHandle<anyhow::Result<Vec<u8>>>);
+type RangeRead = (u32, Range<u64>, JoinHandle<anyhow::Result<StoredRange>>);
 
 /// An image of a store that a client has open.
 struct OpenStoredImage {
     files: Arc<StoredFiles>,
     runtime: Handle,
-    /// The range that is read, and how many bytes of it are used.
-    bytes: Vec<u8>,
-    used: usize,
+    loader: BlockLoader,
+    /// What is left of the range that is read.
+    left: StoredRange,
     /// Ranges that the client has requested, in their order.
     expected: VecDeque<RangeRead>,
 }
 
 impl OpenStoredImage {
-    fn new(files: Arc<StoredFiles>, runtime: Handle) -> Self {
-        Self { files, runtime, bytes: Vec::new(), used: 0, expected: VecDeque::new() }
+    fn new(files: Arc<StoredFiles>, runtime: Handle) -> anyhow::Result<Self> {
+        let loader = BlockLoader::new(Arc::clone(&files.reader), runtime.clone())?;
+        Ok(Self { files, runtime, loader, left: StoredRange::default(), expected: VecDeque::new() })
     }
 
     /// Where a range is among those that the client has requested.
@@ -355,16 +364,12 @@ impl OpenImage for OpenStoredImage {
         let expected = expected.filter(|_| place.is_some());
         let (_, _, read) = expected.unwrap_or_else(|| self.start(file, range.clone()));
         self.files.read_ahead(file, &range, &self.runtime);
-        self.bytes = self.runtime.block_on(read).context("a read ended early")??;
-        self.used = 0;
+        self.left = self.runtime.block_on(read).context("a read ended early")??;
         Ok(())
     }
 
     fn next(&mut self, into: &mut [u8]) -> anyhow::Result<()> {
-        let bytes = self.bytes.get(self.used..self.used + into.len());
-        into.copy_from_slice(bytes.context("more bytes than are left of the range")?);
-        self.used += into.len();
-        Ok(())
+        self.left.next(into, &mut self.loader)
     }
 }
 
@@ -404,7 +409,7 @@ mod tests {
         let files = Arc::new(runtime.block_on(StoredFiles::open(&pinned, KEPT)).unwrap());
         let length = BLOCKS * BLOCK as u64;
         let pages = (1..=2).find(|file| files.length(*file).is_ok_and(|found| found == length)).unwrap();
-        let mut open = OpenStoredImage::new(files, runtime.handle().clone());
+        let mut open = OpenStoredImage::new(files, runtime.handle().clone()).unwrap();
         let mut block = |number: u64| {
             let start = number * BLOCK as u64;
             read(&mut open, pages, start..start + BLOCK as u64).unwrap();

@@ -1,96 +1,137 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Blocks of chunks that are being read, or were read last. Who needs one of them takes it from there: page faults need
-//! blocks that the background load has requested, and neighbours in a file share a block of a chunk.
+//! Blocks of chunks that are being read, or were read last, in their stored form. Who needs one of them takes it from
+//! there: page faults need blocks that the background load has requested, and neighbours in a file share a block of a
+//! chunk.
 
-use std::collections::VecDeque;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, Shared};
 use rewake_criu_images::Digest;
-use rewake_image_io::BLOCK;
 
-/// The bytes of a read; the error is one for all who wait.
-type ReadResult = Result<Arc<[u8]>, Arc<anyhow::Error>>;
+use crate::error::ImageStoreError;
+use crate::format::ChunkLocation;
+
+/// The stored bytes of a read; the error is one for all who wait.
+type ReadResult = Result<Arc<[u8]>, Arc<ImageStoreError>>;
 
 /// Blocks of a chunk that are being read, or were read.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedRead {
-    chunk: Digest,
-    blocks: Range<usize>,
+    pub(crate) blocks: Range<usize>,
+    /// Their stored bytes.
+    length: usize,
     result: Shared<BoxFuture<'static, ReadResult>>,
 }
 
-/// The last reads, the latest at the end.
+/// The last reads.
 #[derive(Debug)]
 pub(crate) struct SharedReads {
-    recent: Mutex<VecDeque<SharedRead>>,
-    /// Blocks that they have together.
+    recent: Mutex<RecentReads>,
+    /// Stored bytes that they have together.
     limit: usize,
 }
 
+#[derive(Debug, Default)]
+struct RecentReads {
+    of_chunks: HashMap<Digest, Vec<SharedRead>>,
+    /// The chunk of each read, the latest at the end.
+    order: VecDeque<Digest>,
+    /// Their stored bytes.
+    kept: usize,
+}
+
 impl SharedRead {
-    /// Waits for these bytes of the read: fewer at the end of the chunk.
+    /// Waits for the stored bytes of the read.
     ///
     /// # Errors
     /// The read has failed.
-    pub(crate) async fn wait(self, wanted: Range<usize>) -> anyhow::Result<Vec<u8>> {
-        let bytes = self.result.await.map_err(|error| anyhow::anyhow!("{error:#}"))?;
-        let wanted = wanted.start..wanted.end.min(bytes.len());
-        Ok(bytes.get(wanted).unwrap_or_default().to_vec())
-    }
-
-    /// Returns these blocks of the read, and the bytes of it that they are.
-    fn part(&self, blocks: &Range<usize>, end: usize) -> (Self, Range<usize>) {
-        let start = (blocks.start - self.blocks.start) * BLOCK;
-        (self.clone(), start..start + (end - blocks.start) * BLOCK)
+    pub(crate) async fn wait(self) -> anyhow::Result<Arc<[u8]>> {
+        self.result.await.map_err(|error| anyhow::anyhow!("{error:#}"))
     }
 }
 
 impl SharedReads {
-    /// Keeps so many bytes, and one read at least.
+    /// Keeps so many stored bytes, and one read at least.
     pub(crate) fn new(limit: usize) -> Self {
-        Self { recent: Mutex::default(), limit: limit / BLOCK }
+        Self { recent: Mutex::default(), limit }
     }
 
-    /// Returns the reads that have these blocks of a chunk, in their order, and where they are in each.
-    /// `read` begins one where there is none.
+    /// Returns the reads that have these blocks of a chunk, in their order, and which ones each has. `read` begins one
+    /// where there is none.
     pub(crate) fn begin<F>(
         &self,
         chunk: Digest,
+        at: &ChunkLocation,
         blocks: Range<usize>,
         read: impl Fn(Range<usize>) -> F,
     ) -> Vec<(SharedRead, Range<usize>)>
     where
-        F: Future<Output = anyhow::Result<Vec<u8>>> + Send + 'static,
+        F: Future<Output = Result<Bytes, ImageStoreError>> + Send + 'static,
     {
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        // The store may have the bytes by now.
-        recent.retain(|read| !read.result.peek().is_some_and(Result::is_err));
-        let found = |block: usize, recent: &VecDeque<SharedRead>| {
-            recent.iter().rev().find(|read| read.chunk == chunk && read.blocks.contains(&block)).cloned()
-        };
-        let (mut left, mut parts) = (blocks, Vec::new());
-        while !left.is_empty() {
-            let part = if let Some(found) = found(left.start, &recent) {
-                found.part(&left, found.blocks.end.min(left.end))
-            } else {
-                let end = left.clone().find(|block| found(*block, &recent).is_some()).unwrap_or(left.end);
-                let bytes = read(left.start..end);
-                let result = async move { bytes.await.map(Arc::from).map_err(Arc::new) };
-                let begun = SharedRead { chunk, blocks: left.start..end, result: result.boxed().shared() };
-                recent.push_back(begun.clone());
-                begun.part(&left, end)
-            };
-            left.start += part.1.len() / BLOCK;
-            parts.push(part);
+        recent.forget_failed(chunk);
+        let (mut start, mut parts) = (blocks.start, Vec::new());
+        while start < blocks.end {
+            let found = recent.find(chunk, start).unwrap_or_else(|| {
+                let end = (start..blocks.end).find(|block| recent.find(chunk, *block).is_some());
+                let blocks = start..end.unwrap_or(blocks.end);
+                let bytes = read(blocks.clone());
+                let result = async move { bytes.await.map(|bytes| Arc::from(&*bytes)).map_err(Arc::new) };
+                let length = blocks.clone().map(|block| at.stored(block) as usize).sum();
+                let read = SharedRead { blocks, length, result: result.boxed().shared() };
+                recent.add(chunk, read.clone());
+                read
+            });
+            let end = found.blocks.end.min(blocks.end);
+            parts.push((found, start..end));
+            start = end;
         }
-        let mut kept: usize = recent.iter().map(|read| read.blocks.len()).sum();
-        while kept > self.limit && recent.len() > 1 {
-            kept -= recent.pop_front().map_or(0, |read| read.blocks.len());
-        }
+        recent.keep(self.limit);
         parts
+    }
+}
+
+impl RecentReads {
+    /// The latest read of a block.
+    fn find(&self, chunk: Digest, block: usize) -> Option<SharedRead> {
+        self.of_chunks.get(&chunk)?.iter().rev().find(|read| read.blocks.contains(&block)).cloned()
+    }
+
+    fn add(&mut self, chunk: Digest, read: SharedRead) {
+        self.kept += read.length;
+        self.of_chunks.entry(chunk).or_default().push(read);
+        self.order.push_back(chunk);
+    }
+
+    /// Forgets reads of a chunk that have failed: the store may have the bytes by now.
+    fn forget_failed(&mut self, chunk: Digest) {
+        let Some(reads) = self.of_chunks.get_mut(&chunk) else { return };
+        for failed in reads.extract_if(.., |read| read.result.peek().is_some_and(Result::is_err)) {
+            self.kept -= failed.length;
+        }
+    }
+
+    /// Forgets the first reads, until the others have no more stored bytes than the limit.
+    fn keep(&mut self, limit: usize) {
+        while self.kept > limit && self.order.len() > 1 {
+            let Some(Entry::Occupied(mut reads)) =
+                self.order.pop_front().map(|chunk| self.of_chunks.entry(chunk))
+            else {
+                continue;
+            };
+            // It may have failed, and be forgotten.
+            if !reads.get().is_empty() {
+                self.kept -= reads.get_mut().remove(0).length;
+            }
+            if reads.get().is_empty() {
+                reads.remove();
+            }
+        }
     }
 }
 
@@ -98,70 +139,85 @@ impl SharedReads {
 mod tests {
     use std::cell::RefCell;
 
-    use futures::future::try_join_all;
-
     use super::*;
 
     const CHUNK: Digest = Digest([7; 32]);
-    /// The last block of a chunk is short.
+    /// Stored bytes of each block of a chunk, but of the last one.
+    const STORED: usize = 1000;
     const SHORT: usize = 5;
 
     struct Scene {
         runtime: tokio::runtime::Runtime,
         reads: SharedReads,
+        at: ChunkLocation,
         begun: RefCell<Vec<Range<usize>>>,
     }
 
     impl Scene {
         fn new() -> Self {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-            Self { runtime, reads: SharedReads::new(8 * BLOCK), begun: RefCell::default() }
+            let blocks = [vec![STORED - 1; 31], vec![SHORT - 1]].concat();
+            let blocks = blocks.into_iter().map(|length| u16::try_from(length).unwrap()).collect();
+            let at = ChunkLocation { pack: "p".into(), offset: 0, length: 2 << 20, blocks };
+            Self { runtime, reads: SharedReads::new(8 * STORED), at, begun: RefCell::default() }
         }
 
-        /// Reads blocks of a chunk of 32, each of which has its number in every byte. Returns the numbers,
-        /// and the length.
-        fn read(&self, chunk: Digest, blocks: Range<usize>, fails: bool) -> anyhow::Result<(Vec<u8>, usize)> {
+        /// Reads blocks of a chunk of 32, each of which has its number in every stored byte. Returns the numbers.
+        fn read(&self, chunk: Digest, blocks: Range<usize>, fails: bool) -> anyhow::Result<Vec<u8>> {
             let read = |blocks: Range<usize>| {
                 self.begun.borrow_mut().push(blocks.clone());
+                let length = |block| if block == 31 { SHORT } else { STORED };
+                let bytes = blocks.flat_map(|block| vec![block.to_le_bytes()[0]; length(block)]);
+                let bytes: Vec<u8> = bytes.collect();
                 async move {
-                    anyhow::ensure!(!fails, "it fails");
-                    let length = |block| if block == 31 { SHORT } else { BLOCK };
-                    Ok(blocks.flat_map(|block| vec![block.to_le_bytes()[0]; length(block)]).collect())
+                    let what = || ImageStoreError::Damaged { object: "p".into(), what: "it fails".into() };
+                    if fails { Err(what()) } else { Ok(bytes.into()) }
                 }
             };
-            let parts = self.reads.begin(chunk, blocks, read).into_iter();
-            let bytes =
-                self.runtime.block_on(try_join_all(parts.map(|(read, wanted)| read.wait(wanted))))?.concat();
-            Ok((bytes.iter().copied().step_by(BLOCK).collect(), bytes.len()))
+            let mut numbers = Vec::new();
+            for (read, wanted) in self.reads.begin(chunk, &self.at, blocks, read) {
+                let first = read.blocks.start;
+                let stored = self.runtime.block_on(read.wait())?;
+                numbers.extend(wanted.map(|block| stored[(block - first) * STORED]));
+            }
+            Ok(numbers)
         }
     }
 
     #[test]
     fn only_blocks_that_were_not_read_lately_are_read() {
         let scene = Scene::new();
-        let read = |blocks: Range<usize>| scene.read(CHUNK, blocks, false).unwrap().0;
+        let read = |blocks: Range<usize>| scene.read(CHUNK, blocks, false).unwrap();
         assert_eq!(read(2..4), [2, 3]);
         assert_eq!(read(0..6), [0, 1, 2, 3, 4, 5]);
         assert_eq!(read(3..5), [3, 4]);
-        assert_eq!(scene.read(Digest([8; 32]), 3..4, false).unwrap().0, [3]);
+        assert_eq!(scene.read(Digest([8; 32]), 3..4, false).unwrap(), [3]);
         assert_eq!(scene.begun.take(), [2..4, 0..2, 4..6, 3..4]);
         read(20..27);
         assert_eq!((read(2..3), scene.begun.take()), (vec![2], vec![20..27, 2..3]), "it was too long ago");
     }
 
     #[test]
-    fn the_last_block_of_a_chunk_may_be_short() {
+    fn what_is_kept_is_counted_in_stored_bytes() {
         let scene = Scene::new();
-        for blocks in [30..32, 29..32, 31..32] {
-            let (numbers, length) = scene.read(CHUNK, blocks.clone(), false).unwrap();
-            assert_eq!((numbers.len(), length), (blocks.len(), (blocks.len() - 1) * BLOCK + SHORT));
+        let read = |blocks: Range<usize>| scene.read(CHUNK, blocks, false).unwrap();
+        for blocks in [31..32, 0..7, 31..32] {
+            read(blocks);
         }
+        assert_eq!(scene.begun.take(), [31..32, 0..7]);
+        for block in 8..32 {
+            read(block..block + 1);
+        }
+        let recent = scene.reads.recent.lock().unwrap();
+        assert_eq!((recent.kept, recent.order.len()), (7 * STORED + SHORT, 8));
+        assert_eq!(recent.of_chunks[&CHUNK].len(), 8);
     }
 
     #[test]
     fn a_read_that_failed_is_read_again() {
         let scene = Scene::new();
-        assert_eq!(scene.read(CHUNK, 0..1, true).unwrap_err().to_string(), "it fails");
-        assert_eq!(scene.read(CHUNK, 0..1, false).unwrap().0, [0]);
+        assert!(scene.read(CHUNK, 0..1, true).unwrap_err().to_string().contains("it fails"));
+        assert_eq!(scene.read(CHUNK, 0..1, false).unwrap(), [0]);
+        assert_eq!(scene.reads.recent.lock().unwrap().kept, STORED);
     }
 }

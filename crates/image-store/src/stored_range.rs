@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A range of a file as the store has it: blocks of chunks, which are decompressed when a client takes them. So memory
+//! holds what the store has sent, and a byte is written once.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Context as _, anyhow};
+use rewake_criu_images::Digest;
+use rewake_image_io::BLOCK;
+use rewake_manifest::SealedChunk;
+use tokio::runtime::Handle;
+use zstd::bulk::Decompressor;
+
+use crate::blocks::load_block;
+use crate::reader::ChunkReader;
+
+/// A part of a range.
+#[derive(Debug)]
+pub(crate) enum RangePart {
+    Zeros(usize),
+    /// Bytes as they are, from here on.
+    Plain(Vec<u8>, usize),
+    Chunk(ChunkPart),
+}
+
+/// A part of a chunk.
+#[derive(Debug)]
+pub(crate) struct ChunkPart {
+    pub(crate) chunk: SealedChunk,
+    /// Blocks in their stored form, and the first one's number.
+    pub(crate) stored: Arc<[u8]>,
+    pub(crate) first: usize,
+    /// Bytes of the chunk. These blocks have them.
+    pub(crate) bytes: Range<usize>,
+}
+
+/// The parts of a range that are not taken yet, in the order of the file.
+#[derive(Debug, Default)]
+pub(crate) struct StoredRange(VecDeque<RangePart>);
+
+impl StoredRange {
+    /// Appends a part.
+    pub(crate) fn push(&mut self, part: RangePart) {
+        self.0.push_back(part);
+    }
+
+    /// Takes the next bytes.
+    ///
+    /// # Errors
+    /// They are more than is left of the range, or a block is damaged in the store.
+    pub(crate) fn next(&mut self, mut into: &mut [u8], loader: &mut BlockLoader) -> anyhow::Result<()> {
+        while !into.is_empty() {
+            let part = self.0.front_mut().context("more bytes than are left of the range")?;
+            let taken = match part {
+                RangePart::Zeros(left) => {
+                    let count = into.len().min(*left);
+                    into[..count].fill(0);
+                    *left -= count;
+                    count
+                }
+                RangePart::Plain(bytes, used) => {
+                    let rest = &bytes[*used..];
+                    let count = into.len().min(rest.len());
+                    into[..count].copy_from_slice(&rest[..count]);
+                    *used += count;
+                    count
+                }
+                RangePart::Chunk(part) => loader.take(part, into)?,
+            };
+            if taken == 0 {
+                self.0.pop_front();
+            }
+            into = &mut into[taken..];
+        }
+        Ok(())
+    }
+}
+
+/// Decompresses the blocks of an image for one client.
+pub(crate) struct BlockLoader {
+    reader: Arc<ChunkReader>,
+    runtime: Handle,
+    decompressor: Decompressor<'static>,
+    /// The last block of which a part was taken: the next part may follow. Blocks of chunks and those of a file
+    /// mostly begin at different places.
+    block: Box<[u8]>,
+    held: Option<(Digest, usize)>,
+}
+
+impl BlockLoader {
+    /// `runtime` reads damaged blocks again. It must have threads of its own.
+    ///
+    /// # Errors
+    /// No memory for it.
+    pub(crate) fn new(reader: Arc<ChunkReader>, runtime: Handle) -> anyhow::Result<Self> {
+        let decompressor = Decompressor::new().context("zstd")?;
+        Ok(Self { reader, runtime, decompressor, block: vec![0; BLOCK].into(), held: None })
+    }
+
+    /// Takes the next bytes of a part, of one block at most. Returns their number.
+    fn take(&mut self, part: &mut ChunkPart, into: &mut [u8]) -> anyhow::Result<usize> {
+        if part.bytes.is_empty() {
+            return Ok(0);
+        }
+        let (block, from) = (part.bytes.start / BLOCK, part.bytes.start % BLOCK);
+        let length = BLOCK.min(part.chunk.length as usize - block * BLOCK);
+        let count = into.len().min(part.bytes.len()).min(length - from);
+        if count == length {
+            self.load(part, block, Some(into))?;
+        } else {
+            let place = (part.chunk.digest, block);
+            if self.held != Some(place) {
+                self.held = None;
+                self.load(part, block, None)?;
+                self.held = Some(place);
+            }
+            into[..count].copy_from_slice(&self.block[from..from + count]);
+        }
+        part.bytes.start += count;
+        Ok(count)
+    }
+
+    /// Decompresses a block of a part: into the place of the held one, if there is no other.
+    fn load(&mut self, part: &ChunkPart, block: usize, into: Option<&mut [u8]>) -> anyhow::Result<()> {
+        let Self { reader, runtime, decompressor, block: held, .. } = self;
+        let length = BLOCK.min(part.chunk.length as usize - block * BLOCK);
+        let into = &mut into.unwrap_or(held)[..length];
+        let at = reader.locate(part.chunk.digest)?;
+        let start: usize = (part.first..block).map(|block| at.stored(block) as usize).sum();
+        let frame = part.stored.get(start..start + at.stored(block) as usize).context("a short read")?;
+        if load_block(frame, decompressor, into).is_err() {
+            let again = runtime.block_on(reader.block_again(part.chunk, block))?;
+            into.copy_from_slice(again.get(..length).ok_or_else(|| anyhow!("a short block"))?);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pinned::PinnedImage;
+    use crate::push;
+    use crate::reader::ChunkReader;
+    use crate::testing::{TestImage, TestObjects};
+
+    const CHUNK: usize = 2 << 20;
+
+    struct Scene {
+        runtime: tokio::runtime::Runtime,
+        objects: Arc<TestObjects>,
+        reader: Arc<ChunkReader>,
+        chunk: SealedChunk,
+        memory: Vec<u8>,
+    }
+
+    impl Scene {
+        /// A chunk of text, whose last block is short, after another one in its pack.
+        fn new() -> Self {
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+            let (objects, store) = TestObjects::new();
+            let memory: Vec<u8> =
+                (0..CHUNK / 5).flat_map(|line| format!("{line}: a page of text").into_bytes()).collect();
+            let memory = [&vec![1; CHUNK], &memory[..CHUNK - BLOCK + 5]].concat();
+            let image = TestImage::new(&memory);
+            runtime.block_on(push(&store, &image.path(), "web")).unwrap();
+            let memory = memory[CHUNK..].to_vec();
+            let pinned = runtime.block_on(PinnedImage::open(&store, "web")).unwrap();
+            let digest = Digest(*blake3::hash(&memory).as_bytes());
+            let chunk = SealedChunk { digest, length: u32::try_from(memory.len()).unwrap() };
+            Self { runtime, objects, reader: Arc::clone(&pinned.reader), chunk, memory }
+        }
+
+        /// The bytes of the chunk in a range, from blocks that the store has sent.
+        fn part(&self, bytes: Range<usize>) -> ChunkPart {
+            let blocks = bytes.start / BLOCK..bytes.end.div_ceil(BLOCK);
+            let first = blocks.start;
+            let stored = self.runtime.block_on(self.reader.stored(self.chunk, blocks)).unwrap();
+            ChunkPart { chunk: self.chunk, stored: Arc::from(&*stored), first, bytes }
+        }
+
+        /// Takes all of a range in pieces.
+        fn take(&self, mut range: StoredRange, length: usize, piece: usize) -> anyhow::Result<Vec<u8>> {
+            let runtime = self.runtime.handle().clone();
+            let mut loader = BlockLoader::new(Arc::clone(&self.reader), runtime)?;
+            let mut bytes = vec![0xff; length];
+            bytes.chunks_mut(piece).try_for_each(|piece| range.next(piece, &mut loader))?;
+            assert!(range.next(&mut [0], &mut loader).is_err(), "more than the range has");
+            Ok(bytes)
+        }
+    }
+
+    #[test]
+    fn pieces_of_any_length_are_the_bytes_of_the_range() {
+        let scene = Scene::new();
+        let end = scene.memory.len();
+        let (first, second) = (BLOCK - 7..2 * BLOCK + 1, 3 * BLOCK..end);
+        let expected =
+            [b"plain", &scene.memory[first.clone()], &vec![0; 70_000], &scene.memory[second.clone()]]
+                .concat();
+        for piece in [1000, BLOCK, BLOCK + 1, CHUNK] {
+            let mut range = StoredRange::default();
+            range.push(RangePart::Plain(b"some plain".to_vec(), 5));
+            range.push(RangePart::Chunk(scene.part(first.clone())));
+            range.push(RangePart::Zeros(70_000));
+            range.push(RangePart::Chunk(scene.part(second.clone())));
+            assert!(scene.take(range, expected.len(), piece).unwrap() == expected, "{piece}");
+        }
+    }
+
+    #[test]
+    fn a_damaged_block_is_read_again() {
+        let scene = Scene::new();
+        let part = || {
+            let mut range = StoredRange::default();
+            // Of the other chunk of the pack.
+            scene.objects.other_reads(1);
+            range.push(RangePart::Chunk(scene.part(BLOCK..2 * BLOCK)));
+            range
+        };
+        assert!(scene.take(part(), BLOCK, BLOCK).unwrap() == scene.memory[BLOCK..2 * BLOCK]);
+        let again = part();
+        scene.objects.other_reads(2);
+        let error = scene.take(again, BLOCK, BLOCK).unwrap_err().to_string();
+        assert!(error.contains("packs/") && error.contains("a block "), "{error}");
+    }
+}
