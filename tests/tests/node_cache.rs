@@ -210,7 +210,8 @@ fn a_working_set_that_is_pushed_later_is_loaded_first() {
     let record = slow.answers();
     let at = record["working_set_us"].as_u64().unwrap();
     let times = record["sampled_us"].as_array().unwrap();
-    let sample = times.iter().position(|time| time.as_u64().unwrap() >= at).unwrap();
+    // The last one before: afterwards what was read ahead is resident at once.
+    let sample = times.iter().rposition(|time| time.as_u64().unwrap() < at).unwrap();
     let [memory, all] = [&record["memory"][0]["samples"][sample], &record["memory"][0]["bytes"]];
     let [resident, all] = [memory, all].map(|bytes| bytes.as_u64().unwrap());
     assert!(resident < all / 4 * 3, "{resident} of {all} bytes: the working set is a quarter\n{record}");

@@ -36,11 +36,15 @@ pub(crate) fn store(chunk: &[u8]) -> io::Result<StoredBlocks> {
     Ok(StoredBlocks { bytes, lengths: lengths.into() })
 }
 
+/// Returns the stored bytes of some blocks of a chunk.
+pub(crate) fn stored(chunk: &ChunkLocation, blocks: Range<usize>) -> usize {
+    blocks.map(|block| chunk.stored(block) as usize).sum()
+}
+
 /// Returns where some blocks of a chunk are in its pack.
 pub(crate) fn range(chunk: &ChunkLocation, blocks: Range<usize>) -> Range<u64> {
-    let length = |blocks: Range<usize>| blocks.map(|block| u64::from(chunk.stored(block))).sum::<u64>();
-    let start = u64::from(chunk.offset) + length(0..blocks.start);
-    start..start + length(blocks)
+    let start = u64::from(chunk.offset) + stored(chunk, 0..blocks.start) as u64;
+    start..start + stored(chunk, blocks) as u64
 }
 
 /// Returns the bytes of some blocks of a chunk, from their stored form.

@@ -22,6 +22,7 @@ mod generated;
 mod manifest_bytes;
 mod names;
 mod pack;
+mod pack_run;
 mod pinned;
 mod profile;
 mod push;

@@ -66,10 +66,15 @@ impl ChunkReader {
     /// Reads blocks of a chunk in their stored form. Nothing is compared.
     pub(crate) async fn stored(&self, chunk: SealedChunk, blocks: Range<usize>) -> Result<Bytes> {
         let at = self.locate_whole(chunk.digest, chunk.length)?;
+        self.stored_run(&at.pack, blocks::range(at, blocks)).await
+    }
+
+    /// Reads a run of stored blocks. Nothing is compared.
+    pub(crate) async fn stored_run(&self, pack: &str, range: Range<u64>) -> Result<Bytes> {
         let mut attempt = 0;
         loop {
             attempt += 1;
-            match self.stored_at(at, blocks.clone()).await {
+            match self.range(pack, range.clone()).await {
                 Err(ImageStoreError::Damaged { .. }) if attempt < ATTEMPTS => {}
                 found => return found,
             }
@@ -92,12 +97,12 @@ impl ChunkReader {
 
     /// Reads blocks of a chunk. Nothing proves them but their own checksums, which a manifest has.
     pub(crate) async fn blocks(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Vec<u8>> {
-        let stored = self.stored_at(at, blocks.clone()).await?;
+        let stored = self.range(&at.pack, blocks::range(at, blocks.clone())).await?;
         blocks::load(&stored, at, blocks).map_err(|what| self.damaged(at, &what))
     }
 
-    async fn stored_at(&self, at: &ChunkLocation, blocks: Range<usize>) -> Result<Bytes> {
-        let stored = self.store.get_range(PACKS, &at.pack, blocks::range(at, blocks)).await?;
+    async fn range(&self, pack: &str, range: Range<u64>) -> Result<Bytes> {
+        let stored = self.store.get_range(PACKS, pack, range).await?;
         self.read.fetch_add(stored.len() as u64, Ordering::Relaxed);
         Ok(stored)
     }
@@ -140,20 +145,4 @@ impl ChunkReader {
         let what = format!("in the {length} bytes from offset {from}: {what}");
         ImageStoreError::Damaged { object: self.store.object(PACKS, &at.pack), what }
     }
-}
-
-/// Returns blocks of a chunk in pieces of at most so many stored bytes, or of one block, each with its stored bytes.
-pub(crate) fn pieces(at: &ChunkLocation, blocks: Range<usize>, most: u64) -> Vec<(Range<usize>, u64)> {
-    let mut pieces: Vec<(Range<usize>, u64)> = Vec::new();
-    for block in blocks.start..blocks.end.min(at.blocks.len()) {
-        let stored = u64::from(at.stored(block));
-        match pieces.last_mut() {
-            Some((blocks, bytes)) if *bytes + stored <= most => {
-                blocks.end += 1;
-                *bytes += stored;
-            }
-            _ => pieces.push((block..block + 1, stored)),
-        }
-    }
-    pieces
 }

@@ -13,11 +13,12 @@ use futures::FutureExt as _;
 use futures::future::{BoxFuture, Shared};
 use rewake_criu_images::Digest;
 
+use crate::blocks;
 use crate::error::ImageStoreError;
 use crate::format::ChunkLocation;
 
 /// The stored bytes of a read; the error is one for all who wait.
-type ReadResult = Result<Arc<[u8]>, Arc<ImageStoreError>>;
+pub(crate) type ReadResult = Result<Bytes, Arc<ImageStoreError>>;
 
 /// Blocks of a chunk that are being read, or were read.
 #[derive(Debug, Clone)]
@@ -50,7 +51,7 @@ impl SharedRead {
     ///
     /// # Errors
     /// The read has failed.
-    pub(crate) async fn wait(self) -> anyhow::Result<Arc<[u8]>> {
+    pub(crate) async fn wait(self) -> anyhow::Result<Bytes> {
         self.result.await.map_err(|error| anyhow::anyhow!("{error:#}"))
     }
 }
@@ -81,11 +82,8 @@ impl SharedReads {
                 let end = (start..blocks.end).find(|block| recent.find(chunk, *block).is_some());
                 let blocks = start..end.unwrap_or(blocks.end);
                 let bytes = read(blocks.clone());
-                let result = async move { bytes.await.map(|bytes| Arc::from(&*bytes)).map_err(Arc::new) };
-                let length = blocks.clone().map(|block| at.stored(block) as usize).sum();
-                let read = SharedRead { blocks, length, result: result.boxed().shared() };
-                recent.add(chunk, read.clone());
-                read
+                let result = async move { bytes.await.map_err(Arc::new) };
+                recent.add(chunk, at, blocks, result)
             });
             let end = found.blocks.end.min(blocks.end);
             parts.push((found, start..end));
@@ -93,6 +91,20 @@ impl SharedReads {
         }
         recent.keep(self.limit);
         parts
+    }
+
+    /// Adds a read of blocks that no other has.
+    pub(crate) fn add(
+        &self,
+        chunk: Digest,
+        at: &ChunkLocation,
+        blocks: Range<usize>,
+        result: impl Future<Output = ReadResult> + Send + 'static,
+    ) -> SharedRead {
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = recent.add(chunk, at, blocks, result);
+        recent.keep(self.limit);
+        read
     }
 }
 
@@ -102,10 +114,19 @@ impl RecentReads {
         self.of_chunks.get(&chunk)?.iter().rev().find(|read| read.blocks.contains(&block)).cloned()
     }
 
-    fn add(&mut self, chunk: Digest, read: SharedRead) {
-        self.kept += read.length;
-        self.of_chunks.entry(chunk).or_default().push(read);
+    fn add(
+        &mut self,
+        chunk: Digest,
+        at: &ChunkLocation,
+        blocks: Range<usize>,
+        result: impl Future<Output = ReadResult> + Send + 'static,
+    ) -> SharedRead {
+        let length = blocks::stored(at, blocks.clone());
+        let read = SharedRead { blocks, length, result: result.boxed().shared() };
+        self.kept += length;
+        self.of_chunks.entry(chunk).or_default().push(read.clone());
         self.order.push_back(chunk);
+        read
     }
 
     /// Forgets reads of a chunk that have failed: the store may have the bytes by now.

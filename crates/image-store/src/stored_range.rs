@@ -7,13 +7,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context as _, anyhow};
+use bytes::Bytes;
 use rewake_criu_images::Digest;
 use rewake_image_io::BLOCK;
 use rewake_manifest::SealedChunk;
 use tokio::runtime::Handle;
 use zstd::bulk::Decompressor;
 
-use crate::blocks::load_block;
+use crate::blocks::{self, load_block};
 use crate::reader::ChunkReader;
 
 /// A part of a range.
@@ -30,7 +31,7 @@ pub(crate) enum RangePart {
 pub(crate) struct ChunkPart {
     pub(crate) chunk: SealedChunk,
     /// Blocks in their stored form, and the first one's number.
-    pub(crate) stored: Arc<[u8]>,
+    pub(crate) stored: Bytes,
     pub(crate) first: usize,
     /// Bytes of the chunk. These blocks have them.
     pub(crate) bytes: Range<usize>,
@@ -128,7 +129,7 @@ impl BlockLoader {
         let length = BLOCK.min(part.chunk.length as usize - block * BLOCK);
         let into = &mut into.unwrap_or(held)[..length];
         let at = reader.locate(part.chunk.digest)?;
-        let start: usize = (part.first..block).map(|block| at.stored(block) as usize).sum();
+        let start = blocks::stored(at, part.first..block);
         let frame = part.stored.get(start..start + at.stored(block) as usize).context("a short read")?;
         if load_block(frame, decompressor, into).is_err() {
             let again = runtime.block_on(reader.block_again(part.chunk, block))?;
@@ -178,7 +179,7 @@ mod tests {
             let blocks = bytes.start / BLOCK..bytes.end.div_ceil(BLOCK);
             let first = blocks.start;
             let stored = self.runtime.block_on(self.reader.stored(self.chunk, blocks)).unwrap();
-            ChunkPart { chunk: self.chunk, stored: Arc::from(&*stored), first, bytes }
+            ChunkPart { chunk: self.chunk, stored, first, bytes }
         }
 
         /// Takes all of a range in pieces.
