@@ -40,6 +40,7 @@ pub mod node_cache;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;
+pub mod proxy;
 pub mod registry;
 pub use rewake_testkit::relay;
 pub mod scene;

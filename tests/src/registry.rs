@@ -60,8 +60,7 @@ impl RegistryServer {
         );
         fs::write(path("users"), USERS)?;
         fs::write(path("config"), config)?;
-        let login = format!(r#"{{"auths":{{"127.0.0.1:{port}":{{"auth":"{AUTH}"}}}}}}"#);
-        fs::write(path("auth.json"), login)?;
+        fs::write(path("auth.json"), login(port))?;
         let log = File::create(path("log"))?;
         let mut command = Command::new(program);
         command.arg("serve").arg(path("config")).stdin(Stdio::null());
@@ -77,6 +76,22 @@ impl RegistryServer {
     #[must_use]
     pub fn url(&self, repository: &str) -> String {
         format!("oci://127.0.0.1:{}/{repository}", self.port)
+    }
+
+    /// Returns the port on which it listens.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Writes a file with the password, for clients that reach it at another port.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn auth_file_at(&self, port: u16) -> anyhow::Result<PathBuf> {
+        let path = self.folder.path().join(format!("auth-{port}.json"));
+        fs::write(&path, login(port))?;
+        Ok(path)
     }
 
     /// Returns the file with the password, for clients.
@@ -139,6 +154,11 @@ impl RegistryServer {
     fn log(&self) -> String {
         fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
+}
+
+/// The text of a file with the password for a port.
+fn login(port: u16) -> String {
+    format!(r#"{{"auths":{{"127.0.0.1:{port}":{{"auth":"{AUTH}"}}}}}}"#)
 }
 
 impl Drop for RegistryServer {

@@ -11,7 +11,9 @@ use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{DaemonOptions, restore, timeline};
 use rewake_tests::export::{assert_same, messages, seal, streamer_ended, verify, with_messages_in_file};
 use rewake_tests::node_cache::StoredScene;
+use rewake_tests::proxy::CachingProxy;
 use rewake_tests::registry::{PASSWORD, RegistryServer};
+use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Random, Scene, Verdict, need};
 use serde_json::Value;
@@ -145,6 +147,48 @@ fn a_program_runs_while_its_memory_arrives_from_a_registry() {
     scene.go().unwrap();
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", stored.daemon.logs());
     streamer_ended(scene).unwrap();
+}
+
+/// The proxy is what hosts have in common: each of them reads other ranges, at other times.
+#[test]
+fn hosts_behind_a_caching_proxy_read_a_registry_once() {
+    let program = need!(RegistryServer::program());
+    let nginx = need!(CachingProxy::program());
+    let criu = need!(Criu::main());
+    let server = RegistryServer::start(&program).unwrap();
+    let link = SlowLink::to(server.port(), 1 << 30).unwrap();
+    let proxy = CachingProxy::start(&nginx, link.port()).unwrap();
+    let auth_file = server.auth_file_at(proxy.port()).unwrap();
+    let auth = ("REGISTRY_AUTH_FILE".to_owned(), text(&auth_file).to_owned());
+    let options = DaemonOptions { environment: vec![auth.clone()], ..DaemonOptions::default() };
+    let push = |mut command: Command| {
+        command.envs([auth.clone()]);
+        command
+    };
+    let folder = tempfile::Builder::new().prefix("rewake-cache-").tempdir().unwrap();
+    let place = (folder, format!("oci://127.0.0.1:{}/web:v1", proxy.port()));
+    let stored = StoredScene::with(&criu, "random", 32, place, push, options).unwrap();
+
+    let before = link.passed();
+    let mut command = stored.restore(&["--wait", "alive"]).unwrap();
+    with_messages_in_file(&mut command, &stored.scene).unwrap();
+    assert!(command.status().unwrap().success(), "{}", messages(&stored.scene));
+    stored.scene.go().unwrap();
+    stored.is_complete().unwrap();
+    let first = link.passed() - before;
+    // The proxy has some slices since the push, which looked for blobs.
+    let expected = stored.bytes / 2..stored.bytes * 11 / 10;
+    assert!(expected.contains(&first), "{first} bytes for an image of {}", stored.bytes);
+
+    let mut pull = Command::new(rewake().unwrap());
+    pull.args(["pull", &stored.url]).arg(stored.folder().join("other")).envs([auth]);
+    let output = pull.output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let both = link.passed() - before;
+    assert!(both - first < first / 50, "{first} bytes for one host, {both} for two");
+    verify(&stored.folder().join("other")).unwrap();
+    stored.scene.stop().unwrap();
+    assert_eq!(stored.scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", stored.daemon.logs());
 }
 
 #[test]

@@ -43,8 +43,9 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     });
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
     report.step("set-up of runc, numpy, redis and skopeo", || setup::install(&PACKAGES));
-    report.step("set-up of docker-registry", || {
+    report.step("set-up of docker-registry and nginx", || {
         environment.push(("REWAKE_DOCKER_REGISTRY", setup::docker_registry()?.display().to_string()));
+        environment.push(("REWAKE_NGINX", setup::nginx()?.display().to_string()));
         Ok(())
     });
     report.step("set-up of SeaweedFS", || {

@@ -4,8 +4,8 @@
 mod criu;
 mod fetch;
 mod packages;
-mod registry;
 mod seaweedfs;
+mod unpacked;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -57,7 +57,13 @@ pub(crate) fn seaweedfs() -> anyhow::Result<Option<PathBuf>> {
 /// Debian's registry of OCI images.
 pub(crate) fn docker_registry() -> anyhow::Result<PathBuf> {
     let _lock = lock()?;
-    registry::program()
+    unpacked::program("docker-registry", "usr/bin/docker-registry")
+}
+
+/// A web server that is a caching proxy.
+pub(crate) fn nginx() -> anyhow::Result<PathBuf> {
+    let _lock = lock()?;
+    unpacked::program("nginx", "usr/sbin/nginx")
 }
 
 /// Debian's archive, as this machine's apt knows it; the most likely entry first.
