@@ -12,7 +12,8 @@ use rewake_image_protocol::compressed::{self, COMPRESSED_BLOCK, STORED_LENGTH};
 use rewake_image_protocol::message::{MessageError, printable, receive, send};
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
-use rewake_image_protocol::{Data, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VERSION, hello};
+use rewake_image_protocol::stored_parts::{self, PartReader};
+use rewake_image_protocol::{Data, DataForm, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VERSION, hello};
 
 use crate::plan::SparseFile;
 use crate::queue::FlightPages;
@@ -26,7 +27,7 @@ const LENGTH: usize = 4;
 const BUFFER: usize = 256 << 10;
 const _: () = assert!(BUFFER >= LENGTH + MAX_MESSAGE && BUFFER >= STORED_LENGTH + BLOCK);
 // Blocks are checked, so whole ones are written: a compressed one is such a block.
-const _: () = assert!(COMPRESSED_BLOCK == BLOCK);
+const _: () = assert!(COMPRESSED_BLOCK == BLOCK && stored_parts::BLOCK == BLOCK);
 
 /// The reply that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +41,8 @@ enum DueReply {
     Rest(u64),
     /// The same, where the data travels compressed.
     Compressed(u64),
+    /// The same, where it travels as a store has it.
+    Stored(u64),
 }
 
 /// The protocol on a connection.
@@ -52,6 +55,9 @@ pub(crate) struct ImageWire {
     received: ReceivedBytes,
     /// A block that travelled compressed.
     block: Box<[u8]>,
+    parts: PartReader,
+    /// How many received bytes are the parts of that block, if it was restored from such.
+    restored: Option<usize>,
 }
 
 impl ImageWire {
@@ -62,13 +68,14 @@ impl ImageWire {
         id: Digest,
         files: Rc<[SparseFile]>,
     ) -> anyhow::Result<Self> {
-        let open = Open { image: name.to_owned(), ancestor: 0 };
+        let open = Open { image: name.to_owned(), ancestor: 0, takes_stored: true };
         let messages = [Request::Hello(hello()), Request::Open(open)].map(encoded);
         let messages = messages.into_iter().collect::<Result<Vec<_>, _>>()?;
         stream.send(&messages).map_err(explained).context("opening the image")?;
         let due = if stream.is_encrypted() { DueReply::Admission } else { DueReply::Hello };
-        let block = vec![0; COMPRESSED_BLOCK].into();
-        Ok(Self { stream, id, files, due, received: ReceivedBytes::new(BUFFER), block })
+        let (block, received) = (vec![0; COMPRESSED_BLOCK].into(), ReceivedBytes::new(BUFFER));
+        let parts = PartReader::new().context("zstd")?;
+        Ok(Self { stream, id, files, due, received, block, parts, restored: None })
     }
 
     /// Returns the file of a page, the offset there, and the bytes of these pages: fewer at the end of the file.
@@ -116,6 +123,9 @@ impl ImageWire {
         if let DueReply::Compressed(left) = self.due {
             return self.compressed(left);
         }
+        if let DueReply::Stored(left) = self.due {
+            return self.stored(left);
+        }
         let DueReply::Rest(left) = self.due else { return Ok(None) };
         let received = self.received.bytes().len();
         let whole = usize::try_from(left).ok().filter(|left| *left <= received);
@@ -132,11 +142,20 @@ impl ImageWire {
         Ok(Some(((length as u64).div_ceil(PAGE), block)))
     }
 
+    /// The same of a block that travels in parts.
+    fn stored(&mut self, left: u64) -> anyhow::Result<Option<(u64, &[u8])>> {
+        let block = &mut self.block[..next_block(left)];
+        if self.restored.is_none() {
+            self.restored = self.parts.block(self.received.bytes(), block)?;
+        }
+        Ok(self.restored.map(|_| ((block.len() as u64).div_ceil(PAGE), &*block)))
+    }
+
     /// Returns where the stored bytes of the next block are in what was received, and the block's length.
     fn stored_block(&self, left: u64) -> anyhow::Result<Option<(Range<usize>, usize)>> {
         let received = self.received.bytes();
         let Some(count) = received.first_chunk() else { return Ok(None) };
-        let length = usize::try_from(left).unwrap_or(usize::MAX).min(COMPRESSED_BLOCK);
+        let length = next_block(left);
         let end = STORED_LENGTH + compressed::stored_length(*count, length)?;
         Ok((received.len() >= end).then_some((STORED_LENGTH..end, length)))
     }
@@ -148,7 +167,9 @@ impl ImageWire {
     pub(crate) fn is_opened(&mut self) -> anyhow::Result<bool> {
         loop {
             match self.due {
-                DueReply::Data | DueReply::Rest(_) | DueReply::Compressed(_) => return Ok(true),
+                DueReply::Data | DueReply::Rest(_) | DueReply::Compressed(_) | DueReply::Stored(_) => {
+                    return Ok(true);
+                }
                 DueReply::Admission => {
                     if !self.is_admitted()? {
                         return Ok(false);
@@ -179,13 +200,18 @@ impl ImageWire {
                 );
                 DueReply::Data
             }
-            (DueReply::Data, Reply::Data(Data { length, compressed })) => {
+            (DueReply::Data, Reply::Data(data)) => {
+                let Data { length, .. } = data;
                 let (file, offset, wanted) = self.range(expected.context("data that answers no read")?)?;
                 ensure!(
                     u64::from(length) == wanted,
                     "{length} bytes for a read of {wanted} from offset {offset} of file {file}"
                 );
-                if compressed { DueReply::Compressed(wanted) } else { DueReply::Rest(wanted) }
+                match data.form() {
+                    DataForm::Plain => DueReply::Rest(wanted),
+                    DataForm::Lz4 => DueReply::Compressed(wanted),
+                    DataForm::Stored => DueReply::Stored(wanted),
+                }
             }
             (due, _) => bail!("a reply that is not {due:?}: is it a `rewake export`?"),
         })
@@ -236,6 +262,12 @@ impl ImageWire {
                 let left = left - length as u64;
                 self.due = if left == 0 { DueReply::Data } else { DueReply::Compressed(left) };
             }
+            DueReply::Stored(left) => {
+                let Some(used) = self.restored.take() else { return };
+                self.received.used(used);
+                let left = left - next_block(left) as u64;
+                self.due = if left == 0 { DueReply::Data } else { DueReply::Stored(left) };
+            }
             DueReply::Admission | DueReply::Hello | DueReply::Opened | DueReply::Data => {}
         }
     }
@@ -244,6 +276,11 @@ impl ImageWire {
     pub(crate) fn has_more(&self) -> bool {
         !self.received.bytes().is_empty()
     }
+}
+
+/// The length of the next block, where so many bytes are due.
+fn next_block(left: u64) -> usize {
+    usize::try_from(left).unwrap_or(usize::MAX).min(COMPRESSED_BLOCK)
 }
 
 fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {
@@ -260,6 +297,7 @@ mod tests {
 
     use rewake_image_io::Class;
     use rewake_image_protocol::reply_of;
+    use rewake_image_protocol::stored_parts::PartHeader;
 
     use super::*;
     use crate::client::ReaderSet;
@@ -309,7 +347,7 @@ mod tests {
         let mut next =
             || receive::<rewake_image_protocol::Request>(&mut server).unwrap().unwrap().what.unwrap();
         assert_eq!(next(), Request::Hello(hello()));
-        assert_eq!(next(), Request::Open(Open { image: "web/1".into(), ancestor: 0 }));
+        assert_eq!(next(), Request::Open(Open { image: "web/1".into(), ancestor: 0, takes_stored: true }));
         assert_eq!(next(), Request::Read(Read { file: 5, offset: 0, length: 4096 }));
         assert_eq!(next(), Request::Read(Read { file: 7, offset: 65536, length: 2 * 65536 + 100 }));
     }
@@ -321,7 +359,7 @@ mod tests {
         let length = u32::try_from(LENGTH).unwrap();
         say(
             &mut server,
-            &[Reply::Hello(hello()), opened(ID), Reply::Data(Data { length, compressed: false })],
+            &[Reply::Hello(hello()), opened(ID), Reply::Data(Data { length, form: DataForm::Plain.into() })],
         );
         let bytes: Vec<u8> = (0..LENGTH).map(|at| u8::try_from(at % 251).unwrap()).collect();
         let (mut done, mut at, mut left) = (0, 0, flight(16, 49));
@@ -354,7 +392,7 @@ mod tests {
         let mut stored = Vec::new();
         bytes.chunks(BLOCK).for_each(|block| compressed::store(block, &mut stored));
         assert!(stored.len() < BLOCK, "each block has a part of it only");
-        let data = Reply::Data(Data { length: u32::try_from(LENGTH).unwrap(), compressed: true });
+        let data = Reply::Data(Data { length: u32::try_from(LENGTH).unwrap(), form: DataForm::Lz4.into() });
         let (mut wire, mut server) = wire();
         say(&mut server, &[Reply::Hello(hello()), opened(ID), data.clone()]);
         let (mut found, mut left) = (Vec::new(), flight(16, 49));
@@ -379,9 +417,49 @@ mod tests {
     }
 
     #[test]
+    fn blocks_are_restored_of_stored_parts() {
+        const LENGTH: usize = BLOCK + 100;
+        let bytes: Vec<u8> = (0..LENGTH).map(|at| u8::try_from(at % 251).unwrap()).collect();
+        // A stored block that ends in the second block of the read.
+        let stored = zstd::bulk::compress(&bytes[1000..], 1).unwrap();
+        let frame = LENGTH - 1000;
+        let (mut parts, header) =
+            (Vec::new(), |stored, frame, first, bytes| PartHeader { stored, frame, first, bytes });
+        header(1000, 0, 0, 1000).write(&mut parts);
+        parts.extend(&bytes[..1000]);
+        header(stored.len(), frame, 0, BLOCK - 1000).write(&mut parts);
+        parts.extend(&stored);
+        header(0, frame, BLOCK - 1000, 100).write(&mut parts);
+        let data =
+            Reply::Data(Data { length: u32::try_from(LENGTH).unwrap(), form: DataForm::Stored.into() });
+        let (mut wire, mut server) = wire();
+        say(&mut server, &[Reply::Hello(hello()), opened(ID), data.clone()]);
+        let (mut found, mut left) = (Vec::new(), flight(48, 17));
+        for byte in &parts {
+            server.write_all(&[*byte]).unwrap();
+            wire.receive().unwrap();
+            // It is asked again before the block is used.
+            let _ = wire.answer(&left).unwrap();
+            let Some((pages, block)) = wire.answer(&left).unwrap() else { continue };
+            found.extend_from_slice(block);
+            (left.first, left.pages) = (left.first + pages, left.pages - pages);
+            wire.used(pages);
+        }
+        assert!(found == bytes);
+        assert_eq!((left.pages, wire.has_more(), wire.due), (0, false, DueReply::Data));
+        say(&mut server, &[data]);
+        let mut damaged = Vec::new();
+        header(4, BLOCK, 0, BLOCK).write(&mut damaged);
+        server.write_all(&[&damaged[..], b"none"].concat()).unwrap();
+        wire.receive().unwrap();
+        let error = wire.answer(&flight(48, 17)).unwrap_err();
+        assert!(matches!(error.downcast_ref(), Some(MessageError::Damaged(_))), "{error:#}");
+    }
+
+    #[test]
     fn replies_that_are_not_due_are_refused() {
         let hello = || Reply::Hello(hello());
-        let data = |length| Reply::Data(Data { length, compressed: false });
+        let data = |length| Reply::Data(Data { length, form: DataForm::Plain.into() });
         let old = rewake_image_protocol::Hello { version: VERSION + 1, program: "other".into() };
         let wrong: [(&[Reply], &str); 9] = [
             (&[opened(ID)], "a reply that is not Hello"),

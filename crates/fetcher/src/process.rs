@@ -19,6 +19,7 @@ use anyhow::{Context as _, bail, ensure};
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
 use rewake_criu_tls::{HandshakeError, TlsClient};
 use rewake_image_io::PresenceWriter;
+use rewake_image_protocol::message::MessageError;
 use rewake_process::descriptors;
 
 use crate::channel::{self, FetchOrder};
@@ -346,7 +347,11 @@ impl Fetcher {
             return Ok(());
         }
         while let Some(expected) = self.queue.expected(lane).cloned() {
-            let answer = wire.answer(&expected).map_err(|error| error.context(WrongAnswer))?;
+            let answer = wire.answer(&expected).map_err(|error| {
+                // A store may have sent other bytes once.
+                let is_damaged = matches!(error.downcast_ref(), Some(MessageError::Damaged(_)));
+                if is_damaged { error } else { error.context(WrongAnswer) }
+            })?;
             let Some((pages, bytes)) = answer else { break };
             let WritePlace { file, offset, room } = self.plan.place(expected.first);
             let bytes = &bytes[..bytes.len().min(usize::try_from(room).unwrap_or(usize::MAX))];

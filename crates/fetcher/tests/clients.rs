@@ -98,7 +98,7 @@ fn serve(listener: &UnixListener, requests: &Sender<std::ops::Range<u64>>, answe
                 return;
             }
             let bytes: Vec<u8> = blocks.flat_map(content).collect();
-            reply(stream, Reply::Data(Data { length, compressed: false }), &bytes);
+            reply(stream, Reply::Data(Data { length, form: 0 }), &bytes);
         }
     }
 }

@@ -9,7 +9,7 @@ use rewake_criu_images::Digest;
 
 use crate::compressed::{self, COMPRESSED_BLOCK, STORED_LENGTH};
 use crate::message::{MessageError, closed, printable, receive, send};
-use crate::{Data, MAX_OUTSTANDING, MAX_READ, Open, Opened, Reply, Request, VERSION, hello};
+use crate::{Data, DataForm, MAX_OUTSTANDING, MAX_READ, Open, Opened, Reply, Request, VERSION, hello};
 use crate::{reply::What as Replied, request::What as Requested};
 
 /// A connection with an open image.
@@ -40,7 +40,7 @@ impl<S: Read + Write> ImageClient<S> {
             }
             other => return Err(unexpected("a hello", &other)),
         }
-        ask(&mut stream, Requested::Open(Open { image: image.to_owned(), ancestor }))?;
+        ask(&mut stream, Requested::Open(Open { image: image.to_owned(), ancestor, takes_stored: false }))?;
         let Opened { image_id, manifest_length, working_set_length } = match reply(&mut stream)? {
             Replied::Opened(opened) => opened,
             other => return Err(unexpected("an open image", &other)),
@@ -103,8 +103,8 @@ impl<S: Read + Write> ImageClient<S> {
     /// No read is outstanding.
     pub fn next_data(&mut self, into: &mut Vec<u8>) -> Result<u64, MessageError> {
         let length = self.outstanding.pop_front().expect("a read is outstanding");
-        let compressed = match reply(&mut self.stream)? {
-            Replied::Data(Data { length: sent, compressed }) if sent == length => compressed,
+        let form = match reply(&mut self.stream)? {
+            Replied::Data(data) if data.length == length => data.form(),
             Replied::Data(Data { length: sent, .. }) => {
                 return Err(MessageError::Unexpected {
                     expected: "the bytes of a read",
@@ -114,11 +114,16 @@ impl<S: Read + Write> ImageClient<S> {
             other => return Err(unexpected("the bytes of a read", &other)),
         };
         into.resize(length as usize, 0);
-        if compressed {
-            into.chunks_mut(COMPRESSED_BLOCK).map(|block| self.receive_stored(block)).sum()
-        } else {
-            self.stream.read_exact(into).map_err(closed)?;
-            Ok(length.into())
+        match form {
+            DataForm::Lz4 => into.chunks_mut(COMPRESSED_BLOCK).map(|block| self.receive_stored(block)).sum(),
+            DataForm::Plain => {
+                self.stream.read_exact(into).map_err(closed)?;
+                Ok(length.into())
+            }
+            DataForm::Stored => Err(MessageError::Unexpected {
+                expected: "the bytes of a read",
+                found: "stored parts, which were not asked for".to_owned(),
+            }),
         }
     }
 

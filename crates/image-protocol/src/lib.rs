@@ -5,6 +5,7 @@
 //! * [`message`]: one message on a stream, in both directions.
 //! * [`client`]: a client's side of a connection.
 //! * [`compressed`]: data that travels compressed.
+//! * [`stored_parts`]: data that travels as a store has it.
 //! * [`open_files`]: files that a side keeps open.
 #![forbid(unsafe_code)]
 
@@ -13,11 +14,12 @@ pub mod compressed;
 mod generated;
 pub mod message;
 pub mod open_files;
+pub mod stored_parts;
 
-pub use generated::{Data, Hello, Open, Opened, Read, Reply, Request, reply, request};
+pub use generated::{Data, DataForm, Hello, Open, Opened, Read, Reply, Request, reply, request};
 
 /// The version of the protocol. A peer with another one is refused.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The most bytes of one read: a chunk.
 pub const MAX_READ: u32 = 2 << 20;
 /// The number of the recorded working set among the files.

@@ -30,6 +30,9 @@ pub enum MessageError {
         /// What was received.
         found: String,
     },
+    /// A stored block is damaged: its store may have sent other bytes once.
+    #[error("a stored block cannot be decompressed: {0}")]
+    Damaged(String),
     /// The peer has another version of the protocol.
     #[error(
         "the peer ({program}) has version {version} of the image protocol, {VERSION} expected: use the same release on both sides"
@@ -169,7 +172,7 @@ mod tests {
     #[test]
     fn messages_and_data_arrive_as_they_were_sent() {
         let mut stream = Slow::default();
-        let data = Reply { what: Some(reply::What::Data(Data { length: 3, compressed: false })) };
+        let data = Reply { what: Some(reply::What::Data(Data { length: 3, form: 0 })) };
         let ask = Request { what: Some(request::What::Hello(hello())) };
         send(&mut stream, &data, b"abc").unwrap();
         send(&mut stream, &ask, b"").unwrap();

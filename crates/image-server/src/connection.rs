@@ -10,8 +10,9 @@ use rewake_image_protocol::compressed::{self, COMPRESSED_BLOCK};
 use rewake_image_protocol::message::{MessageError, closed, receive, send};
 use rewake_image_protocol::reply::What as Reply;
 use rewake_image_protocol::request::What as Request;
+use rewake_image_protocol::stored_parts;
 use rewake_image_protocol::{
-    Data, MAX_MESSAGE, MAX_READ, Open, Opened, Read as RangeRead, VERSION, hello, reply_of,
+    Data, DataForm, MAX_MESSAGE, MAX_READ, Open, Opened, Read as RangeRead, VERSION, hello, reply_of,
 };
 
 use crate::exports::{Exports, OpenImage};
@@ -19,6 +20,7 @@ use crate::pace::ReplyPace;
 
 /// Bytes that are read from a file and sent at a time: those of a demand read, in one write.
 const PIECE: usize = COMPRESSED_BLOCK;
+const _: () = assert!(PIECE == stored_parts::BLOCK);
 
 /// Bytes of requests that are taken at once: a read has some 20.
 const ARRIVED: usize = 4 << 10;
@@ -70,9 +72,11 @@ fn answer<S: Read + Write>(
         }
         Some(other) => return Err(unexpected("a hello", &other)),
     }
+    let (mut served, mut reader) = (Served::default(), RangeSender::default());
     let mut image = match requests.next(stream)? {
         None => return Ok(Served::default()),
-        Some(Request::Open(Open { image, ancestor })) => {
+        Some(Request::Open(Open { image, ancestor, takes_stored })) => {
+            reader.takes_stored = takes_stored;
             let open = exports.open(&image, ancestor)?;
             let reply = Opened {
                 image_id: open.id().0.to_vec(),
@@ -85,7 +89,6 @@ fn answer<S: Read + Write>(
         }
         Some(other) => return Err(unexpected("the name of an image", &other)),
     };
-    let (mut served, mut reader) = (Served::default(), RangeSender::default());
     while requests.receive(stream)? {
         requests.announce(&mut *image);
         let Some(request) = requests.pop() else { break };
@@ -174,14 +177,21 @@ fn expect(image: &mut dyn OpenImage, read: RangeRead) -> bool {
 /// Sends ranges of files in pieces.
 struct RangeSender {
     piece: Box<[u8]>,
-    /// Compressed pieces.
+    /// Pieces as they travel.
     stored: Vec<u8>,
     pace: ReplyPace,
+    /// Whether the client takes data as a store has it.
+    takes_stored: bool,
 }
 
 impl Default for RangeSender {
     fn default() -> Self {
-        Self { piece: vec![0; PIECE].into(), stored: Vec::new(), pace: ReplyPace::default() }
+        Self {
+            piece: vec![0; PIECE].into(),
+            stored: Vec::new(),
+            pace: ReplyPace::default(),
+            takes_stored: false,
+        }
     }
 }
 
@@ -198,36 +208,61 @@ impl RangeSender {
         let context = || format!("file {number}: {length} bytes from offset {offset}");
         let end = offset.checked_add(u64::from(length)).with_context(context)?;
         image.begin(number, offset..end).with_context(context)?;
-        let data = reply_of(Reply::Data(Data { length, compressed: self.pace.is_compressed() }));
+        let form = match (self.takes_stored && image.is_stored(), self.pace.is_compressed()) {
+            (true, _) => DataForm::Stored,
+            (false, true) => DataForm::Lz4,
+            (false, false) => DataForm::Plain,
+        };
+        let data = reply_of(Reply::Data(Data { length, form: form.into() }));
         let (mut sent, mut took) = (0, Duration::ZERO);
         while sent < length as usize {
-            let piece = self.piece.len().min(length as usize - sent);
-            let piece = &mut self.piece[..piece];
-            match image.next(piece) {
+            let piece = match self.load(image, form, length as usize - sent) {
                 // A refusal would be taken for the data that is due.
                 Err(error) if sent > 0 => {
                     let what = format!("{}: cut after {sent} bytes: {error:#}", context());
                     return Err(MessageError::Io(io::Error::other(what)).into());
                 }
                 read => read.with_context(context)?,
-            }
+            };
             let began = Instant::now();
-            let mut bytes = &*piece;
-            if self.pace.is_compressed() {
-                self.stored.clear();
-                compressed::store(piece, &mut self.stored);
-                bytes = &self.stored;
-            }
+            let bytes = match form {
+                DataForm::Plain => &self.piece[..piece],
+                DataForm::Stored => &self.stored,
+                DataForm::Lz4 => {
+                    self.stored.clear();
+                    compressed::store(&self.piece[..piece], &mut self.stored);
+                    &self.stored
+                }
+            };
             if sent == 0 {
                 send(stream, &data, bytes)?;
             } else {
                 stream.write_all(bytes).map_err(MessageError::from)?;
             }
             took += began.elapsed();
-            sent += piece.len();
+            sent += piece;
         }
-        self.pace.note(u64::from(length), took);
+        if form != DataForm::Stored {
+            self.pace.note(u64::from(length), took);
+        }
         Ok(())
+    }
+
+    /// Reads the next piece of a range: of stored data so many blocks that their parts are one. Returns its length.
+    fn load(&mut self, image: &mut dyn OpenImage, form: DataForm, left: usize) -> anyhow::Result<usize> {
+        if form != DataForm::Stored {
+            let piece = PIECE.min(left);
+            return image.next(&mut self.piece[..piece]).map(|()| piece);
+        }
+        self.stored.clear();
+        let mut loaded = 0;
+        while loaded < left && self.stored.len() < PIECE {
+            let end = left.min(loaded + PIECE);
+            while loaded < end {
+                loaded += image.next_stored(end - loaded, &mut self.stored)?;
+            }
+        }
+        Ok(loaded)
     }
 }
 
@@ -337,7 +372,7 @@ mod tests {
 
     impl SentRequests {
         fn new(reads: &[(u64, u32)], piece: usize) -> Self {
-            let open = Open { image: "web".to_owned(), ancestor: 0 };
+            let open = Open { image: "web".to_owned(), ancestor: 0, takes_stored: false };
             let reads =
                 reads.iter().map(|&(offset, length)| Request::Read(RangeRead { file: 1, offset, length }));
             let mut requests = Vec::new();
@@ -423,7 +458,7 @@ mod tests {
         fs::write(&path, &memory).unwrap();
         seal(&image).unwrap();
         let mut requests = Vec::new();
-        let open = Open { image: "web".to_owned(), ancestor: 0 };
+        let open = Open { image: "web".to_owned(), ancestor: 0, takes_stored: false };
         let read = RangeRead { file: 2, offset: 0, length: u32::try_from(LENGTH).unwrap() };
         for request in [Request::Hello(hello()), Request::Open(open), Request::Read(read)] {
             send(&mut requests, &RawRequest { what: Some(request) }, &[]).unwrap();

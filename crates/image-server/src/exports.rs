@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, ImageDir, ImageLease};
 use rewake_image_protocol::WORKING_SET_NUMBER;
 use rewake_image_protocol::open_files::OpenFiles;
@@ -53,6 +53,19 @@ pub trait OpenImage {
     /// # Errors
     /// The image has no such file, or the range is beyond its end.
     fn begin(&mut self, file: u32, range: Range<u64>) -> anyhow::Result<()>;
+
+    /// Whether [`OpenImage::next_stored`] gives ranges.
+    fn is_stored(&self) -> bool {
+        false
+    }
+
+    /// Appends the next part of the range, as its store has it: `room` bytes at most. Returns how many it has.
+    ///
+    /// # Errors
+    /// They cannot be read, or the range has no more.
+    fn next_stored(&mut self, _room: usize, _into: &mut Vec<u8>) -> anyhow::Result<usize> {
+        bail!("the image is in no store")
+    }
 
     /// Reads the next bytes of the range.
     ///

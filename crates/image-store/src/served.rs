@@ -84,7 +84,11 @@ impl PinnedImage {
     pub fn open_files(&self, runtime: &Handle) -> anyhow::Result<Box<dyn OpenImage>> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         let files = match &*files {
-            Some(files) => Arc::clone(files),
+            Some(files) => {
+                // The client before may have found a damaged block.
+                files.reads.forget();
+                Arc::clone(files)
+            }
             None => {
                 Arc::clone(files.insert(Arc::new(runtime.block_on(StoredFiles::open(self, KEPT_SHARED))?)))
             }
@@ -406,6 +410,14 @@ impl OpenImage for OpenStoredImage {
         self.files.read_ahead(file, &range, &self.runtime);
         self.left = self.runtime.block_on(read).context("a read ended early")??;
         Ok(())
+    }
+
+    fn is_stored(&self) -> bool {
+        true
+    }
+
+    fn next_stored(&mut self, room: usize, into: &mut Vec<u8>) -> anyhow::Result<usize> {
+        self.left.next_stored(room, into, &mut self.loader)
     }
 
     fn next(&mut self, into: &mut [u8]) -> anyhow::Result<()> {

@@ -62,6 +62,11 @@ impl SharedReads {
         Self { recent: Mutex::default(), limit }
     }
 
+    /// Forgets all reads: what is damaged is read again.
+    pub(crate) fn forget(&self) {
+        *self.recent.lock().unwrap_or_else(PoisonError::into_inner) = RecentReads::default();
+    }
+
     /// Returns the reads that have these blocks of a chunk, in their order, and which ones each has. `read` begins one
     /// where there is none.
     pub(crate) fn begin<F>(

@@ -10,12 +10,15 @@ use anyhow::{Context as _, anyhow};
 use bytes::Bytes;
 use rewake_criu_images::Digest;
 use rewake_image_io::BLOCK;
+use rewake_image_protocol::stored_parts::{self, PART_HEADER, PartHeader};
 use rewake_manifest::SealedChunk;
 use tokio::runtime::Handle;
 use zstd::bulk::Decompressor;
 
 use crate::blocks::{self, load_block};
 use crate::reader::ChunkReader;
+
+const _: () = assert!(BLOCK == stored_parts::BLOCK);
 
 /// A part of a range.
 #[derive(Debug)]
@@ -40,6 +43,15 @@ pub(crate) struct ChunkPart {
 /// The parts of a range that are not taken yet, in the order of the file.
 #[derive(Debug, Default)]
 pub(crate) struct StoredRange(VecDeque<RangePart>);
+
+impl ChunkPart {
+    /// The stored form of a block.
+    fn stored_block(&self, reader: &ChunkReader, block: usize) -> anyhow::Result<&[u8]> {
+        let at = reader.locate(self.chunk.digest)?;
+        let start = blocks::stored(at, self.first..block);
+        self.stored.get(start..start + at.stored(block) as usize).context("a short read")
+    }
+}
 
 impl StoredRange {
     /// Appends a part.
@@ -77,9 +89,50 @@ impl StoredRange {
         }
         Ok(())
     }
+
+    /// Appends the next part, `room` bytes at most, as `rewake_image_protocol::stored_parts` has it. Returns how many
+    /// it has.
+    ///
+    /// # Errors
+    /// The range has no more, or a block is damaged in the store.
+    pub(crate) fn next_stored(
+        &mut self,
+        room: usize,
+        into: &mut Vec<u8>,
+        loader: &mut BlockLoader,
+    ) -> anyhow::Result<usize> {
+        loop {
+            let part = self.0.front_mut().context("more bytes than are left of the range")?;
+            let bytes = match part {
+                RangePart::Zeros(left) => {
+                    let bytes = room.min(*left);
+                    if bytes > 0 {
+                        PartHeader { stored: 0, frame: 0, first: 0, bytes }.write(into);
+                    }
+                    *left -= bytes;
+                    bytes
+                }
+                RangePart::Plain(plain, used) => {
+                    let rest = &plain[*used..];
+                    let bytes = room.min(rest.len());
+                    if bytes > 0 {
+                        PartHeader { stored: bytes, frame: 0, first: 0, bytes }.write(into);
+                        into.extend(&rest[..bytes]);
+                    }
+                    *used += bytes;
+                    bytes
+                }
+                RangePart::Chunk(part) => loader.send(part, room, into)?,
+            };
+            if bytes > 0 {
+                return Ok(bytes);
+            }
+            self.0.pop_front();
+        }
+    }
 }
 
-/// Decompresses the blocks of an image for one client.
+/// Gives the blocks of an image to one client.
 pub(crate) struct BlockLoader {
     reader: Arc<ChunkReader>,
     runtime: Handle,
@@ -88,6 +141,8 @@ pub(crate) struct BlockLoader {
     /// mostly begin at different places.
     block: Box<[u8]>,
     held: Option<(Digest, usize)>,
+    /// The last block that the client has received in its stored form.
+    sent: Option<(Digest, usize)>,
 }
 
 impl BlockLoader {
@@ -97,7 +152,7 @@ impl BlockLoader {
     /// No memory for it.
     pub(crate) fn new(reader: Arc<ChunkReader>, runtime: Handle) -> anyhow::Result<Self> {
         let decompressor = Decompressor::new().context("zstd")?;
-        Ok(Self { reader, runtime, decompressor, block: vec![0; BLOCK].into(), held: None })
+        Ok(Self { reader, runtime, decompressor, block: vec![0; BLOCK].into(), held: None, sent: None })
     }
 
     /// Takes the next bytes of a part, of one block at most. Returns their number.
@@ -123,14 +178,42 @@ impl BlockLoader {
         Ok(count)
     }
 
+    /// Appends the next part of a part: of one block, `room` bytes at most. Returns how many it has.
+    fn send(&mut self, part: &mut ChunkPart, room: usize, into: &mut Vec<u8>) -> anyhow::Result<usize> {
+        if part.bytes.is_empty() {
+            return Ok(0);
+        }
+        let (block, first) = (part.bytes.start / BLOCK, part.bytes.start % BLOCK);
+        let frame = BLOCK.min(part.chunk.length as usize - block * BLOCK);
+        let bytes = room.min(part.bytes.len()).min(frame - first);
+        let place = (part.chunk.digest, block);
+        let stored = part.stored_block(&self.reader, block)?;
+        let (stored, frame, first) = if stored.len() == frame {
+            (&stored[first..first + bytes], 0, 0)
+        } else if self.sent == Some(place) {
+            (&[][..], frame, first)
+        } else if stored.len() <= bytes {
+            self.sent = Some(place);
+            (stored, frame, first)
+        } else {
+            // Fewer bytes than the frame has.
+            let start = into.len() + PART_HEADER;
+            PartHeader { stored: bytes, frame: 0, first: 0, bytes }.write(into);
+            into.resize(start + bytes, 0);
+            return self.take(part, &mut into[start..]);
+        };
+        PartHeader { stored: stored.len(), frame, first, bytes }.write(into);
+        into.extend(stored);
+        part.bytes.start += bytes;
+        Ok(bytes)
+    }
+
     /// Decompresses a block of a part: into the place of the held one, if there is no other.
     fn load(&mut self, part: &ChunkPart, block: usize, into: Option<&mut [u8]>) -> anyhow::Result<()> {
         let Self { reader, runtime, decompressor, block: held, .. } = self;
         let length = BLOCK.min(part.chunk.length as usize - block * BLOCK);
         let into = &mut into.unwrap_or(held)[..length];
-        let at = reader.locate(part.chunk.digest)?;
-        let start = blocks::stored(at, part.first..block);
-        let frame = part.stored.get(start..start + at.stored(block) as usize).context("a short read")?;
+        let frame = part.stored_block(reader, block)?;
         if load_block(frame, decompressor, into).is_err() {
             let again = runtime.block_on(reader.block_again(part.chunk, block))?;
             into.copy_from_slice(again.get(..length).ok_or_else(|| anyhow!("a short block"))?);
@@ -141,6 +224,8 @@ impl BlockLoader {
 
 #[cfg(test)]
 mod tests {
+    use rewake_image_protocol::stored_parts::PartReader;
+
     use super::*;
     use crate::pinned::PinnedImage;
     use crate::push;
@@ -193,22 +278,48 @@ mod tests {
         }
     }
 
+    /// Bytes as they are, parts of the chunk, and zeros. Returns the bytes of the range, too.
+    fn range_of(scene: &Scene) -> (StoredRange, Vec<u8>) {
+        let (first, second) = (BLOCK - 7..2 * BLOCK + 1, 3 * BLOCK..scene.memory.len());
+        let mut range = StoredRange::default();
+        range.push(RangePart::Plain(b"some plain".to_vec(), 5));
+        range.push(RangePart::Chunk(scene.part(first.clone())));
+        range.push(RangePart::Zeros(70_000));
+        range.push(RangePart::Chunk(scene.part(second.clone())));
+        let bytes = [b"plain", &scene.memory[first], &vec![0; 70_000], &scene.memory[second]].concat();
+        (range, bytes)
+    }
+
     #[test]
     fn pieces_of_any_length_are_the_bytes_of_the_range() {
         let scene = Scene::new();
-        let end = scene.memory.len();
-        let (first, second) = (BLOCK - 7..2 * BLOCK + 1, 3 * BLOCK..end);
-        let expected =
-            [b"plain", &scene.memory[first.clone()], &vec![0; 70_000], &scene.memory[second.clone()]]
-                .concat();
         for piece in [1000, BLOCK, BLOCK + 1, CHUNK] {
-            let mut range = StoredRange::default();
-            range.push(RangePart::Plain(b"some plain".to_vec(), 5));
-            range.push(RangePart::Chunk(scene.part(first.clone())));
-            range.push(RangePart::Zeros(70_000));
-            range.push(RangePart::Chunk(scene.part(second.clone())));
+            let (range, expected) = range_of(&scene);
             assert!(scene.take(range, expected.len(), piece).unwrap() == expected, "{piece}");
         }
+    }
+
+    #[test]
+    fn stored_parts_are_the_bytes_of_the_range() {
+        let scene = Scene::new();
+        let (mut range, expected) = range_of(&scene);
+        let runtime = scene.runtime.handle().clone();
+        let mut loader = BlockLoader::new(Arc::clone(&scene.reader), runtime).unwrap();
+        let mut client = PartReader::new().unwrap();
+        let (mut found, mut sent) = (Vec::new(), 0);
+        while found.len() < expected.len() {
+            let mut block = vec![0xff; BLOCK.min(expected.len() - found.len())];
+            let (mut parts, mut left) = (Vec::new(), block.len());
+            while left > 0 {
+                left -= range.next_stored(left, &mut parts, &mut loader).unwrap();
+            }
+            assert_eq!(client.block(&parts, &mut block).unwrap(), Some(parts.len()));
+            sent += parts.len();
+            found.extend(block);
+        }
+        assert!(found == expected);
+        assert!(sent < expected.len() / 3, "{sent} bytes were sent for {}", found.len());
+        assert!(range.next_stored(1, &mut Vec::new(), &mut loader).is_err(), "more than the range has");
     }
 
     #[test]

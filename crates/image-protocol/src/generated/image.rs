@@ -41,7 +41,7 @@ pub mod reply {
 /// The first message of each side.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Hello {
-    /// 2. Each side refuses others.
+    /// 3. Each side refuses others.
     #[prost(uint32, tag = "1")]
     pub version: u32,
     /// Name and version of the program, for logs.
@@ -57,6 +57,9 @@ pub struct Open {
     /// 0 for the image itself, 1 for its parent, and so on.
     #[prost(uint32, tag = "2")]
     pub ancestor: u32,
+    /// Whether the client takes data as a store has it.
+    #[prost(bool, tag = "3")]
+    pub takes_stored: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Opened {
@@ -87,8 +90,42 @@ pub struct Data {
     /// The bytes of the request. They follow.
     #[prost(uint32, tag = "1")]
     pub length: u32,
-    /// They follow in blocks of 64 KiB, the last one shorter: each as the number of its stored bytes, a little-endian u32,
-    /// and these bytes, an LZ4 block. As many stored bytes as the block has are the block itself.
-    #[prost(bool, tag = "2")]
-    pub compressed: bool,
+    /// How.
+    #[prost(enumeration = "DataForm", tag = "2")]
+    pub form: i32,
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum DataForm {
+    /// As they are.
+    Plain = 0,
+    /// In blocks of 64 KiB, the last one shorter: each as the number of its stored bytes, a little-endian u32, and these
+    /// bytes, an LZ4 block. As many stored bytes as the block has are the block itself.
+    Lz4 = 1,
+    /// In such blocks: each as parts of stored blocks. A part is four little-endian u32s: the number of its stored bytes,
+    /// which follow; the length of the stored block; the first byte of it; the bytes of the part. Without a stored block
+    /// the stored bytes are the part, or it is zeros. Else they are a zstd frame, or the last frame is used again.
+    Stored = 2,
+}
+impl DataForm {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Plain => "PLAIN",
+            Self::Lz4 => "LZ4",
+            Self::Stored => "STORED",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "PLAIN" => Some(Self::Plain),
+            "LZ4" => Some(Self::Lz4),
+            "STORED" => Some(Self::Stored),
+            _ => None,
+        }
+    }
 }
