@@ -20,6 +20,9 @@ const OPEN_FILES: u64 = 16_384;
 /// Packages for single tests: containers, two of `bench programs`, and copies of images in registries.
 const PACKAGES: [&str; 5] = ["runc", "python3-numpy", "redis-tools", "iproute2", "skopeo"];
 
+/// End to end test programs that mostly wait, for limits and for links that are cut; those of migrations do too.
+const WAITING: [&str; 4] = ["isolation", "page_server_lost", "serve_gpus", "working_set"];
+
 /// Programs that took less time are not in the list of times.
 const SHOWN: Duration = Duration::from_secs(1);
 
@@ -111,23 +114,23 @@ fn style(report: &mut Report) {
     });
 }
 
-/// Runs the end to end tests. Those of migrations have hosts of their own, and mostly wait for links that are cut: they
-/// run beside the others.
+/// Runs the end to end tests. Those that mostly wait, half of their time in all, run beside the others.
 fn end_to_end(filter: &[&str], environment: &[(&str, String)], record: &mut Record) -> anyhow::Result<()> {
     const ALL: [&str; 5] = ["test", "--no-fail-fast", "--release", "--package", "rewake-tests"];
     cargo(&[&ALL[..], &["--no-run"]].concat(), environment)?;
-    let (migrations, others): (Vec<_>, Vec<_>) =
-        end_to_end_programs()?.into_iter().partition(|name| name.starts_with("migrate"));
-    let migrations: Vec<&str> = migrations.iter().flat_map(|name| ["--test", name]).collect();
+    let (waiting, others): (Vec<_>, Vec<_>) = end_to_end_programs()?
+        .into_iter()
+        .partition(|name| name.starts_with("migrate") || WAITING.contains(&name.as_str()));
+    let waiting: Vec<&str> = waiting.iter().flat_map(|name| ["--test", name]).collect();
     let others: Vec<&str> = others.iter().flat_map(|name| ["--test", name]).collect();
     let threads = &["--", "--test-threads=2"][..];
-    let migrations = [&ALL[..], &migrations, filter, threads].concat();
+    let waiting = [&ALL[..], &waiting, filter, threads].concat();
     let others = [&ALL[..], &["--lib", "--bins", "--examples"], &others, filter, threads].concat();
     let mut beside = Record::default();
     let (one, other) = thread::scope(|scope| {
-        let moved = scope.spawn(|| tests(&migrations, environment, &mut beside, "migrations| "));
+        let waited = scope.spawn(|| tests(&waiting, environment, &mut beside, "beside| "));
         let other = tests(&others, environment, record, "");
-        (moved.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), other)
+        (waited.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), other)
     });
     record.add(beside);
     one.and(other)
@@ -288,6 +291,12 @@ mod tests {
         }));
         assert_eq!(ran, 1);
         assert_eq!(report.end().unwrap_err().to_string(), "failed: first");
+    }
+
+    #[test]
+    fn programs_that_run_beside_others_exist() {
+        let programs = end_to_end_programs().unwrap();
+        assert!(WAITING.iter().all(|name| programs.iter().any(|program| program == name)), "{programs:?}");
     }
 
     #[test]

@@ -224,7 +224,7 @@ fn initrd(
         ),
         ("interactive", if interactive { "yes" } else { "no" }.to_owned()),
         ("SOFTGPU_KO", "/run/rewake/softgpu.ko".to_owned()),
-        ("REWAKE_PLUGIN", plugin::folder(Profile::Debug)?.display().to_string()),
+        ("REWAKE_PLUGIN", plugin::folder(Profile::Release)?.display().to_string()),
     ];
     write("settings", &settings.map(|(name, value)| format!("{name}={}\n", quote(&value))).concat())?;
     fs::copy(&parts.module, inside.join("softgpu.ko"))

@@ -42,6 +42,8 @@ pub(super) struct Shape {
     /// More words for the kernel's command line.
     pub(super) kernel_arguments: &'static str,
     pub(super) programs: Programs,
+    /// Machines of this shape that share the programs, so that none ends long after all others.
+    pub(super) parts: usize,
 }
 
 // A restore takes seconds in an emulated machine, so a program runs only where its result can differ.
@@ -125,6 +127,7 @@ const SHAPE: Shape = Shape {
     module_arguments: "gpus=2 gfx=90a xgmi=1",
     kernel_arguments: "",
     programs: Programs::Only(&[]),
+    parts: 1,
 };
 
 /// The suite's machines, the longest first. Each test runs on one of them at least, or the suite fails.
@@ -133,6 +136,7 @@ pub(super) const SHAPES: [Shape; 7] = [
         name: "6.12-90a",
         why: "Debian 13's kernel; GPUs whose queues every kernel restores",
         programs: Programs::AllBut(ELSEWHERE),
+        parts: 5,
         ..SHAPE
     },
     Shape {
@@ -140,6 +144,7 @@ pub(super) const SHAPES: [Shape; 7] = [
         why: "Debian sid's kernel: memory with attributes, render nodes that report their buffers",
         series: Series::Linux7,
         programs: Programs::Only(OF_THE_KERNEL),
+        parts: 2,
         ..SHAPE
     },
     Shape {
