@@ -52,7 +52,7 @@ fn the_second_restore_needs_no_store() {
         restores(&stored, &[]);
         stored.is_complete().unwrap();
         verify(&stored.cached()).unwrap();
-        let read = stored.read_from_store().unwrap();
+        let read = stored.daemon.read_from_store().unwrap();
         assert!(read <= stored.bytes * 11 / 10, "{read} of {} bytes", stored.bytes);
         let (_, list) = stored.cache(&["ls"]).unwrap();
         assert!(list.starts_with(&format!("{} complete ", stored.id)) && list.lines().count() == 1, "{list}");
@@ -84,10 +84,10 @@ fn eight_replicas_at_once_read_the_store_once() {
         eprintln!("alive after {} ms of {:?}", result["alive_ms"], began.elapsed());
         assert_eq!(fs::read_to_string(folder.join("verdict")).unwrap(), "OK\n");
     }
-    let read = stored.read_from_store().unwrap();
+    let read = stored.daemon.read_from_store().unwrap();
     let alone = StoredScene::new(&criu, "plain", MIB).unwrap();
     self::restores(&alone, &[]);
-    let once = alone.read_from_store().unwrap();
+    let once = alone.daemon.read_from_store().unwrap();
     eprintln!("{read} bytes were read from the store for {REPLICAS} restores, {once} for one");
     assert!(read <= once * 11 / 10, "{read} bytes, {once} for one\n{}", stored.daemon.log());
     let status = stored.daemon.status().unwrap();
@@ -266,7 +266,7 @@ fn memory_waits_for_the_next_agent() {
     slow.passed(slow.link.passed() + (12 << 20));
     slow.stored.daemon.replace().unwrap();
     slow.ends_well();
-    let (read, bytes) = (slow.stored.read_from_store().unwrap(), slow.stored.bytes);
+    let (read, bytes) = (slow.stored.daemon.read_from_store().unwrap(), slow.stored.bytes);
     assert!(read < bytes - (2 << 20), "{read} of {bytes} bytes: what was here was fetched again");
 }
 
