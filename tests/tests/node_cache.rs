@@ -12,10 +12,11 @@ use nix::sys::signal::{Signal, kill};
 use rewake_tests::daemon::{Daemon, DaemonOptions, has_namespaces, in_namespaces, timeline};
 use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_file, workers};
 use rewake_tests::held::Gate;
+use rewake_tests::images::{LAZY, PARENT, split};
 use rewake_tests::node_cache::{StoredScene, said};
 use rewake_tests::process::{MINUTE, until};
 use rewake_tests::relay::SlowLink;
-use rewake_tests::scene::ACT;
+use rewake_tests::scene::{ACT, Scene};
 use rewake_tests::seaweedfs::SeaweedServer;
 use rewake_tests::{Criu, Verdict, need, skip};
 
@@ -376,6 +377,46 @@ fn a_file_that_no_restore_can_use_is_fetched_again() {
     assert!(said.contains(&*pagemap.to_string_lossy()) && said.lines().count() == 1, "{said}");
     restores(&stored, &[]);
     verify(&stored.cached()).unwrap();
+}
+
+#[test]
+fn an_incremental_image_is_refused_and_can_be_pulled() {
+    let criu = need!(Criu::main());
+    let stored = StoredScene::new(&criu, "plain", 8).unwrap();
+    let scene = Scene::dumped(&criu, "random", 8).unwrap();
+    split(&scene.images(), "before", scene.pid(), PARENT | LAZY, false).unwrap();
+    let rewake = |arguments: [&str; 3]| {
+        let mut command = Command::new(rewake_testkit::programs::rewake().unwrap());
+        let output = command.args(arguments.iter().filter(|argument| !argument.is_empty())).output().unwrap();
+        (output.status.success(), said(&output))
+    };
+    let url = |name: &str| format!("file://{}/store/{name}", stored.folder().display());
+    let copy = stored.folder().join("copy");
+    let chain = [("before", scene.images().join("before")), ("after", scene.images())];
+    for (name, images) in &chain {
+        let images = images.to_str().unwrap();
+        assert!(rewake(["seal", images, ""]).0 && rewake(["push", images, &url(name)]).0);
+    }
+    let refused = Command::new(rewake_testkit::programs::rewake().unwrap())
+        .args(["restore", &url("after"), "--socket"])
+        .arg(stored.daemon.socket())
+        .output()
+        .unwrap();
+    let text = said(&refused);
+    assert!(!refused.status.success() && text.lines().count() == 1, "{text}");
+    assert!(text.contains("the image is incremental: copy its parent, and then the image itself"), "{text}");
+    assert_eq!(stored.cache(&["ls"]).unwrap().1, "");
+
+    for (name, place) in [("before", copy.join("before")), ("after", copy.clone())] {
+        let (succeeded, text) = rewake(["pull", &url(name), place.to_str().unwrap()]);
+        assert!(succeeded, "{text}");
+    }
+    scene.go().unwrap();
+    let mut command = rewake_tests::daemon::restore(scene.criu(), &copy).unwrap();
+    command.arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
+    timeline(&command.output().unwrap()).unwrap();
+    scene.stop().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
 }
 
 #[test]
