@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake restore` of a scene, by `rewake serve` and in namespaces of its own.
+//! `rewake restore` of a scene, by `rewake serve`.
 
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-pub use rewake_testkit::daemon::{Daemon, DaemonOptions, restore, timeline};
+pub use rewake_testkit::daemon::{Daemon, DaemonOptions, in_namespaces, restore, timeline};
 pub use rewake_testkit::process::processes_naming;
 use rewake_testkit::process::{MINUTE, run};
 
@@ -19,22 +18,6 @@ pub fn detached(daemon: &Daemon, criu: &Criu, scene: &Scene) -> anyhow::Result<C
     let mut command = daemon.restore(criu, &scene.images())?;
     command.arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
     Ok(command)
-}
-
-/// A command that runs `inner` as the first process of new pid and mount namespaces, where the folder `files`
-/// lies over `place`. Several copies of one image can run in this way. When the first process ends,
-/// the kernel kills all others.
-#[must_use]
-pub fn in_namespaces(inner: &Command, place: &Path, files: &Path) -> Command {
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
-    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(place);
-    command.arg(inner.get_program()).args(inner.get_args());
-    for (name, value) in inner.get_envs() {
-        command.env(name, value.unwrap_or_default());
-    }
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
 }
 
 /// Whether this machine can make pid and mount namespaces.

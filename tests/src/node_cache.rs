@@ -129,19 +129,6 @@ impl StoredScene {
         complete.with_context(|| format!("the image is not complete\n{}", self.daemon.log()))
     }
 
-    /// The bytes that the agent has read from the store until the image was complete.
-    ///
-    /// # Errors
-    /// It is not complete, with the agent's log.
-    pub fn read_from_store(&self) -> anyhow::Result<u64> {
-        let read = || -> Option<u64> {
-            let log = self.daemon.log();
-            let (before, _) = log.split_once(" bytes were read from its store")?;
-            before.rsplit(' ').next()?.parse().ok()
-        };
-        until(MINUTE, read).with_context(|| format!("the image is not complete\n{}", self.daemon.log()))
-    }
-
     /// The fetchers of the agent.
     #[must_use]
     pub fn fetchers(&self) -> Vec<Pid> {

@@ -12,10 +12,11 @@ use nix::sys::signal::{Signal, kill};
 use rewake_tests::daemon::{Daemon, DaemonOptions, has_namespaces, in_namespaces, timeline};
 use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_file, workers};
 use rewake_tests::held::Gate;
+use rewake_tests::images::{LAZY, PARENT, split};
 use rewake_tests::node_cache::{StoredScene, said};
 use rewake_tests::process::{MINUTE, until};
 use rewake_tests::relay::SlowLink;
-use rewake_tests::scene::ACT;
+use rewake_tests::scene::{ACT, Scene};
 use rewake_tests::seaweedfs::SeaweedServer;
 use rewake_tests::{Criu, Verdict, need, skip};
 
@@ -52,7 +53,7 @@ fn the_second_restore_needs_no_store() {
         restores(&stored, &[]);
         stored.is_complete().unwrap();
         verify(&stored.cached()).unwrap();
-        let read = stored.read_from_store().unwrap();
+        let read = stored.daemon.read_from_store().unwrap();
         assert!(read <= stored.bytes * 11 / 10, "{read} of {} bytes", stored.bytes);
         let (_, list) = stored.cache(&["ls"]).unwrap();
         assert!(list.starts_with(&format!("{} complete ", stored.id)) && list.lines().count() == 1, "{list}");
@@ -84,10 +85,10 @@ fn eight_replicas_at_once_read_the_store_once() {
         eprintln!("alive after {} ms of {:?}", result["alive_ms"], began.elapsed());
         assert_eq!(fs::read_to_string(folder.join("verdict")).unwrap(), "OK\n");
     }
-    let read = stored.read_from_store().unwrap();
+    let read = stored.daemon.read_from_store().unwrap();
     let alone = StoredScene::new(&criu, "plain", MIB).unwrap();
     self::restores(&alone, &[]);
-    let once = alone.read_from_store().unwrap();
+    let once = alone.daemon.read_from_store().unwrap();
     eprintln!("{read} bytes were read from the store for {REPLICAS} restores, {once} for one");
     assert!(read <= once * 11 / 10, "{read} bytes, {once} for one\n{}", stored.daemon.log());
     let status = stored.daemon.status().unwrap();
@@ -267,7 +268,7 @@ fn memory_waits_for_the_next_agent() {
     slow.passed(slow.link.passed() + (12 << 20));
     slow.stored.daemon.replace().unwrap();
     slow.ends_well();
-    let (read, bytes) = (slow.stored.read_from_store().unwrap(), slow.stored.bytes);
+    let (read, bytes) = (slow.stored.daemon.read_from_store().unwrap(), slow.stored.bytes);
     assert!(read < bytes - (2 << 20), "{read} of {bytes} bytes: what was here was fetched again");
 }
 
@@ -377,6 +378,46 @@ fn a_file_that_no_restore_can_use_is_fetched_again() {
     assert!(said.contains(&*pagemap.to_string_lossy()) && said.lines().count() == 1, "{said}");
     restores(&stored, &[]);
     verify(&stored.cached()).unwrap();
+}
+
+#[test]
+fn an_incremental_image_is_refused_and_can_be_pulled() {
+    let criu = need!(Criu::main());
+    let stored = StoredScene::new(&criu, "plain", 8).unwrap();
+    let scene = Scene::dumped(&criu, "random", 8).unwrap();
+    split(&scene.images(), "before", scene.pid(), PARENT | LAZY, false).unwrap();
+    let rewake = |arguments: [&str; 3]| {
+        let mut command = Command::new(rewake_testkit::programs::rewake().unwrap());
+        let output = command.args(arguments.iter().filter(|argument| !argument.is_empty())).output().unwrap();
+        (output.status.success(), said(&output))
+    };
+    let url = |name: &str| format!("file://{}/store/{name}", stored.folder().display());
+    let copy = stored.folder().join("copy");
+    let chain = [("before", scene.images().join("before")), ("after", scene.images())];
+    for (name, images) in &chain {
+        let images = images.to_str().unwrap();
+        assert!(rewake(["seal", images, ""]).0 && rewake(["push", images, &url(name)]).0);
+    }
+    let refused = Command::new(rewake_testkit::programs::rewake().unwrap())
+        .args(["restore", &url("after"), "--socket"])
+        .arg(stored.daemon.socket())
+        .output()
+        .unwrap();
+    let text = said(&refused);
+    assert!(!refused.status.success() && text.lines().count() == 1, "{text}");
+    assert!(text.contains("the image is incremental: copy its parent, and then the image itself"), "{text}");
+    assert_eq!(stored.cache(&["ls"]).unwrap().1, "");
+
+    for (name, place) in [("before", copy.join("before")), ("after", copy.clone())] {
+        let (succeeded, text) = rewake(["pull", &url(name), place.to_str().unwrap()]);
+        assert!(succeeded, "{text}");
+    }
+    scene.go().unwrap();
+    let mut command = rewake_tests::daemon::restore(scene.criu(), &copy).unwrap();
+    command.arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
+    timeline(&command.output().unwrap()).unwrap();
+    scene.stop().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
 }
 
 #[test]

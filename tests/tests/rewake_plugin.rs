@@ -48,6 +48,7 @@ impl Session {
         let note = SessionNote {
             folder: starter.to_string(),
             starter,
+            pid_namespace: None,
             work: FileId::of(work).unwrap(),
             store: of_note,
             phase: Phase::Running,

@@ -16,6 +16,7 @@ use rewake_tests::daemon::{
 };
 use rewake_tests::held::{Gate, latecomer, script};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
+use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::{children, streamer_of, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need, skip};
@@ -162,6 +163,28 @@ fn three_restores_at_once_of_an_image_read_most_of_it_once() {
             "{rounds:?} (bytes read, of the image): most was read more than once"
         );
     }
+}
+
+/// The plugin sees no process of the streamer there, so the session itself gives the program its store.
+#[test]
+fn a_restore_in_another_pid_namespace_starts_at_once() {
+    let criu = need!(Criu::main());
+    if !has_namespaces() {
+        skip!("no new pid namespaces here (unshare --pid)");
+    }
+    let scene = Scene::dumped(&criu, "plain", 256).unwrap();
+    let (daemon, files) = (Daemon::start().unwrap(), tempfile::tempdir().unwrap());
+    fs::write(files.path().join("go"), "").unwrap();
+    let mut inner = daemon.restore(&criu, &scene.images()).unwrap();
+    inner.arg("-W").arg(scene.work()).args(["--", "-v4", "-L"]).arg(rewake_alone(files.path()).unwrap());
+    let output = in_namespaces(&inner, &scene.files(), files.path()).output().unwrap();
+    let result = timeline(&output).unwrap();
+    assert_eq!(fs::read_to_string(files.path().join("verdict")).unwrap(), "OK\n");
+    let log = fs::read_to_string(scene.work().join("restore.log")).unwrap();
+    assert!(log.contains("runs in another pid namespace: its session parks the store"), "{log}");
+    assert!(!log.contains("Warn  (rewake_plugin)"), "{log}");
+    let [alive, resident] = ["alive_ms", "all_resident_ms"].map(|name| result[name].as_f64().unwrap());
+    assert!(alive < resident, "{result}");
 }
 
 #[test]

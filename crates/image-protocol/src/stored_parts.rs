@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Data as a store has it: blocks of 64 KiB of the read from its start on, each as parts of stored blocks, which begin at
-//! other places. So the server neither decompresses nor copies them, and each part is sent once.
+//! Data as a store has it: blocks of 64 KiB of the read from its start on, each as parts of stored blocks, which begin
+//! at other places. So the server does not decompress them, and each stored block is sent once.
 //!
 //! A part is four little-endian `u32`s, and its bytes:
 //!
@@ -86,7 +86,8 @@ impl PartReader {
     /// used; none if not all parts were received.
     ///
     /// # Errors
-    /// They are not such parts ([`MessageError::Unexpected`]), or a stored block is damaged ([`MessageError::Damaged`]).
+    /// They are not such parts ([`MessageError::Unexpected`]), or a stored block is damaged
+    /// ([`MessageError::Damaged`]).
     pub fn block(&mut self, received: &[u8], block: &mut [u8]) -> Result<Option<usize>, MessageError> {
         let Some(parts) = parts(received, block.len())? else { return Ok(None) };
         let (mut used, mut filled) = (0, 0);

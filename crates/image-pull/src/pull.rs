@@ -174,7 +174,7 @@ fn copy(
             copy.target.abandon();
             bail!(
                 "the image is incremental: copy its parent, and then the image itself, with `rewake pull`, and restore \
-                 it without --from"
+                 the copy with `rewake restore -D`"
             )
         }
         Some(ManifestRecord::Parent(parent)) => copy.target.link_parent(&parent)?,

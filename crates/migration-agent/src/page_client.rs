@@ -156,6 +156,7 @@ mod tests {
         let note = SessionNote {
             folder: "4711-1".to_owned(),
             starter: ProcessId { pid: 4711, started: 1 },
+            pid_namespace: None,
             work: FileId::of(work.path()).unwrap(),
             store: Store { number: 3, inode: 5 },
             phase: Phase::Running,

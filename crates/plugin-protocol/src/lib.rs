@@ -25,7 +25,9 @@ pub mod proto {
 pub use channel::{Channel, MAX_DESCRIPTORS, TIMEOUT};
 pub use dump_block::{DUMP_BLOCKS, ProcessId};
 pub use error::Error;
-pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
+pub use session::{
+    FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, own_pid_namespace, sockets_of,
+};
 pub use socket::{Listener, connect};
 
 /// The socket's name in CRIU's work directory, where CRIU runs during a restore.

@@ -9,10 +9,12 @@
 //!     work 37 1234
 //!     store 1021 98765
 //!     phase 3
+//!     pid-namespace 4026531836
 //! ```
 //!
 //! `starter` is the process that starts the session's worker again, by pid and start time in clock ticks. The
 //! folder has a number too where a starter in another pid namespace has the same pid and start time.
+//! `pid-namespace` is the inode of the namespace in which the starter has this pid.
 //! `work` is the directory in which `criu restore` expects `lazy-pages.socket` (its `-W`), by device and
 //! inode. `store` is the session's *fd store*, by its number in the starter's table of descriptors and its
 //! inode. It is a socket whose queue has the session's userfaultfds. While a target has missing memory, it
@@ -22,6 +24,7 @@
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Write as _};
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -102,6 +105,8 @@ pub struct SessionNote {
     pub folder: String,
     /// The process that starts the session's worker again.
     pub starter: ProcessId,
+    /// The inode of the starter's pid namespace; None in the note of an earlier version.
+    pub pid_namespace: Option<NonZeroU64>,
     /// The directory in which `criu restore` expects `lazy-pages.socket`.
     pub work: FileId,
     /// The session's fd store.
@@ -208,6 +213,14 @@ impl SessionNote {
         Ok(ProcessId::of(self.starter.pid)? == Some(self.starter))
     }
 
+    /// Whether the starter has its pid in another pid namespace. This process may see no process of the streamer then.
+    ///
+    /// # Errors
+    /// `/proc` cannot be read.
+    pub fn is_in_another_pid_namespace(&self) -> io::Result<bool> {
+        Ok(self.pid_namespace.is_some() && self.pid_namespace != own_pid_namespace()?)
+    }
+
     /// Whether every process of the session's streamer has ended. Then its targets wait for `rewake recover`.
     ///
     /// # Errors
@@ -289,7 +302,7 @@ impl SessionNote {
     }
 
     fn text(&self) -> String {
-        let Self { folder: _, starter, work, store, phase } = self;
+        let Self { folder: _, starter, pid_namespace, work, store, phase } = self;
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = write!(
@@ -297,6 +310,9 @@ impl SessionNote {
             "version {VERSION}\nstarter {} {}\nwork {} {}\nstore {} {}\nphase {}\n",
             starter.pid, starter.started, work.device, work.inode, store.number, store.inode, *phase as u64
         );
+        if let Some(namespace) = pid_namespace {
+            let _ = writeln!(text, "pid-namespace {namespace}");
+        }
         text
     }
 
@@ -341,14 +357,24 @@ impl SessionNote {
             [number] => Phase::of(number).ok_or_else(|| format!("it has phase {number}, expected 1 to 3"))?,
             ref other => return Err(format!("line \"phase\": expected a number, found {}", other.len())),
         };
+        let pid_namespace = values("pid-namespace").ok().and_then(|values| NonZeroU64::new(*values.first()?));
         Ok(Self {
             folder: folder.to_owned(),
             starter: ProcessId { pid: int(pid)?, started },
+            pid_namespace,
             work: FileId { device, inode },
             store: Store { number: int(store_number)?, inode: store_inode },
             phase,
         })
     }
+}
+
+/// Returns the inode of this process's pid namespace, as notes have it.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn own_pid_namespace() -> io::Result<Option<NonZeroU64>> {
+    Ok(NonZeroU64::new(fs::metadata("/proc/self/ns/pid")?.ino()))
 }
 
 /// Returns the sockets that a process has open, by number and inode; none where it has ended. Where its first

@@ -58,6 +58,8 @@ enum ParkError {
 enum Treatment {
     /// No session serves them.
     Leave,
+    /// Run them: no process of this streamer is visible in CRIU's pid namespace.
+    Later(i32),
     /// Give them the store of the session.
     Park(SessionNote, OwnedFd),
     /// Kill them: the streamer was killed before the tasks ran, and their missing memory would be zeros.
@@ -90,6 +92,9 @@ impl Parking {
     fn park(&self, host: &Host, tasks: &[i32]) {
         let (note, store) = match self.plan(host) {
             Ok(Treatment::Leave) => return,
+            Ok(Treatment::Later(streamer)) => {
+                return host.info(format_args!("streamer {streamer} runs in another pid namespace: {LATER}"));
+            }
             Ok(Treatment::Park(note, store)) => (note, store),
             Ok(Treatment::Kill(streamer)) => {
                 host.error(format_args!(
@@ -125,7 +130,7 @@ impl Parking {
             Err(error) => return Err(ParkError::Find(io::Error::other(error.to_string()))),
         };
         let start = Instant::now();
-        let mut waits = false;
+        let (mut waits, mut is_unseen) = (false, false);
         loop {
             // A session that has ended has killed the targets that it could not serve.
             let Some(note) = first.reread(&self.sessions).map_err(ParkError::Find)? else {
@@ -137,11 +142,16 @@ impl Parking {
                 _ if orphaned => return Ok(Treatment::Kill(note.starter.pid)),
                 Phase::Running => match note.store() {
                     Ok(store) => return Ok(Treatment::Park(note, store)),
-                    // Its last process has ended since the look: the next look says so.
+                    // No process has it that is visible here. Its last one may have ended since the look: the next look
+                    // says so.
                     Err(error)
                         if error.raw_os_error() == Some(nix::libc::ESRCH)
                             && start.elapsed() <= RECEIVE_TIMEOUT =>
                     {
+                        if is_unseen && note.is_in_another_pid_namespace().map_err(ParkError::Find)? {
+                            return Ok(Treatment::Later(note.starter.pid));
+                        }
+                        is_unseen = true;
                         sleep(CHECK_INTERVAL);
                     }
                     Err(error) => return Err(ParkError::Store(note.starter.pid, error)),

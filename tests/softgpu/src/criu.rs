@@ -169,9 +169,25 @@ impl Criu {
     /// # Errors
     /// There is no such program.
     pub fn of_rewake_in(&self, act: &str, work: &Path) -> anyhow::Result<Command> {
+        let mut command = self.of_rewake_with(act, work)?;
+        command.arg("-D").arg(&self.images);
+        Ok(command)
+    }
+
+    /// `rewake restore` of a store's image, with the same CRIU and plugin.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub fn restore_from_store(&self, url: &str, work: &Path) -> anyhow::Result<Command> {
+        let mut command = self.of_rewake_with("restore", work)?;
+        command.arg(url);
+        Ok(command)
+    }
+
+    fn of_rewake_with(&self, act: &str, work: &Path) -> anyhow::Result<Command> {
         let mut command = Command::new(rewake()?);
         command.arg(act).arg("--criu").arg(&self.program).arg("--plugin-dir").arg(&self.plugin);
-        command.arg("-D").arg(&self.images).arg("-W").arg(work).stdin(Stdio::null());
+        command.arg("-W").arg(work).stdin(Stdio::null());
         Ok(command)
     }
 

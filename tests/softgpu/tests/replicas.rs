@@ -1,30 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One image, restored several times at once, each in pid and mount namespaces of its own. The programs have
 //! no queues of copy engines, whose numbers the driver gives to one process only (`serve.rs`). One program
-//! reads its memory by its CPU, one is a server with compute queues.
+//! reads its memory by its CPU, one is a server with compute queues. Its image is in a folder, or in a store that
+//! a node agent reads into its cache.
 
-use std::fs;
+use std::fs::{self, DirEntry};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use gpu_app::shape::Shape;
 use rewake_skip::need;
+use rewake_testkit::daemon::{DaemonOptions, in_namespaces};
+use rewake_testkit::process::output;
+use rewake_testkit::programs::rewake;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues};
 use softgpu_tests::dumped::{ONE_RING, soon, unreached};
-use softgpu_tests::{Held, Machine, REAL_GPUS, Server, Toucher, isolated, server};
+use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, Server, Toucher, isolated, server};
+use tempfile::TempDir;
 
 const REPLICAS: usize = 3;
+/// Replicas of a stored image.
+const STORED: usize = 4;
+/// GPU memory of an [`unreached`] server.
+const GPU_BYTES: u64 = 12 << 20;
+/// Bytes of a log that show whether CRIU has finished.
+const LOG_END: usize = 4096;
 
 /// `rewake restore` where `copy` lies over the program's files. It lasts as long as the program.
-fn restore(criu: &Criu, files: &Path, copy: &Path, work: &Path) -> Child {
-    let inner = criu.of_rewake_in("restore", work).unwrap();
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
-    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(copy).arg(files);
-    command.arg(inner.get_program()).args(inner.get_args()).args(["--", "-v4"]);
+fn restore(mut command: Command, files: &Path, copy: &Path, work: &Path) -> Child {
+    command.args(["--", "-v4"]);
     let errors = fs::File::create(work.join("restore.err")).unwrap();
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn().unwrap()
+    in_namespaces(&command, files, copy).stdout(Stdio::null()).stderr(errors).spawn().unwrap()
 }
 
 /// The logs of a replica, for failure reports.
@@ -43,7 +51,13 @@ fn folders(of: &Path, number: usize) -> [PathBuf; 2] {
 }
 
 fn runs(work: &Path) {
-    assert!(soon(|| logs(work).contains("Restore finished successfully")), "{}", logs(work));
+    // The log is long, and an emulated machine is slow.
+    let is_last = || {
+        let log = fs::read(work.join("restore.log")).unwrap_or_default();
+        let end = &log[log.len().saturating_sub(LOG_END)..];
+        String::from_utf8_lossy(end).contains("Restore finished successfully")
+    };
+    assert!(soon(is_last), "{}", logs(work));
 }
 
 #[test]
@@ -61,7 +75,8 @@ fn one_image_is_restored_three_times_at_once() {
         let held = Held::streamers();
         let start = |number: usize| {
             let [copy, work] = folders(folder.path(), number);
-            (restore(&criu, &path("files"), &copy, &work), Toucher::in_copy(&copy), work)
+            let command = criu.of_rewake_in("restore", &work).unwrap();
+            (restore(command, &path("files"), &copy, &work), Toucher::in_copy(&copy), work)
         };
         let replicas: Vec<_> = (0..REPLICAS).map(start).collect();
         replicas.iter().for_each(|(_, _, work)| runs(work));
@@ -78,27 +93,35 @@ fn one_image_is_restored_three_times_at_once() {
     });
 }
 
-#[test]
-fn a_server_restored_three_times_at_once_answers_three_times() {
-    isolated(1, |_| {
-        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
-        need!(queues());
+/// A dumped server with compute queues.
+struct Replicated {
+    shape: Shape,
+    criu: Criu,
+    folder: TempDir,
+}
+
+impl Replicated {
+    fn dumped() -> Self {
         let shape = Shape { no_copiers: true, ..unreached() };
         let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
-        fs::create_dir(path("files")).unwrap();
-        let mut original = Server::start(&shape, &path("files"));
-        let criu = Criu::with(Plugin::Ours, Version::V4_2, &path("images")).unwrap();
+        let files = folder.path().join("files");
+        fs::create_dir(&files).unwrap();
+        let mut original = Server::start(&shape, &files);
+        let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
         criu.dump(original.pid).unwrap();
         original.was_dumped(&criu);
         original.app.is_over();
+        Self { shape, criu, folder }
+    }
 
-        let held = Held::streamers();
+    /// Replicas with these numbers run at once before their GPU memory is resident. Then all answer, and end.
+    fn restored(&self, numbers: Range<usize>, command: impl Fn(&Path) -> Command) {
+        let (held, files) = (Held::streamers(), self.folder.path().join("files"));
         let start = |number: usize| {
-            let [copy, work] = folders(folder.path(), number);
-            (restore(&criu, &path("files"), &copy, &work), App::in_copy(&shape, &copy), work)
+            let [copy, work] = folders(self.folder.path(), number);
+            (restore(command(&work), &files, &copy, &work), App::in_copy(&self.shape, &copy), work)
         };
-        let replicas: Vec<_> = (0..REPLICAS).map(start).collect();
+        let replicas: Vec<_> = numbers.map(start).collect();
         replicas.iter().for_each(|(_, _, work)| runs(work));
         drop(held);
         for (mut child, app, work) in replicas {
@@ -108,5 +131,55 @@ fn a_server_restored_three_times_at_once_answers_three_times() {
             let ended = child.wait().unwrap();
             assert!(ended.success(), "{ended}: {}", logs(&work));
         }
+    }
+}
+
+#[test]
+fn a_server_restored_three_times_at_once_answers_three_times() {
+    isolated(1, |_| {
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        need!(queues());
+        let server = Replicated::dumped();
+        server.restored(0..REPLICAS, |work| server.criu.of_rewake_in("restore", work).unwrap());
+    });
+}
+
+#[test]
+fn replicas_of_a_stored_server_read_the_store_once() {
+    isolated(1, |_| {
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        need!(queues());
+        let server = Replicated::dumped();
+        let [store, cache] = ["store", "cache"].map(|name| server.folder.path().join(name));
+        let (images, url) = (server.criu.images(), format!("file://{}/server", store.display()));
+        output(Command::new(rewake().unwrap()).arg("seal").arg(images)).unwrap();
+        output(Command::new(rewake().unwrap()).arg("push").arg(images).arg(&url)).unwrap();
+        fs::remove_dir_all(images).unwrap();
+        let stored = output(Command::new("du").arg("--summarize").arg("--bytes").arg(&store)).unwrap();
+        let stored: u64 = stored.split_whitespace().next().unwrap().parse().unwrap();
+        let arguments = ["--cache".into(), cache.clone().into()].to_vec();
+        let daemon = Daemon::with(DaemonOptions { arguments, ..DaemonOptions::default() }).unwrap();
+
+        let command = |work: &Path| {
+            let mut command = server.criu.restore_from_store(&url, work).unwrap();
+            command.arg("--socket").arg(daemon.socket());
+            command
+        };
+        server.restored(0..STORED, command);
+        let read = daemon.read_from_store().unwrap();
+        eprintln!("{read} of {stored} bytes were read from the store for {STORED} restores");
+        assert!(read > GPU_BYTES && read <= stored * 11 / 10, "{read} of {stored} bytes\n{}", daemon.log());
+
+        fs::rename(&store, server.folder.path().join("away")).unwrap();
+        let name = |file: DirEntry| file.file_name().into_string().unwrap();
+        let mut names = fs::read_dir(&cache).unwrap().map(|file| name(file.unwrap()));
+        let id = names.find(|name| name.len() == 64).unwrap();
+        server.restored(STORED..STORED + 1, |work| {
+            let mut command = command(work);
+            command.args(["--id", &id]);
+            command
+        });
+        let served = || daemon.status().unwrap()["agent"]["sessions_served"] == STORED + 1;
+        assert!(soon(served), "{}", daemon.status().unwrap());
     });
 }

@@ -143,6 +143,19 @@ impl Daemon {
         fs::read_to_string(self.dir.path().join("serve.log")).unwrap_or_default()
     }
 
+    /// The bytes that it has read from the store of the one image in its cache, until that was complete.
+    ///
+    /// # Errors
+    /// It is not complete, with the log.
+    pub fn read_from_store(&self) -> anyhow::Result<u64> {
+        let read = || -> Option<u64> {
+            let log = self.log();
+            let (before, _) = log.split_once(" bytes were read from its store")?;
+            before.rsplit(' ').next()?.parse().ok()
+        };
+        until(MINUTE, read).with_context(|| format!("the image is not complete\n{}", self.log()))
+    }
+
     /// The ends of its logs.
     #[must_use]
     pub fn logs(&self) -> String {
@@ -180,6 +193,22 @@ pub fn restore(criu: impl AsRef<OsStr>, images: &Path) -> anyhow::Result<Command
     command.args(["restore", "--json", "-D"]).arg(images).env("CRIU", criu);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     Ok(command)
+}
+
+/// A command that runs `inner` as the first process of new pid and mount namespaces, where the folder `files`
+/// lies over `place`. Several copies of one image can run in this way. When the first process ends,
+/// the kernel kills all others.
+#[must_use]
+pub fn in_namespaces(inner: &Command, place: &Path, files: &Path) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
+    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(place);
+    command.arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        command.env(name, value.unwrap_or_default());
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
 }
 
 /// The timeline of a restore that must have succeeded.

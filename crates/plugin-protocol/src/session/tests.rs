@@ -18,6 +18,7 @@ fn note(socket: &UnixDatagram) -> SessionNote {
     SessionNote {
         folder: own().to_string(),
         starter: own(),
+        pid_namespace: own_pid_namespace().unwrap(),
         work: FileId { device: 37, inode: 1234 },
         store: Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino },
         phase: Phase::Running,
@@ -181,6 +182,23 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     assert_eq!(fstat(note.store().unwrap()).unwrap().st_ino, note.store.inode);
     end(worker);
     assert_eq!(errno(&note), Some(libc::ESRCH));
+}
+
+#[test]
+fn a_starter_in_another_pid_namespace_is_known() {
+    let root = tempfile::tempdir().unwrap();
+    let (root, socket) = (root.path(), socket());
+    let own = note(&socket);
+    assert!(!own.is_in_another_pid_namespace().unwrap());
+    let other = SessionNote { pid_namespace: own.pid_namespace.unwrap().checked_add(1), ..own.clone() };
+    other.write(root).unwrap();
+    let read = SessionNote::all(root).unwrap().notes;
+    assert!(read == [other] && read[0].is_in_another_pid_namespace().unwrap());
+    // An earlier version has written no such line.
+    let earlier = SessionNote { pid_namespace: None, ..own };
+    earlier.write(root).unwrap();
+    assert!(SessionNote::all(root).unwrap().notes == [earlier.clone()]);
+    assert!(!earlier.is_in_another_pid_namespace().unwrap());
 }
 
 #[test]

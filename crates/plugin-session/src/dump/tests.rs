@@ -28,6 +28,7 @@ impl Session {
         let note = SessionNote {
             folder: starter.to_string(),
             starter,
+            pid_namespace: None,
             work,
             store: store_of_note,
             phase: Phase::Running,

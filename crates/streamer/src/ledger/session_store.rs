@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use rewake_plugin_protocol::{FileId, Phase, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, SessionNote, Store, own_pid_namespace};
 
 use crate::ledger::fd_store::{EntryKind, FdStore, MAX_DESCRIPTORS, StoreEntry, peek_all};
 use crate::ledger::{SessionSlot, Starter};
@@ -87,5 +87,6 @@ pub fn note(
     let number = slot.store.load(Ordering::Acquire);
     let store = Store { number, inode: store.inode() };
     let (folder, starter) = (starter.folder.clone(), starter.process);
-    Ok(SessionNote { folder, starter, work: FileId::of(work)?, store, phase })
+    let pid_namespace = own_pid_namespace()?;
+    Ok(SessionNote { folder, starter, pid_namespace, work: FileId::of(work)?, store, phase })
 }
