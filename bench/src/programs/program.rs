@@ -68,7 +68,7 @@ impl fmt::Display for Program {
 }
 
 impl Program {
-    /// Those that `bench programs` measures unless others are named. Their images are on a disk, where none is compressed.
+    /// Those that `bench programs` measures unless others are named. Images on its disk are not compressed.
     pub(crate) const LOCAL: [Self; 6] =
         [Self::Python, Self::PythonQuarter, Self::Node, Self::Java, Self::Prefork, Self::Redis];
 
