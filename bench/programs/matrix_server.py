@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """A numeric server: it multiplies a vector with dense matrices, one after another.
 
-Usage: matrix_server.py SOCKET MIB. It fills MIB MiB of matrices, then listens on the unix socket SOCKET. A client
-connects, sends the line "SEED COUNT" and reads one line, a checksum. bench/src/programs/answer.rs computes the same.
+Usage: matrix_server.py SOCKET MIB ELEMENTS. It fills MIB MiB of matrices, then listens on the unix socket SOCKET. A
+client connects, sends the line "SEED COUNT" and reads one line, a checksum. bench/src/programs/answer.rs computes the
+same.
 """
 
 import socket
@@ -10,15 +11,18 @@ import sys
 
 import numpy
 
-# One matrix of float64 has 8 MiB.
+# One matrix of elements of 8 bytes has 8 MiB.
 ROWS = 1024
-# Elements of vectors stay below it. Every sum is then a whole number below 2^53, which float64 holds exactly.
+# Elements of vectors stay below it. Every sum of small elements is then a whole number below 2^53, which float64 holds
+# exactly.
 PRIME = 1_000_003
+SPREAD = numpy.uint64(0x9E3779B97F4A7C15)
 
 
 def main():
-    path, mib = sys.argv[1], int(sys.argv[2])
-    matrices = [matrix(number) for number in range(mib // 8)]
+    path, mib, matrix = sys.argv[1], int(sys.argv[2]), MATRICES[sys.argv[3]]
+    indexes = numpy.arange(ROWS * ROWS, dtype=numpy.uint64).reshape(ROWS, ROWS)
+    matrices = [matrix(indexes + numpy.uint64(number * ROWS * ROWS)) for number in range(mib // 8)]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
@@ -29,16 +33,22 @@ def main():
             stream.write(f"{answer(matrices, seed, count)}\n")
 
 
-def matrix(number):
-    """Elements are whole numbers from 0 to 255."""
-    elements = ROWS * ROWS
-    index = numpy.arange(number * elements, (number + 1) * elements, dtype=numpy.uint64)
-    hashed = (index * numpy.uint64(0x9E3779B97F4A7C15)) >> numpy.uint64(56)
-    return hashed.astype(numpy.float64).reshape(ROWS, ROWS)
+def small(indexes):
+    """Whole numbers from 0 to 255, as floats: they compress to a twentieth."""
+    return (indexes * SPREAD >> numpy.uint64(56)).astype(numpy.float64)
+
+
+def noise(indexes):
+    """Words that do not compress. Sums of their products are those modulo 2^64."""
+    hashed = indexes * SPREAD
+    return (hashed ^ hashed >> numpy.uint64(32)) * SPREAD
+
+
+MATRICES = {"small": small, "noise": noise}
 
 
 def answer(matrices, seed, count):
-    vector = numpy.fmod(seed + numpy.arange(ROWS, dtype=numpy.float64), PRIME)
+    vector = numpy.fmod(seed + numpy.arange(ROWS, dtype=matrices[0].dtype), PRIME)
     for step in range(count):
         vector = numpy.fmod(matrices[(seed + step) % len(matrices)] @ vector, PRIME)
     checksum = seed

@@ -101,7 +101,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let absolute = |path: &Path| path.canonicalize().with_context(|| path.display().to_string());
     let parent = absolute(&parent)?;
     let tools = Tools { criu: absolute(&options.criu)?, rewake: absolute(&options.rewake)? };
-    let chosen = if options.programs.is_empty() { Program::ALL.to_vec() } else { options.programs.clone() };
+    let chosen = if options.programs.is_empty() { Program::LOCAL.to_vec() } else { options.programs.clone() };
     let chosen = chosen.into_iter().map(|program| Ok((program, program.version()?)));
     let chosen: Vec<_> = chosen.collect::<anyhow::Result<_>>()?;
     let states = if options.states.is_empty() { ImageState::ALL.to_vec() } else { options.states.clone() };

@@ -38,6 +38,10 @@ pub(crate) enum Program {
     Python,
     /// The same program; the first answer reads a quarter of the matrices
     PythonQuarter,
+    /// As python, with elements that do not compress
+    PythonNoise,
+    /// As python-quarter, with elements that do not compress
+    PythonNoiseQuarter,
     /// Caches values outside of V8's heap; the first answer reads 256 values of 64 KiB
     Node,
     /// Holds a heap of small arrays; the first answer reads all of them
@@ -53,6 +57,8 @@ impl fmt::Display for Program {
         f.write_str(match self {
             Self::Python => "python",
             Self::PythonQuarter => "python-quarter",
+            Self::PythonNoise => "python-noise",
+            Self::PythonNoiseQuarter => "python-noise-quarter",
             Self::Node => "node",
             Self::Java => "java",
             Self::Prefork => "prefork",
@@ -62,13 +68,18 @@ impl fmt::Display for Program {
 }
 
 impl Program {
-    pub(crate) const ALL: [Self; 6] =
+    /// Those that `bench programs` measures unless others are named. Images on its disk are not compressed.
+    pub(crate) const LOCAL: [Self; 6] =
         [Self::Python, Self::PythonQuarter, Self::Node, Self::Java, Self::Prefork, Self::Redis];
 
     /// The package python3-numpy is for Debian's own Python only, so another one on the PATH does not count.
     fn runtime(self) -> &'static str {
         match self {
-            Self::Python | Self::PythonQuarter | Self::Prefork => "/usr/bin/python3",
+            Self::Python
+            | Self::PythonQuarter
+            | Self::PythonNoise
+            | Self::PythonNoiseQuarter
+            | Self::Prefork => "/usr/bin/python3",
             Self::Node => "node",
             Self::Java => "java",
             Self::Redis => REDIS,
@@ -77,7 +88,9 @@ impl Program {
 
     fn package(self) -> &'static str {
         match self {
-            Self::Python | Self::PythonQuarter => "python3-numpy",
+            Self::Python | Self::PythonQuarter | Self::PythonNoise | Self::PythonNoiseQuarter => {
+                "python3-numpy"
+            }
             Self::Node => "nodejs",
             Self::Java => "default-jdk-headless",
             Self::Prefork => "python3",
@@ -91,7 +104,7 @@ impl Program {
     /// The runtime is not installed.
     pub(crate) fn version(self) -> anyhow::Result<String> {
         let (name, arguments): (_, &[&str]) = match self {
-            Self::Python | Self::PythonQuarter => (
+            Self::Python | Self::PythonQuarter | Self::PythonNoise | Self::PythonNoiseQuarter => (
                 self.runtime(),
                 &[
                     "-c",
@@ -123,8 +136,8 @@ impl Program {
     pub(crate) fn first_question(self, mib: u64) -> Question {
         let units = self.units(mib);
         let count = match self {
-            Self::Python | Self::Java | Self::Prefork => units,
-            Self::PythonQuarter => units.div_ceil(4),
+            Self::Python | Self::PythonNoise | Self::Java | Self::Prefork => units,
+            Self::PythonQuarter | Self::PythonNoiseQuarter => units.div_ceil(4),
             Self::Node => units.min(FIRST_VALUES),
             Self::Redis => units.min(FIRST_KEYS),
         };
@@ -140,7 +153,9 @@ impl Program {
     /// of its own: CRIU refuses to dump a process whose session leader is not dumped with it.
     pub(crate) fn command(self, mib: u64, socket: &Path, directory: &Path) -> anyhow::Result<Command> {
         let (file, source) = match self {
-            Self::Python | Self::PythonQuarter => ("matrix_server.py", MATRIX_SERVER),
+            Self::Python | Self::PythonQuarter | Self::PythonNoise | Self::PythonNoiseQuarter => {
+                ("matrix_server.py", MATRIX_SERVER)
+            }
             Self::Node => ("cache_server.js", CACHE_SERVER),
             Self::Java => ("HeapServer.java", HEAP_SERVER),
             Self::Prefork => ("prefork_server.py", PREFORK_SERVER),
@@ -163,6 +178,11 @@ impl Program {
             command.arg(&path);
         }
         command.arg(socket).arg(mib.to_string()).current_dir(directory);
+        match self {
+            Self::Python | Self::PythonQuarter => command.arg("small"),
+            Self::PythonNoise | Self::PythonNoiseQuarter => command.arg("noise"),
+            Self::Node | Self::Java | Self::Prefork | Self::Redis => &mut command,
+        };
         Ok(command)
     }
 }
@@ -179,18 +199,25 @@ fn redis_command(socket: &Path, directory: &Path) -> anyhow::Result<Command> {
 
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum as _;
+
     use super::*;
 
     #[test]
     fn a_first_question_reads_all_or_the_part_that_the_program_is_named_for() {
-        let shares = Program::ALL.map(|program| {
-            let (first, whole) = (program.first_question(640), program.whole_question(640));
-            assert!(first.count >= 1 && program.first_question(16).count >= 1, "{program}");
-            (program, first.count, whole.count)
-        });
+        let shares: Vec<_> = Program::value_variants()
+            .iter()
+            .map(|program| {
+                let (first, whole) = (program.first_question(640), program.whole_question(640));
+                assert!(first.count >= 1 && program.first_question(16).count >= 1, "{program}");
+                (*program, first.count, whole.count)
+            })
+            .collect();
         let expected = [
             (Program::Python, 80, 80),
             (Program::PythonQuarter, 20, 80),
+            (Program::PythonNoise, 80, 80),
+            (Program::PythonNoiseQuarter, 20, 80),
             (Program::Node, 256, 10_240),
             (Program::Java, 163_840, 163_840),
             (Program::Prefork, 106, 106),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The first right answer of a program from a store: pulled and restored eagerly; restored while it arrives; the second
-//! replica on the host.
+//! replica on the host; restored while it arrives, with a recorded working set.
 
 use std::fs;
 use std::path::Path;
@@ -17,8 +17,10 @@ use crate::programs::{Client, Dumped, Program};
 use crate::report::{Spread, spread};
 
 /// The columns of [`measure`].
-pub(super) const HEADING: &str = "| program: first answer, s | pull, then `criu restore` | `rewake restore URL` | share \
-    | second replica | share of the first | bytes from the store | largest process, MiB |\n|---|---|---|---|---|---|---|---|";
+pub(super) const HEADING: &str = "\
+    | program: first answer, s | pull, then `criu restore` | `rewake restore URL` | share | second replica \
+    | share of the first | with a working set | share of without | bytes from the store | largest process, MiB |
+|---|---|---|---|---|---|---|---|---|---|";
 
 /// One round.
 #[derive(Debug, Clone, Copy)]
@@ -26,6 +28,7 @@ struct Round {
     pulled_s: f64,
     restored_s: f64,
     second_s: f64,
+    recorded_s: f64,
     /// Bytes over the link until the cache was complete, of the image's bytes.
     received: f64,
     memory_mib: f64,
@@ -45,6 +48,7 @@ pub(super) fn measure(
     let bytes = dumped.page_bytes()?;
     fs::remove_dir_all(&dumped.image.directory)?;
     dumped.image.page_files.clear();
+    record(&dumped, &stored, tools, &folder(directory, "record")?)?;
     let mut all = Vec::new();
     for round in 0..rounds {
         eprintln!("{program}, round {round}");
@@ -54,12 +58,14 @@ pub(super) fn measure(
     }
     let cell = |value: &dyn Fn(&Round) -> f64| spread(Spread::of(all.iter().map(value).collect()));
     Ok(format!(
-        "| {program} | {} | {} | {} | {} | {} | {} | {} |",
+        "| {program} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
         cell(&|of| of.pulled_s),
         cell(&|of| of.restored_s),
         cell(&|of| of.restored_s / of.pulled_s),
         cell(&|of| of.second_s),
         cell(&|of| of.second_s / of.restored_s),
+        cell(&|of| of.recorded_s),
+        cell(&|of| of.recorded_s / of.restored_s),
         cell(&|of| of.received),
         cell(&|of| of.memory_mib)
     ))
@@ -73,20 +79,34 @@ fn measure_round(
     work: &Path,
 ) -> anyhow::Result<Round> {
     let pulled_s = pulled(dumped, stored, tools, &folder(work, "pull")?)?;
-    let agent = stored.agent(tools, work)?;
+    let host = folder(work, "host")?;
+    let agent = stored.agent(tools, &host)?;
     let before = stored.link.passed();
-    let mut received = 0;
-    let [restored_s, second_s] = ["first", "second"].map(|name| {
-        let (answered, target) = from_store(dumped, &agent, tools, &folder(work, name)?)?;
-        complete(&agent)?;
-        received = received.max(stored.link.passed() - before);
-        drop(target);
-        anyhow::Ok(answered)
-    });
-    let (restored_s, second_s) = (restored_s?, second_s?);
-    let received = received as f64 / bytes as f64;
+    let restored_s = from_store(dumped, &agent, Stored::URL, tools, &folder(work, "first")?)?;
+    let second_s = from_store(dumped, &agent, Stored::URL, tools, &folder(work, "second")?)?;
+    let received = (stored.link.passed() - before) as f64 / bytes as f64;
     let memory_mib = agent.end()? as f64 / f64::from(1 << 20);
-    Ok(Round { pulled_s, restored_s, second_s, received, memory_mib })
+    fs::remove_dir_all(&host)?;
+    let agent = stored.agent(tools, &folder(work, "other-host")?)?;
+    let recorded_s = from_store(dumped, &agent, Stored::RECORDED_URL, tools, &folder(work, "recorded")?)?;
+    agent.end()?;
+    Ok(Round { pulled_s, restored_s, second_s, recorded_s, received, memory_mib })
+}
+
+/// Records what the first answer reads, and stores the image again, with this working set.
+fn record(dumped: &Dumped, stored: &Stored, tools: &Tools, work: &Path) -> anyhow::Result<()> {
+    let image = work.join("img");
+    let variables = stored.variables_without_link();
+    run(tools.rewake(&["pull", Stored::URL]).arg(&image).envs(variables.clone()))?;
+    let (_, target) = first_answer(dumped, || {
+        let mut restore = tools.rewake(&["restore", "--record", "--quiet"]);
+        restore.arg("--criu").arg(&tools.criu).arg("-D").arg(&image);
+        run(restore.arg("-W").arg(work).args(["--", "-d"]))?;
+        Process::adopt(dumped.image.pid, "the restored process")
+    })?;
+    drop(target);
+    tools.push(&image, Stored::RECORDED_URL, &variables)?;
+    Ok(fs::remove_dir_all(work)?)
 }
 
 /// Pulls the image, and restores it with CRIU alone.
@@ -102,14 +122,17 @@ fn pulled(dumped: &Dumped, stored: &Stored, tools: &Tools, work: &Path) -> anyho
     Ok(answered)
 }
 
-/// Restores the image from the store, while it arrives.
-fn from_store(dumped: &Dumped, agent: &Agent, tools: &Tools, work: &Path) -> anyhow::Result<(f64, Process)> {
-    first_answer(dumped, || {
-        let mut restore: Command = tools.rewake(&["restore", Stored::URL, "--quiet", "--wait", "alive"]);
+/// Restores the image from the store, while it arrives. Returns when all of it is in the cache.
+fn from_store(dumped: &Dumped, agent: &Agent, url: &str, tools: &Tools, work: &Path) -> anyhow::Result<f64> {
+    let (answered, target) = first_answer(dumped, || {
+        let mut restore: Command = tools.rewake(&["restore", url, "--quiet", "--wait", "alive"]);
         restore.arg("--socket").arg(agent.socket()).arg("--criu").arg(&tools.criu);
         run(restore.arg("-W").arg(work).args(["--", "-d"]))?;
         Process::adopt(dumped.image.pid, "the restored process")
-    })
+    })?;
+    complete(agent)?;
+    drop(target);
+    Ok(answered)
 }
 
 /// Restores, and requests the first answer from the start on. Returns the seconds until it arrived.

@@ -23,6 +23,14 @@ use crate::processes::catch_interrupts;
 use crate::programs::Program;
 use crate::report::Setting;
 
+/// Memory that compresses and that does not, of programs that read all of it or a part of it, in order or not.
+const PROGRAMS: [Program; 5] = [
+    Program::PythonQuarter,
+    Program::Python,
+    Program::PythonNoiseQuarter,
+    Program::PythonNoise,
+    Program::Node,
+];
 /// The way there and back to the store.
 const ROUND_TRIP: Duration = Duration::from_millis(5);
 
@@ -39,7 +47,7 @@ pub(crate) struct Options {
     #[arg(long)]
     weed: PathBuf,
     /// Programs; may be given again
-    #[arg(long = "program", value_enum, default_values_t = [Program::PythonQuarter, Program::Python])]
+    #[arg(long = "program", value_enum, default_values_t = PROGRAMS)]
     programs: Vec<Program>,
     /// Memory that each program fills, in MiB
     #[arg(long, default_value_t = 640, value_parser = clap::value_parser!(u64).range(64..=1024))]

@@ -14,10 +14,10 @@ use crate::link::Link;
 /// Time until the cache has all of an image.
 const COMPLETE: Duration = Duration::from_secs(120);
 
-/// A store with one image, and the link to it.
+/// A store with one image, and the link to it. The image has a second name when it has a working set.
 #[derive(Debug)]
 pub(super) struct Stored {
-    _server: SeaweedServer,
+    server: SeaweedServer,
     pub(super) link: Link,
 }
 
@@ -26,13 +26,20 @@ impl Stored {
     pub(super) fn new(tools: &Tools, image: &Path) -> anyhow::Result<Self> {
         let server = SeaweedServer::start(&tools.weed).context("SeaweedFS")?;
         let link = Link::to(server.port(), ROUND_TRIP)?;
-        // Without the link.
-        tools.push(image, Self::URL, &SeaweedServer::environment(server.port()))?;
-        Ok(Self { _server: server, link })
+        let stored = Self { server, link };
+        tools.push(image, Self::URL, &stored.variables_without_link())?;
+        Ok(stored)
     }
 
     /// The image.
     pub(super) const URL: &str = "s3://bucket/image";
+    /// The image with its working set.
+    pub(super) const RECORDED_URL: &str = "s3://bucket/recorded";
+
+    /// Variables for a client that needs no link.
+    pub(super) fn variables_without_link(&self) -> [(String, String); 3] {
+        SeaweedServer::environment(self.server.port())
+    }
 
     /// Variables for a client behind the link.
     pub(super) fn variables(&self) -> [(String, String); 3] {

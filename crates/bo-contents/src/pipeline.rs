@@ -118,7 +118,7 @@ impl<'a> Pipeline<'a> {
             entries,
             copies,
             io_memory,
-            engine: Engine::new(None, budget.clone().map(|budget| (budget, Lane::Gpus)))?,
+            engine: Engine::new(budget.clone().map(|budget| (budget, Lane::Gpus)))?,
             budget,
             buffers,
             missing,

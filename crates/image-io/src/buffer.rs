@@ -39,14 +39,6 @@ impl BufferPool {
         Ok(Self { map: MmapRaw::from(map), blocks })
     }
 
-    pub(crate) fn base(&self) -> *mut u8 {
-        self.map.as_mut_ptr()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.map.len()
-    }
-
     pub(crate) fn at(&self, place: PoolPlace) -> NonNull<u8> {
         let offset = match place {
             PoolPlace::Block(index) if index < self.blocks => index as usize * BLOCK,
@@ -173,7 +165,7 @@ mod tests {
     #[test]
     fn bytes_of_other_processes_are_in_no_core_dump_and_in_no_child() {
         let pool = BufferPool::new(4).unwrap();
-        let flags = flags_at(pool.base().addr());
+        let flags = flags_at(pool.at(PoolPlace::Block(0)).addr().get());
         let has = |flag| flags.split(' ').any(|other| other == flag);
         assert!(has("dd") && has("dc"), "{flags}");
     }

@@ -41,7 +41,7 @@ pub enum Acquire {
 
 impl BlockCache {
     /// Makes a cache whose buffers never take more than `budget` bytes, rounded down to whole blocks. The
-    /// system gives memory as buffers are first used, or at once where an engine registers it.
+    /// system gives memory as buffers are first used.
     ///
     /// # Errors
     /// [`StoreError::Budget`] for less than two blocks; [`StoreError::Setup`] when memory is refused.

@@ -189,7 +189,7 @@ fn the_last_block_ends_with_the_file_and_the_next_is_an_error() {
     let (temp, file, bytes) = pages(BLOCK + 3 * PAGE);
     let cache = cache_of(2);
     let notifier = Notifier::new().unwrap();
-    let mut engine = Engine::new(Some(&cache), None).unwrap();
+    let mut engine = Engine::new(None).unwrap();
     for block in [1, 2] {
         let mut guard = load(&cache, &file, block, &notifier);
         let (offset, buffer) = (guard.offset(), guard.take_slice().unwrap());

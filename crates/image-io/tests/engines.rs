@@ -17,10 +17,10 @@ use rewake_image_io::{
 use rewake_process::Notifier;
 use tempfile::NamedTempFile;
 
-fn engines(cache: &Arc<BlockCache>) -> [(&'static str, Engine<BufferSlice>); 3] {
+fn engines() -> [(&'static str, Engine<BufferSlice>); 3] {
     let plan = SimPlan { max_delay: 3, short_percent: 40, ..SimPlan::default() };
     [
-        ("uring", Engine::new(Some(cache), None).unwrap()),
+        ("uring", Engine::new(None).unwrap()),
         ("threads", Engine::with_threads().unwrap()),
         ("sim", Engine::simulated(plan)),
     ]
@@ -68,7 +68,7 @@ proptest! {
     ) {
         let Case { file, bytes, .. } = &Case::new(mode);
         let cache = BlockCache::new(4 * BLOCK).unwrap();
-        for (name, mut engine) in engines(&cache) {
+        for (name, mut engine) in engines() {
             for &(offset, len, aligned) in &reads {
                 let offset = if aligned { offset / PAGE as u64 * PAGE as u64 } else { offset };
                 let start = usize::try_from(offset).unwrap().min(LEN);
@@ -92,7 +92,7 @@ proptest! {
 #[test]
 fn a_cold_file_read_directly_stays_out_of_the_page_cache() {
     let cache = BlockCache::new(4 * BLOCK).unwrap();
-    for (name, mut engine) in engines(&cache).into_iter().take(2) {
+    for (name, mut engine) in engines().into_iter().take(2) {
         let Case { temp, file, bytes, .. } = Case::new(ReadMode::Direct);
         let got = read_once(&mut engine, &cache, &file, (0, BLOCK)).unwrap();
         assert!(got == bytes[..BLOCK], "{name}: wrong bytes");
@@ -105,7 +105,7 @@ fn a_cold_file_read_directly_stays_out_of_the_page_cache() {
 fn a_direct_read_of_an_unaligned_tail_is_right() {
     let Case { file, bytes, .. } = Case::new(ReadMode::Direct);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
-    for (name, mut engine) in engines(&cache) {
+    for (name, mut engine) in engines() {
         let got = read_once(&mut engine, &cache, &file, (12 * BLOCK as u64, LEN - 12 * BLOCK)).unwrap();
         assert!(got == bytes[12 * BLOCK..], "{name}: wrong bytes");
     }
@@ -116,7 +116,7 @@ fn a_file_truncated_after_open_is_an_error_that_names_it() {
     for Case { temp, file, .. } in Case::all() {
         let cache = BlockCache::new(4 * BLOCK).unwrap();
         temp.as_file().set_len(BLOCK as u64 + 904).unwrap();
-        for (name, mut engine) in engines(&cache) {
+        for (name, mut engine) in engines() {
             let error = read_once(&mut engine, &cache, &file, (BLOCK as u64, BLOCK)).unwrap_err();
             let TransferError::Short { file: named, offset, expected, got } = &error else {
                 panic!("{name}: {error}")
@@ -136,7 +136,7 @@ fn no_engine_gives_bytes_of_a_file_that_changed_after_open() {
         let cache = BlockCache::new(4 * BLOCK).unwrap();
         std::thread::sleep(Duration::from_millis(30));
         temp.as_file().write_all_at(&[1; BLOCK], 0).unwrap();
-        for (name, mut engine) in engines(&cache) {
+        for (name, mut engine) in engines() {
             let error = read_once(&mut engine, &cache, &file, (BLOCK as u64, BLOCK)).unwrap_err();
             assert!(matches!(error, TransferError::Changed { .. }), "{name}: {error}");
         }
@@ -147,7 +147,7 @@ fn no_engine_gives_bytes_of_a_file_that_changed_after_open() {
 fn an_offset_no_file_can_have_is_an_error() {
     for Case { file, .. } in Case::all() {
         let cache = BlockCache::new(4 * BLOCK).unwrap();
-        for (name, mut engine) in engines(&cache) {
+        for (name, mut engine) in engines() {
             for offset in [u64::MAX, !4095, i64::MAX as u64] {
                 let result = read_once(&mut engine, &cache, &file, (offset, PAGE));
                 assert!(result.is_err(), "{name} read at {offset}");
@@ -212,7 +212,7 @@ fn a_full_engine_returns_background_reads_but_takes_demand_reads() {
     let most = DEPTH - DEMAND_RESERVE;
     let cache = BlockCache::new((most + 3) * BLOCK).unwrap();
     let notifier = Notifier::new().unwrap();
-    for (name, mut engine) in engines(&cache) {
+    for (name, mut engine) in engines() {
         let mut guards = Vec::new();
         let mut background_read = |token: u64| {
             let mut guard = load(&cache, &file, (1 << 40) + token, &notifier);
@@ -249,7 +249,7 @@ fn a_dropped_engine_returns_its_buffers_after_its_reads() {
     let Case { temp, file, .. } = Case::new(ReadMode::Direct);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
     for _ in 0..20 {
-        for (name, mut engine) in engines(&cache) {
+        for (name, mut engine) in engines() {
             make_cold(&temp);
             for page in 0..DEMAND_BUFFERS.into() {
                 let read = demand_read(&cache, &file, page);
@@ -272,7 +272,7 @@ fn a_dropped_engine_returns_its_buffers_after_its_reads() {
 fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
     let Case { temp, file, .. } = Case::new(ReadMode::Direct);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
-    for (name, mut engine) in engines(&cache).into_iter().take(2) {
+    for (name, mut engine) in engines().into_iter().take(2) {
         let fd = engine.event().unwrap().as_raw_fd();
         // SAFETY: epoll_create1 takes no pointers; the descriptor is closed below.
         let epoll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
@@ -307,8 +307,7 @@ fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
 
 #[test]
 fn an_idle_engine_is_not_readable() {
-    let cache = BlockCache::new(4 * BLOCK).unwrap();
-    for (name, engine) in engines(&cache).into_iter().take(2) {
+    for (name, engine) in engines().into_iter().take(2) {
         eprintln!("{engine:?}");
         assert!(!readable(engine.event().unwrap().as_raw_fd(), Duration::ZERO), "{name}");
     }
@@ -318,7 +317,7 @@ fn an_idle_engine_is_not_readable() {
 fn the_budget_refuses_background_reads_of_the_disk_only() {
     let cache = BlockCache::new(8 * BLOCK).unwrap();
     let budget = Arc::new(IoBudget::new(vec![Notifier::new().unwrap()]).unwrap());
-    let mut engine = Engine::new(Some(&cache), Some((Arc::clone(&budget), Lane::Cpus))).unwrap();
+    let mut engine = Engine::new(Some((Arc::clone(&budget), Lane::Cpus))).unwrap();
     let (cold, warm) = (Case::new(ReadMode::Direct), Case::new(ReadMode::Cached));
     // Another reader has all of the budget.
     let mut others = Vec::new();

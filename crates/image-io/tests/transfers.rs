@@ -18,7 +18,7 @@ use tempfile::NamedTempFile;
 const BYTES: usize = 64 * PAGE;
 
 fn engines() -> [(&'static str, Engine<Pages>); 2] {
-    [("uring", Engine::new(None, None).unwrap()), ("threads", Engine::with_threads().unwrap())]
+    [("uring", Engine::new(None).unwrap()), ("threads", Engine::with_threads().unwrap())]
 }
 
 /// A read into the start of the memory.
@@ -173,7 +173,7 @@ fn what_two_read_at_once_is_read_from_the_disk_once() {
     const PIECES: usize = 16;
     let (temp, one, bytes) = pages(PIECES * PIECE);
     make_cold(&temp);
-    let (memory, mut engine) = (Pages::new(PIECE), Engine::new(None, None).unwrap());
+    let (memory, mut engine) = (Pages::new(PIECE), Engine::new(None).unwrap());
     let mut get = |file: &Arc<ImageFile>, piece: usize| {
         transfer(&mut engine, read(file, &memory, (piece * PIECE) as u64, PIECE, PIECE)).unwrap();
         assert!(memory.get(0, PIECE) == bytes[piece * PIECE..][..PIECE]);

@@ -36,9 +36,9 @@ fn sealed(is_cached: bool, change: impl FnOnce(&std::fs::File)) -> (NamedTempFil
     (temp, file, bytes)
 }
 
-fn engines(cache: &Arc<BlockCache>) -> [Engine<BufferSlice>; 3] {
+fn engines() -> [Engine<BufferSlice>; 3] {
     let sim = Engine::simulated(SimPlan { short_percent: 40, ..SimPlan::default() });
-    [Engine::new(Some(cache), None).unwrap(), Engine::with_threads().unwrap(), sim]
+    [Engine::new(None).unwrap(), Engine::with_threads().unwrap(), sim]
 }
 
 #[test]
@@ -68,7 +68,7 @@ fn every_engine_finds_one_wrong_bit_on_disk_and_in_the_page_cache() {
         };
         let (_temp, file, bytes) = sealed(is_cached, flip);
         let cache = BlockCache::new(4 * BLOCK).unwrap();
-        for mut engine in engines(&cache) {
+        for mut engine in engines() {
             for (block, right) in bytes.chunks(BLOCK).enumerate() {
                 let at = (block as u64 * BLOCK as u64, right.len());
                 match read_once(&mut engine, &cache, &file, at) {
@@ -87,7 +87,7 @@ fn every_engine_finds_one_wrong_bit_on_disk_and_in_the_page_cache() {
 fn a_part_of_a_block_of_a_sealed_file_is_not_given() {
     let (_temp, file, _) = sealed(true, |_| ());
     let cache = BlockCache::new(4 * BLOCK).unwrap();
-    for mut engine in engines(&cache) {
+    for mut engine in engines() {
         for (offset, length) in [(0, PAGE), (PAGE as u64, BLOCK), (3 * BLOCK as u64, 4 * PAGE)] {
             let error = read_once(&mut engine, &cache, &file, (offset, length)).unwrap_err();
             assert!(matches!(error, TransferError::Damaged { .. }), "{offset}, {length}: {error}");
@@ -141,7 +141,7 @@ fn a_hole_in_the_place_of_sealed_bytes_is_data_and_wrong() {
     assert_eq!(file.data(2 * block + 9, 2 * block + 99).unwrap(), Some((2 * block + 9, 2 * block + 99)));
     assert_eq!(file.data(3 * block, 4 * block).unwrap(), None);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
-    for mut engine in engines(&cache) {
+    for mut engine in engines() {
         let error = read_once(&mut engine, &cache, &file, (2 * block, BLOCK)).unwrap_err();
         assert!(matches!(error, TransferError::Damaged { .. }), "{error}");
     }

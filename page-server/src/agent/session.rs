@@ -144,7 +144,7 @@ impl Registry {
         let (cache, socket) = (self.cache.cache.clone(), self.socket.clone());
         let plan = move || {
             let Some(id) = cache.and_then(|cache| cache.partial_at(&images)) else {
-                return LaunchPlan::of(&images);
+                return LaunchPlan::with_log(&images);
             };
             let gpus = plugin_folder::image_has_gpu(&images)
                 .with_context(|| format!("reading {}", images.display()))?;

@@ -3,8 +3,6 @@
 
 use std::io;
 
-use rewake_image_io::DEFAULT_BUDGET;
-
 use super::Check;
 use rewake_streamer::ledger::MAX_SPACES;
 
@@ -20,7 +18,6 @@ pub const FEATURE_POISON: u64 = 1 << 14;
 /// The size in bytes of the pipes that CRIU's page server requests.
 const PIPE_BYTES: u64 = 4 << 20;
 
-const CAP_IPC_LOCK: u64 = 1 << 14;
 const CAP_SYS_PTRACE: u64 = 1 << 19;
 const CAP_SYS_RESOURCE: u64 = 1 << 24;
 
@@ -124,8 +121,7 @@ pub fn io_uring(outcome: Result<Option<String>, String>) -> Check {
         Ok(None) => Check::ok(name, "usable"),
         Ok(Some(note)) => {
             let advice = "only reads are slower; to change that use Linux 6.1 or newer, sysctl -w \
-                          kernel.io_uring_disabled=0, allow io_uring in the container's seccomp profile, and \
-                          raise RLIMIT_MEMLOCK";
+                          kernel.io_uring_disabled=0, and allow io_uring in the container's seccomp profile";
             Check::warning(name, note, advice)
         }
         Err(error) => Check::failed(name, error, "free some memory, or raise this process's limits"),
@@ -159,22 +155,6 @@ pub fn open_files(limit: u64) -> Check {
     let found = format!("at most {limit}: each restored process takes two");
     let advice = format!("ulimit -n {wanted}, or LimitNOFILE={wanted} in the unit");
     Check::warning("open files", found, advice)
-}
-
-/// Checks the limit of locked memory. Each reactor has a ring, and io_uring registers the whole cache with
-/// each ring.
-#[must_use]
-pub fn locked_memory(soft: u64, capabilities: u64, reactors: u64) -> Check {
-    let name = "locked memory";
-    if capabilities & CAP_IPC_LOCK != 0 {
-        return Check::ok(name, "unlimited by CAP_IPC_LOCK");
-    }
-    let wanted = DEFAULT_BUDGET as u64 * reactors;
-    if soft >= wanted {
-        return Check::ok(name, amount(soft));
-    }
-    let found = format!("at most {soft} bytes: io_uring may have to pin the buffer of each read");
-    Check::warning(name, found, format!("ulimit -l {}, or LimitMEMLOCK={wanted} in the unit", wanted / 1024))
 }
 
 /// Checks the size of pipes for CRIU's page server.
@@ -287,10 +267,6 @@ mod tests {
         assert_eq!(open_files(1 << 20).verdict, CheckVerdict::Ok);
         assert_eq!(open_files(u64::MAX).found, "unlimited");
         assert_eq!(open_files(1024).verdict, CheckVerdict::Warning);
-        assert_eq!(locked_memory(8 << 20, CAP_IPC_LOCK, 8).verdict, CheckVerdict::Ok);
-        assert_eq!(locked_memory(8 << 20, 0, 8).verdict, CheckVerdict::Warning);
-        assert_eq!(locked_memory(256 << 20, 0, 8).verdict, CheckVerdict::Ok);
-        assert_eq!(locked_memory(64 << 20, 0, 2).verdict, CheckVerdict::Ok);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use std::io;
 
 use nix::sys::resource::{Resource, getrlimit};
-use rewake_image_io::{BlockCache, BufferSlice, DEFAULT_BUDGET, Engine};
+use rewake_image_io::{BufferSlice, Engine};
 use rewake_uffd::Uffd;
 
 use super::gpu_machine::DEFAULT;
@@ -54,8 +54,7 @@ pub fn userfaultfd_feature(bit: u64) -> bool {
 /// # Errors
 /// No engine can be set up.
 pub fn io_uring() -> Result<Option<String>, String> {
-    let cache = BlockCache::new(DEFAULT_BUDGET);
-    let engine = cache.and_then(|cache| Engine::<BufferSlice>::new(Some(&cache), None));
+    let engine = Engine::<BufferSlice>::new(None);
     engine.map(|engine| engine.note().map(str::to_owned)).map_err(|error| error.to_string())
 }
 
@@ -72,12 +71,6 @@ pub fn cachestat() -> bool {
 #[must_use]
 pub fn open_files() -> u64 {
     getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft)
-}
-
-/// Returns how many bytes this process may lock or register (the soft limit).
-#[must_use]
-pub fn locked_memory() -> u64 {
-    getrlimit(Resource::RLIMIT_MEMLOCK).map_or(0, |(soft, _)| soft)
 }
 
 /// Returns `fs.pipe-max-size` in bytes.

@@ -90,11 +90,6 @@ pub fn examine() -> DoctorReport {
         kernel::io_uring(machine::io_uring()),
         kernel::cachestat(machine::cachestat()),
         kernel::open_files(machine::open_files()),
-        kernel::locked_memory(
-            machine::locked_memory(),
-            capabilities,
-            rewake_streamer::cpu::reactors() as u64,
-        ),
         kernel::pipe_size(machine::pipe_max_size(), capabilities),
     ];
     checks.extend(gpu::verdicts(gpu_machine::facts(capabilities).as_ref()));

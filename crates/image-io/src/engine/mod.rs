@@ -20,7 +20,6 @@ pub use request::{Completion, Direction, Request};
 pub use sim::SimPlan;
 pub use transfer::{MAX_EIO_RETRIES, MAX_INTERRUPTIONS, MAX_SHORT_CALLS};
 
-use crate::cache::BlockCache;
 use crate::class::Class;
 use crate::error::{StoreError, TransferError};
 use crate::file::{ImageFile, ReadMode};
@@ -45,16 +44,13 @@ pub struct Engine<M: Memory> {
 }
 
 impl<M: Memory> Engine<M> {
-    /// Makes an engine that uses io_uring where the kernel allows it, else threads. io_uring registers the
-    /// memory of `cache`, if the limits allow. Background reads of `lane` keep to the budget.
+    /// Makes an engine that uses io_uring where the kernel allows it, else threads. Background reads of `lane` keep to
+    /// the budget.
     ///
     /// # Errors
     /// [`StoreError::Setup`] when neither can be set up.
-    pub fn new(
-        cache: Option<&Arc<BlockCache>>,
-        budget: Option<(Arc<IoBudget>, Lane)>,
-    ) -> Result<Self, StoreError> {
-        let (backend, note): (Box<dyn Backend<M>>, _) = match uring::Uring::new(cache) {
+    pub fn new(budget: Option<(Arc<IoBudget>, Lane)>) -> Result<Self, StoreError> {
+        let (backend, note): (Box<dyn Backend<M>>, _) = match uring::Uring::new() {
             Ok((ring, note)) => (Box::new(ring), note),
             Err(error) => {
                 let note = format!("io_uring is not available ({error}); reading with threads instead");

@@ -8,7 +8,6 @@
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::AsRawFd as _;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
@@ -18,16 +17,8 @@ use super::backend::{Backend, Call, DEPTH, Flight};
 use super::request::{Completion, Direction};
 use super::ring::{CompletionPoller, Flavour, build, flush, push, wait_readable};
 use super::transfer::TransferStep;
-use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::memory::Memory;
-use crate::units::BLOCK;
-
-/// Largest buffer that the kernel registers (SZ_1G); larger pools are registered in pieces. A multiple of
-/// [`BLOCK`], so that no buffer crosses from one piece to the next.
-const PIECE: usize = 1 << 30;
-
-const _: () = assert!(PIECE.is_multiple_of(BLOCK));
 
 /// Kernel threads that copy from the page cache at most: more exceed the bandwidth of memory.
 const MAX_WORKERS: usize = 8;
@@ -51,43 +42,36 @@ pub(super) struct Uring<M: Memory> {
     vacant: Vec<usize>,
     finished: Notifier,
     poller: CompletionPoller,
-    /// The cache whose memory is registered with the ring.
-    registered: Option<Arc<BlockCache>>,
     one_thread: PhantomData<*mut ()>,
 }
 
 impl<M: Memory> Uring<M> {
-    /// Sets up a ring on this thread, and registers the cache's memory with it when the limits allow. Returns
-    /// what the ring lacks, too.
-    pub(super) fn new(cache: Option<&Arc<BlockCache>>) -> Result<(Self, Option<String>), StoreError> {
+    /// Sets up a ring on this thread. Returns what the ring lacks, too.
+    ///
+    /// No memory is registered with it: the kernel would allocate all of a cache before a restore's first read. Most
+    /// restores read from the page cache, without the ring (docs/performance.md).
+    pub(super) fn new() -> Result<(Self, Option<String>), StoreError> {
         let setup = |act| move |error| StoreError::Setup { act, error };
         let (ring, finished, flavour) = build(DEPTH).map_err(setup("setting up an io_uring"))?;
         let mut probe = Probe::new();
         let probed = ring.submitter().register_probe(&mut probe);
         probed.map_err(setup("querying io_uring's operations"))?;
-        if ![opcode::Read::CODE, opcode::ReadFixed::CODE, opcode::Write::CODE]
-            .into_iter()
-            .all(|code| probe.is_supported(code))
-        {
+        if ![opcode::Read::CODE, opcode::Write::CODE].into_iter().all(|code| probe.is_supported(code)) {
             let error = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
             return Err(setup("looking for io_uring's read and write operations")(error));
         }
         // An older kernel has no such limit.
         let _ = ring.submitter().register_iowq_max_workers(&mut [workers(), 0]);
-        let registration = cache.map_or(Ok(()), |cache| register(&ring, cache));
-        let note = note(flavour, registration.as_ref().err());
-        let registered = cache.filter(|_| registration.is_ok());
-        Ok((Self::assemble(ring, finished, registered.cloned()), note))
+        Ok((Self::assemble(ring, finished), note(flavour)))
     }
 
-    fn assemble(ring: IoUring, finished: Notifier, registered: Option<Arc<BlockCache>>) -> Self {
+    fn assemble(ring: IoUring, finished: Notifier) -> Self {
         Self {
             ring,
             flights: (0..DEPTH).map(|_| None).collect(),
             vacant: (0..DEPTH).rev().collect(),
             finished,
             poller: CompletionPoller::default(),
-            registered,
             one_thread: PhantomData,
         }
     }
@@ -100,16 +84,9 @@ impl<M: Memory> Uring<M> {
         // More than any transfer has: the kernel does less, and the transfer is continued.
         let len = u32::try_from(len).unwrap_or(1 << 30);
         let fd = types::Fd(fd);
-        let pool = self.registered.as_ref().map(|cache| cache.pool());
-        let at =
-            pool.and_then(|pool| start.addr().checked_sub(pool.base().addr()).filter(|at| *at < pool.len()));
-        let entry = match (direction, at) {
-            (Direction::Write, _) => opcode::Write::new(fd, start, len).offset(offset).build(),
-            (Direction::Read, None) => opcode::Read::new(fd, start, len).offset(offset).build(),
-            (Direction::Read, Some(at)) => {
-                let piece = u16::try_from(at / PIECE).unwrap_or(u16::MAX);
-                opcode::ReadFixed::new(fd, start, len, piece).offset(offset).build()
-            }
+        let entry = match direction {
+            Direction::Write => opcode::Write::new(fd, start, len).offset(offset).build(),
+            Direction::Read => opcode::Read::new(fd, start, len).offset(offset).build(),
         };
         let flags = if flight.by_worker { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
         // SAFETY: `Flight::new` has checked that the bytes lie in the memory. The slot in `flights` owns the
@@ -184,27 +161,8 @@ impl<M: Memory> Drop for Uring<M> {
 }
 
 /// For the log: what a ring lacks.
-fn note(flavour: Flavour, not_registered: Option<&io::Error>) -> Option<String> {
-    let defer = (flavour != Flavour::Deferred).then(|| "deferred completions are not available".to_owned());
-    let fixed = not_registered.map(|error| {
-        format!(
-            "the cache's memory is not registered ({error}; raise RLIMIT_MEMLOCK), reads pin it each time"
-        )
-    });
-    let parts: Vec<String> = [defer, fixed].into_iter().flatten().collect();
-    (!parts.is_empty()).then(|| parts.join("; "))
-}
-
-/// Registers the whole pool, so that reads need not find its pages each time.
-fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
-    let (base, len) = (cache.pool().base(), cache.pool().len());
-    let pieces: Vec<libc::iovec> = (0..len)
-        .step_by(PIECE)
-        .map(|from| libc::iovec { iov_base: base.wrapping_add(from).cast(), iov_len: PIECE.min(len - from) })
-        .collect();
-    // SAFETY: the pieces are the pool's mapping, which lives as long as the cache that Uring holds. The
-    // kernel pins the pages for as long as the ring lives.
-    unsafe { ring.submitter().register_buffers(&pieces) }
+fn note(flavour: Flavour) -> Option<String> {
+    (flavour != Flavour::Deferred).then(|| "deferred completions are not available".to_owned())
 }
 
 #[cfg(test)]

@@ -28,6 +28,6 @@ mod shared;
 pub mod space;
 pub mod stats;
 
-pub use pool::{ReactorPool, reactors};
+pub use pool::ReactorPool;
 pub use shared::ReactorRequest;
 pub use space::AddressSpace;

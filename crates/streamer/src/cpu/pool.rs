@@ -18,8 +18,7 @@ use crate::ledger::Ledger;
 use crate::session::Session;
 
 /// Returns the number of reactors: one for each processor, [`MAX_REACTORS`] at most.
-#[must_use]
-pub fn reactors() -> usize {
+fn reactors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS)
 }
 
@@ -32,7 +31,7 @@ pub struct ReactorPool {
 }
 
 impl ReactorPool {
-    /// Starts the reactor threads: [`reactors`] of them.
+    /// Starts the reactor threads: one for each processor, 8 at most.
     ///
     /// # Errors
     /// Fails when the kernel refuses descriptors, memory or threads.

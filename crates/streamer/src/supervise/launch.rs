@@ -60,27 +60,37 @@ pub struct ImageServerAddress {
 impl LaunchPlan {
     /// Checks an image and this kernel.
     ///
+    /// # Errors
+    /// The image cannot be served.
+    pub fn of(images: &Path) -> anyhow::Result<Self> {
+        let plan = Self::with_log(images)?;
+        if !plan.gpus {
+            Image::open(images)?;
+        }
+        Ok(plan)
+    }
+
+    /// The same for a streamer whose log says why it does not serve an image. An image without GPU state is left to it:
+    /// a planner's process for each of two checks would delay the restore.
+    ///
     /// CPU memory of an image with GPU state is loaded in the background only where the kernel can hold calls that
     /// register missing memory (decision 11).
     ///
     /// # Errors
     /// The image cannot be served.
-    pub fn of(images: &Path) -> anyhow::Result<Self> {
+    pub fn with_log(images: &Path) -> anyhow::Result<Self> {
         let directory = ImageDir::open(images)?;
         refuse_partial(&directory)?;
         let gpus =
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
-        let checked = if gpus { holds_calls() } else { Ok(()) };
-        let checked = checked.and_then(|()| Image::open(images).map(drop));
-        match checked {
-            Err(error) if gpus => {
-                // CRIU would read the holes of a partial parent. The planner refuses them in all other cases:
-                // only it may wait for the parent's file system.
-                directory.ancestors().iter().try_for_each(refuse_partial)?;
-                Ok(Self { gpus, eager: Some(format!("{error:#}")), from: None })
-            }
-            checked => checked.map(|()| Self { gpus, eager: None, from: None }),
+        let checked = if gpus { holds_calls().and_then(|()| Image::open(images).map(drop)) } else { Ok(()) };
+        let eager = checked.err().map(|error| format!("{error:#}"));
+        if eager.is_some() {
+            // CRIU would read the holes of a partial parent. The planner refuses them in all other cases: only it may
+            // wait for the parent's file system.
+            directory.ancestors().iter().try_for_each(refuse_partial)?;
         }
+        Ok(Self { gpus, eager, from: None })
     }
 
     /// Returns why all GPU memory of another host must be copied before the processes run; none if it may arrive later:

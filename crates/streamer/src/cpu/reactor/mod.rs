@@ -122,7 +122,7 @@ impl Reactor {
             debug!(%error, "no short time slice");
         }
         let budget = (Arc::clone(&shared.budget), Lane::Cpus);
-        let engine = Engine::new(Some(&shared.cache), Some(budget))?;
+        let engine = Engine::new(Some(budget))?;
         if let Some(note) = engine.note().filter(|_| index == 0) {
             info!("{note}");
         }
