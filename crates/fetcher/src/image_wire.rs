@@ -8,6 +8,7 @@ use std::rc::Rc;
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, PAGE};
 use rewake_image_io::BLOCK;
+use rewake_image_protocol::client::form_of;
 use rewake_image_protocol::compressed::{self, COMPRESSED_BLOCK, STORED_LENGTH};
 use rewake_image_protocol::message::{MessageError, printable, receive, send};
 use rewake_image_protocol::reply::What as Reply;
@@ -26,6 +27,7 @@ const LENGTH: usize = 4;
 /// Bytes of received replies: more than the longest message, or a block.
 const BUFFER: usize = 256 << 10;
 const _: () = assert!(BUFFER >= LENGTH + MAX_MESSAGE && BUFFER >= STORED_LENGTH + BLOCK);
+const _: () = assert!(BUFFER >= stored_parts::MAX_PART_BYTES);
 // Blocks are checked, so whole ones are written: a compressed one is such a block.
 const _: () = assert!(COMPRESSED_BLOCK == BLOCK && stored_parts::BLOCK == BLOCK);
 
@@ -53,7 +55,7 @@ pub(crate) struct ImageWire {
     files: Rc<[SparseFile]>,
     due: DueReply,
     received: ReceivedBytes,
-    /// A block that travelled compressed.
+    /// A block that travelled compressed, or in parts.
     block: Box<[u8]>,
     parts: PartReader,
     /// How many received bytes are the parts of that block, if it was restored from such.
@@ -124,7 +126,7 @@ impl ImageWire {
             return self.compressed(left);
         }
         if let DueReply::Stored(left) = self.due {
-            return self.stored(left);
+            return self.stored(left, expected);
         }
         let DueReply::Rest(left) = self.due else { return Ok(None) };
         let received = self.received.bytes().len();
@@ -143,10 +145,12 @@ impl ImageWire {
     }
 
     /// The same of a block that travels in parts.
-    fn stored(&mut self, left: u64) -> anyhow::Result<Option<(u64, &[u8])>> {
+    fn stored(&mut self, left: u64, expected: &FlightPages) -> anyhow::Result<Option<(u64, &[u8])>> {
+        let (file, offset, _) = self.range(expected)?;
         let block = &mut self.block[..next_block(left)];
         if self.restored.is_none() {
-            self.restored = self.parts.block(self.received.bytes(), block)?;
+            let place = || format!("offset {offset} of file {file} (`rewake verify` of its URL says more)");
+            self.restored = self.parts.block(self.received.bytes(), block).with_context(place)?;
         }
         Ok(self.restored.map(|_| ((block.len() as u64).div_ceil(PAGE), &*block)))
     }
@@ -207,7 +211,7 @@ impl ImageWire {
                     u64::from(length) == wanted,
                     "{length} bytes for a read of {wanted} from offset {offset} of file {file}"
                 );
-                match data.form() {
+                match form_of(&data)? {
                     DataForm::Plain => DueReply::Rest(wanted),
                     DataForm::Lz4 => DueReply::Compressed(wanted),
                     DataForm::Stored => DueReply::Stored(wanted),

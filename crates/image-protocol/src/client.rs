@@ -104,7 +104,7 @@ impl<S: Read + Write> ImageClient<S> {
     pub fn next_data(&mut self, into: &mut Vec<u8>) -> Result<u64, MessageError> {
         let length = self.outstanding.pop_front().expect("a read is outstanding");
         let form = match reply(&mut self.stream)? {
-            Replied::Data(data) if data.length == length => data.form(),
+            Replied::Data(data) if data.length == length => form_of(&data)?,
             Replied::Data(Data { length: sent, .. }) => {
                 return Err(MessageError::Unexpected {
                     expected: "the bytes of a read",
@@ -135,6 +135,15 @@ impl<S: Read + Write> ImageClient<S> {
         compressed::restore(&self.stored, block)?;
         Ok((STORED_LENGTH + self.stored.len()) as u64)
     }
+}
+
+/// The form of data, which this side must know.
+///
+/// # Errors
+/// It does not.
+pub fn form_of(data: &Data) -> Result<DataForm, MessageError> {
+    DataForm::try_from(data.form)
+        .map_err(|error| MessageError::Unexpected { expected: "the form of data", found: error.to_string() })
 }
 
 fn ask(stream: &mut impl Write, what: Requested) -> Result<(), MessageError> {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Data as a store has it: blocks of 64 KiB of the read from its start on, each as parts of stored blocks, which begin
-//! at other places. So the server does not decompress them, and each stored block is sent once.
+//! at other places. So the server decompresses nothing but a block of which a part is shorter than its stored form:
+//! no part has more stored bytes than bytes. What is wrong is found by the checksums of the manifest.
 //!
 //! A part is four little-endian `u32`s, and its bytes:
 //!
@@ -19,6 +20,10 @@ use crate::message::MessageError;
 pub const BLOCK: usize = 64 << 10;
 /// Bytes before those of a part.
 pub const PART_HEADER: usize = 16;
+/// Parts of a block at most: a store has chunks of whole pages, and zeros may lie between two.
+pub const MAX_PARTS: usize = 64;
+/// Bytes of all parts of a block at most: no part has more stored bytes than bytes.
+pub const MAX_PART_BYTES: usize = BLOCK + MAX_PARTS * PART_HEADER;
 
 /// The header of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,8 +53,8 @@ impl PartHeader {
         let [stored, frame, first, bytes] =
             [0, 1, 2, 3].map(|at| usize::try_from(u32::from_le_bytes(numbers[at])).unwrap_or(usize::MAX));
         let is_plain = frame == 0 && first == 0 && [0, bytes].contains(&stored);
-        let is_frame =
-            frame <= BLOCK && stored < frame && first.checked_add(bytes).is_some_and(|end| end <= frame);
+        let is_short = stored <= bytes && stored < frame && frame <= BLOCK;
+        let is_frame = is_short && first.checked_add(bytes).is_some_and(|end| end <= frame);
         if (1..=room).contains(&bytes) && (is_plain || is_frame) {
             return Ok(Some(Self { stored, frame, first, bytes }));
         }
@@ -132,6 +137,10 @@ impl PartReader {
 fn parts(received: &[u8], length: usize) -> Result<Option<Vec<PartHeader>>, MessageError> {
     let (mut parts, mut used, mut left) = (Vec::new(), 0, length);
     while left > 0 {
+        if parts.len() == MAX_PARTS {
+            let found = format!("{MAX_PARTS}, and {left} bytes are left");
+            return Err(MessageError::Unexpected { expected: "the parts of a block", found });
+        }
         let Some(part) = PartHeader::read(received.get(used..).unwrap_or_default(), left)? else {
             return Ok(None);
         };
@@ -199,12 +208,16 @@ mod tests {
             part(b"abcd", 0, 0, 3),
             part(&[], 1000, 0, 4),
             part(&text, 1000, usize::MAX, 4),
+            // More stored bytes than bytes.
+            part(&text, 1000, 0, 4),
         ];
         for bytes in refused {
             assert!(matches!(wrong(&bytes, 4), MessageError::Unexpected { .. }), "{bytes:?}");
         }
-        for bytes in [part(&text[1..], 1000, 0, 4), part(&text, 1001, 0, 4), part(&text, 999, 0, 4)] {
-            assert!(matches!(wrong(&bytes, 4), MessageError::Damaged(_)), "{bytes:?}");
+        let many = part(&[], 0, 0, 1).repeat(MAX_PARTS);
+        assert!(matches!(wrong(&many, MAX_PARTS + 1), MessageError::Unexpected { .. }));
+        for bytes in [part(&text[1..], 1000, 0, 99), part(&text, 1001, 0, 99), part(&text, 999, 0, 99)] {
+            assert!(matches!(wrong(&bytes, 99), MessageError::Damaged(_)), "{bytes:?}");
         }
     }
 

@@ -175,24 +175,14 @@ fn expect(image: &mut dyn OpenImage, read: RangeRead) -> bool {
 }
 
 /// Sends ranges of files in pieces.
+#[derive(Default)]
 struct RangeSender {
-    piece: Box<[u8]>,
+    piece: Vec<u8>,
     /// Pieces as they travel.
     stored: Vec<u8>,
     pace: ReplyPace,
     /// Whether the client takes data as a store has it.
     takes_stored: bool,
-}
-
-impl Default for RangeSender {
-    fn default() -> Self {
-        Self {
-            piece: vec![0; PIECE].into(),
-            stored: Vec::new(),
-            pace: ReplyPace::default(),
-            takes_stored: false,
-        }
-    }
 }
 
 impl RangeSender {
@@ -230,7 +220,8 @@ impl RangeSender {
                 DataForm::Stored => &self.stored,
                 DataForm::Lz4 => {
                     self.stored.clear();
-                    compressed::store(&self.piece[..piece], &mut self.stored);
+                    let blocks = self.piece[..piece].chunks(COMPRESSED_BLOCK);
+                    blocks.for_each(|block| compressed::store(block, &mut self.stored));
                     &self.stored
                 }
             };
@@ -251,7 +242,9 @@ impl RangeSender {
     /// Reads the next piece of a range: of stored data so many blocks that their parts are one. Returns its length.
     fn load(&mut self, image: &mut dyn OpenImage, form: DataForm, left: usize) -> anyhow::Result<usize> {
         if form != DataForm::Stored {
-            let piece = PIECE.min(left);
+            // A store may have damaged blocks: all are read before the reply begins.
+            let piece = if image.is_stored() { left } else { PIECE.min(left) };
+            self.piece.resize(piece.max(self.piece.len()), 0);
             return image.next(&mut self.piece[..piece]).map(|()| piece);
         }
         self.stored.clear();

@@ -17,6 +17,8 @@ use crate::store::ImageStore;
 
 /// Times that a chunk is read which is not what it was: the store may have answered with other bytes once.
 const ATTEMPTS: u32 = 3;
+/// A body with fewer bytes is copied.
+const SHORT_BODY: usize = 256 << 10;
 
 /// The chunks of an image. It takes some 200 bytes for each.
 #[derive(Debug)]
@@ -104,7 +106,9 @@ impl ChunkReader {
     async fn range(&self, pack: &str, range: Range<u64>) -> Result<Bytes> {
         let stored = self.store.get_range(PACKS, pack, range).await?;
         self.read.fetch_add(stored.len() as u64, Ordering::Relaxed);
-        Ok(stored)
+        // A short body may lie in a client's large buffer, all of which it would keep.
+        let is_short = stored.len() < SHORT_BODY;
+        Ok(if is_short { Bytes::copy_from_slice(&stored) } else { stored })
     }
 
     /// Returns how many bytes of memory the store has for one stored byte, at least 1.
@@ -114,7 +118,8 @@ impl ChunkReader {
         (sum(|at| at.length) / sum(ChunkLocation::stored_length).max(1)).max(1)
     }
 
-    fn locate_whole(&self, digest: Digest, length: u32) -> Result<&ChunkLocation> {
+    /// Returns where a chunk of this length is.
+    pub(crate) fn locate_whole(&self, digest: Digest, length: u32) -> Result<&ChunkLocation> {
         let at = self.locate(digest)?;
         if at.length != length {
             let what = format!("chunk {digest:.12} has {} bytes, expected {length}", at.length);

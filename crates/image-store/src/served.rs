@@ -3,7 +3,7 @@
 //!
 //! Bytes that are a part of a chunk are not checked here. The client does that, by the manifest.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
@@ -39,7 +39,7 @@ use crate::verify::manifest;
 /// Stored bytes of a connection that were read last, or are read ahead of it.
 const KEPT: usize = 8 << 20;
 /// The same of an image, for all of its connections.
-const KEPT_SHARED: usize = 32 << 20;
+const KEPT_SHARED: usize = 48 << 20;
 
 /// Bytes of ranges that a connection reads at once, if they are more than [`ALWAYS_AHEAD`]: 200 MB/s over 5 ms. All
 /// share the link, so more would keep the first one, which a program may wait for, back.
@@ -85,8 +85,7 @@ impl PinnedImage {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         let files = match &*files {
             Some(files) => {
-                // The client before may have found a damaged block.
-                files.reads.forget();
+                files.forget();
                 Arc::clone(files)
             }
             None => {
@@ -123,8 +122,12 @@ impl StoredChunk {
 
     /// Notes that blocks are requested.
     fn request(&self, blocks: &Range<usize>) {
-        let bits = blocks.clone().fold(0, |bits, block| bits | 1 << block);
-        self.requested.fetch_or(bits, Ordering::Relaxed);
+        self.requested.fetch_or(bits(blocks), Ordering::Relaxed);
+    }
+
+    /// Notes that they are not.
+    fn forget(&self, blocks: &Range<usize>) {
+        self.requested.fetch_and(!bits(blocks), Ordering::Relaxed);
     }
 
     /// Returns how many blocks after these are read with them: a store sends a few stored KiB as fast as a few bytes.
@@ -140,17 +143,15 @@ impl StoredChunk {
     }
 
     /// Returns those of these blocks that were not requested.
-    fn new_blocks(&self, blocks: &Range<usize>) -> Vec<Range<usize>> {
+    fn new_blocks(&self, blocks: Range<usize>) -> impl Iterator<Item = usize> + use<> {
         let requested = self.requested.load(Ordering::Relaxed);
-        let mut new: Vec<Range<usize>> = Vec::new();
-        for block in blocks.clone().filter(|block| requested & 1 << block == 0) {
-            match new.last_mut() {
-                Some(range) if range.end == block => range.end += 1,
-                _ => new.push(block..block + 1),
-            }
-        }
-        new
+        blocks.filter(move |block| requested & 1 << block == 0)
     }
+}
+
+/// A bit for each block.
+fn bits(blocks: &Range<usize>) -> u32 {
+    blocks.clone().fold(0, |bits, block| bits | 1 << block)
 }
 
 /// The files of an image of a store.
@@ -242,36 +243,69 @@ impl StoredFiles {
             return;
         };
         let wanted = self.ahead.note(file, range, found.length);
+        if wanted.is_empty() {
+            return;
+        }
+        let mut ahead = self.stored_bytes(found, &(range.end..wanted.start));
         for run in self.runs(found, &wanted) {
+            ahead += run.len();
             let start = run.parts.first().map_or(wanted.start, |(chunk, blocks)| {
                 wanted.start.max(found.chunks[*chunk].offset + (blocks.start * BLOCK) as u64)
             });
-            if !self.request_ahead(found, run, runtime) {
+            if ahead > self.ahead.stored_window || !self.request_ahead(file, found, run, runtime) {
                 return self.ahead.stop_at(file, &wanted, start);
             }
         }
     }
 
-    /// Returns what was not requested before of a range, in requests: their chunks by index.
-    fn runs(&self, file: &StoredFile, range: &Range<u64>) -> Vec<PackRun<usize>> {
-        let mut runs = Vec::new();
+    /// The chunks of a range that have bytes in the store, by index, and which blocks of each are in the range.
+    fn blocks_in<'a>(
+        &'a self,
+        file: &'a StoredFile,
+        range: &'a Range<u64>,
+    ) -> impl Iterator<Item = (usize, &'a ChunkLocation, Range<usize>)> {
         let first = file.chunks.partition_point(|chunk| chunk.end() <= range.start);
         let these =
             file.chunks.iter().enumerate().skip(first).take_while(|(_, chunk)| chunk.offset < range.end);
-        for (index, chunk) in these.filter(|(_, chunk)| !chunk.chunk.is_zero()) {
+        these.filter(|(_, chunk)| !chunk.chunk.is_zero()).filter_map(|(index, chunk)| {
             // An index that lacks the chunk is an error of its reads.
-            let Ok(at) = self.reader.locate(chunk.chunk.digest) else { continue };
+            let at = self.reader.locate_whole(chunk.chunk.digest, chunk.chunk.length).ok()?;
             let [start, end] = [range.start.max(chunk.offset), range.end.min(chunk.end())];
             let block = |at: u64| usize::try_from((at - chunk.offset) / BLOCK as u64).unwrap_or(usize::MAX);
-            for blocks in chunk.new_blocks(&(block(start)..block(end - 1) + 1)) {
-                pack_run::add(&mut runs, index, at, blocks, PIECE);
+            (start < end).then(|| (index, at, block(start)..block(end - 1) + 1))
+        })
+    }
+
+    /// The stored bytes of a range.
+    fn stored_bytes(&self, file: &StoredFile, range: &Range<u64>) -> u64 {
+        self.blocks_in(file, range).map(|(_, at, blocks)| blocks::stored(at, blocks) as u64).sum()
+    }
+
+    /// Returns what was not requested before of a range, in requests: their chunks by index.
+    fn runs(&self, file: &StoredFile, range: &Range<u64>) -> Vec<PackRun<usize>> {
+        let (mut runs, mut digests) = (Vec::new(), HashSet::new());
+        for (index, at, blocks) in self.blocks_in(file, range) {
+            let chunk = &file.chunks[index];
+            // Equal chunks are read once.
+            if !digests.insert(chunk.chunk.digest) {
+                continue;
+            }
+            for block in chunk.new_blocks(blocks).filter(|block| !self.reads.has(chunk.chunk.digest, *block))
+            {
+                pack_run::add(&mut runs, index, at, block..block + 1, PIECE);
             }
         }
         runs
     }
 
     /// Requests a run. Returns false if too much is in flight.
-    fn request_ahead(self: &Arc<Self>, file: &StoredFile, run: PackRun<usize>, runtime: &Handle) -> bool {
+    fn request_ahead(
+        self: &Arc<Self>,
+        number: u32,
+        file: &StoredFile,
+        run: PackRun<usize>,
+        runtime: &Handle,
+    ) -> bool {
         let length = run.len();
         if !self.ahead.begin(length) {
             return false;
@@ -280,7 +314,7 @@ impl StoredFiles {
         let (reader, pack, range) = (Arc::clone(&self.reader), run.pack, run.range);
         let bytes = async move { reader.stored_run(&pack, range).await.map_err(Arc::new) }.boxed().shared();
         let mut start = 0;
-        for (chunk, blocks) in run.parts {
+        for (chunk, blocks) in run.parts.clone() {
             let stored = &file.chunks[chunk];
             let Ok(at) = self.reader.locate(stored.chunk.digest) else { continue };
             stored.request(&blocks);
@@ -291,10 +325,28 @@ impl StoredFiles {
         }
         runtime.spawn(async move {
             // Who needs these bytes gets the error.
-            let _ = bytes.await;
+            if bytes.await.is_err() {
+                flight.files.forget_requested(number, &run.parts);
+            }
             drop(flight);
         });
         true
+    }
+
+    /// Forgets that blocks of a file were requested.
+    fn forget_requested(&self, file: u32, parts: &[(usize, Range<usize>)]) {
+        let Some(file) = file.checked_sub(1).and_then(|index| self.files.get(index as usize)) else { return };
+        for (chunk, blocks) in parts {
+            file.chunks[*chunk].forget(blocks);
+        }
+    }
+
+    /// Forgets what was read and what was requested: a client has found a damaged block, or was lost.
+    fn forget(&self) {
+        self.reads.forget();
+        for chunk in self.files.iter().flat_map(|file| &file.chunks) {
+            chunk.requested.store(0, Ordering::Relaxed);
+        }
     }
 
     /// Reads blocks of a chunk from the store.
@@ -310,12 +362,13 @@ impl StoredFiles {
     /// Reads a part of a chunk. It is not compared with the chunk's hash: a manifest has checksums of blocks.
     async fn part(&self, stored: &StoredChunk, part: Range<usize>) -> anyhow::Result<Vec<ChunkPart>> {
         let chunk = stored.chunk;
-        let at = self.reader.locate(chunk.digest)?;
+        let at = self.reader.locate_whole(chunk.digest, chunk.length)?;
         let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
-        let enlarged = blocks.start..blocks.end + stored.neighbours(at, &blocks);
-        stored.request(&enlarged);
-        let mut reads = self.reads.begin(chunk.digest, at, enlarged, |blocks| self.stored(chunk, blocks));
-        reads.retain(|(_, found)| found.start < blocks.end);
+        let more = stored.neighbours(at, &blocks);
+        let reads =
+            self.reads.begin(chunk.digest, at, blocks.clone(), more, |blocks| self.stored(chunk, blocks));
+        let end = reads.last().map_or(blocks.end, |(read, _)| read.blocks.end);
+        stored.request(&(blocks.start..end));
         let parts = reads.into_iter().map(async |(read, blocks)| {
             let bytes = part.start.max(blocks.start * BLOCK)..part.end.min(blocks.end * BLOCK);
             let (first, stored) = (read.blocks.start, read.wait().await?);

@@ -17,6 +17,9 @@ use crate::blocks;
 use crate::error::ImageStoreError;
 use crate::format::ChunkLocation;
 
+/// Bytes that a read takes beside the stored ones.
+const READ_COST: usize = 512;
+
 /// The stored bytes of a read; the error is one for all who wait.
 pub(crate) type ReadResult = Result<Bytes, Arc<ImageStoreError>>;
 
@@ -24,7 +27,8 @@ pub(crate) type ReadResult = Result<Bytes, Arc<ImageStoreError>>;
 #[derive(Debug, Clone)]
 pub(crate) struct SharedRead {
     pub(crate) blocks: Range<usize>,
-    /// Their stored bytes.
+    number: u64,
+    /// Bytes of memory: the stored ones, and what it takes itself.
     length: usize,
     result: Shared<BoxFuture<'static, ReadResult>>,
 }
@@ -33,17 +37,19 @@ pub(crate) struct SharedRead {
 #[derive(Debug)]
 pub(crate) struct SharedReads {
     recent: Mutex<RecentReads>,
-    /// Stored bytes that they have together.
+    /// Bytes of memory that they have together.
     limit: usize,
 }
 
 #[derive(Debug, Default)]
 struct RecentReads {
     of_chunks: HashMap<Digest, Vec<SharedRead>>,
-    /// The chunk of each read, the latest at the end.
-    order: VecDeque<Digest>,
-    /// Their stored bytes.
+    /// The chunk and the number of each read, the latest at the end.
+    order: VecDeque<(Digest, u64)>,
+    /// Bytes of memory that they have together.
     kept: usize,
+    /// Reads so far.
+    count: u64,
 }
 
 impl SharedRead {
@@ -57,7 +63,7 @@ impl SharedRead {
 }
 
 impl SharedReads {
-    /// Keeps so many stored bytes, and one read at least.
+    /// Keeps so many bytes, and one read at least.
     pub(crate) fn new(limit: usize) -> Self {
         Self { recent: Mutex::default(), limit }
     }
@@ -68,12 +74,13 @@ impl SharedReads {
     }
 
     /// Returns the reads that have these blocks of a chunk, in their order, and which ones each has. `read` begins one
-    /// where there is none.
+    /// where there is none: the last one with up to `more` blocks after these.
     pub(crate) fn begin<F>(
         &self,
         chunk: Digest,
         at: &ChunkLocation,
         blocks: Range<usize>,
+        more: usize,
         read: impl Fn(Range<usize>) -> F,
     ) -> Vec<(SharedRead, Range<usize>)>
     where
@@ -84,8 +91,9 @@ impl SharedReads {
         let (mut start, mut parts) = (blocks.start, Vec::new());
         while start < blocks.end {
             let found = recent.find(chunk, start).unwrap_or_else(|| {
-                let end = (start..blocks.end).find(|block| recent.find(chunk, *block).is_some());
-                let blocks = start..end.unwrap_or(blocks.end);
+                let longest = start..blocks.end + more;
+                let end = longest.clone().find(|block| recent.find(chunk, *block).is_some());
+                let blocks = start..end.unwrap_or(longest.end);
                 let bytes = read(blocks.clone());
                 let result = async move { bytes.await.map_err(Arc::new) };
                 recent.add(chunk, at, blocks, result)
@@ -96,6 +104,11 @@ impl SharedReads {
         }
         recent.keep(self.limit);
         parts
+    }
+
+    /// Returns whether a read has a block.
+    pub(crate) fn has(&self, chunk: Digest, block: usize) -> bool {
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner).find(chunk, block).is_some()
     }
 
     /// Adds a read of blocks that no other has.
@@ -126,33 +139,35 @@ impl RecentReads {
         blocks: Range<usize>,
         result: impl Future<Output = ReadResult> + Send + 'static,
     ) -> SharedRead {
-        let length = blocks::stored(at, blocks.clone());
-        let read = SharedRead { blocks, length, result: result.boxed().shared() };
+        let length = blocks::stored(at, blocks.clone()) + READ_COST;
+        self.count += 1;
+        let read = SharedRead { blocks, number: self.count, length, result: result.boxed().shared() };
         self.kept += length;
         self.of_chunks.entry(chunk).or_default().push(read.clone());
-        self.order.push_back(chunk);
+        self.order.push_back((chunk, self.count));
         read
     }
 
     /// Forgets reads of a chunk that have failed: the store may have the bytes by now.
     fn forget_failed(&mut self, chunk: Digest) {
         let Some(reads) = self.of_chunks.get_mut(&chunk) else { return };
-        for failed in reads.extract_if(.., |read| read.result.peek().is_some_and(Result::is_err)) {
+        let is_failed = |read: &mut SharedRead| read.result.peek().is_some_and(Result::is_err);
+        for failed in reads.extract_if(.., is_failed) {
             self.kept -= failed.length;
+            self.order.retain(|(_, number)| *number != failed.number);
+        }
+        if reads.is_empty() {
+            self.of_chunks.remove(&chunk);
         }
     }
 
-    /// Forgets the first reads, until the others have no more stored bytes than the limit.
+    /// Forgets the first reads, until the others have no more bytes than the limit.
     fn keep(&mut self, limit: usize) {
         while self.kept > limit && self.order.len() > 1 {
-            let Some(Entry::Occupied(mut reads)) =
-                self.order.pop_front().map(|chunk| self.of_chunks.entry(chunk))
-            else {
-                continue;
-            };
-            // It may have failed, and be forgotten.
-            if !reads.get().is_empty() {
-                self.kept -= reads.get_mut().remove(0).length;
+            let Some((chunk, number)) = self.order.pop_front() else { return };
+            let Entry::Occupied(mut reads) = self.of_chunks.entry(chunk) else { continue };
+            for read in reads.get_mut().extract_if(.., |read| read.number == number) {
+                self.kept -= read.length;
             }
             if reads.get().is_empty() {
                 reads.remove();
@@ -185,7 +200,7 @@ mod tests {
             let blocks = [vec![STORED - 1; 31], vec![SHORT - 1]].concat();
             let blocks = blocks.into_iter().map(|length| u16::try_from(length).unwrap()).collect();
             let at = ChunkLocation { pack: "p".into(), offset: 0, length: 2 << 20, blocks };
-            Self { runtime, reads: SharedReads::new(8 * STORED), at, begun: RefCell::default() }
+            Self { runtime, reads: SharedReads::new(8 * (STORED + READ_COST)), at, begun: RefCell::default() }
         }
 
         /// Reads blocks of a chunk of 32, each of which has its number in every stored byte. Returns the numbers.
@@ -201,7 +216,7 @@ mod tests {
                 }
             };
             let mut numbers = Vec::new();
-            for (read, wanted) in self.reads.begin(chunk, &self.at, blocks, read) {
+            for (read, wanted) in self.reads.begin(chunk, &self.at, blocks, 0, read) {
                 let first = read.blocks.start;
                 let stored = self.runtime.block_on(read.wait())?;
                 numbers.extend(wanted.map(|block| stored[(block - first) * STORED]));
@@ -235,7 +250,7 @@ mod tests {
             read(block..block + 1);
         }
         let recent = scene.reads.recent.lock().unwrap();
-        assert_eq!((recent.kept, recent.order.len()), (7 * STORED + SHORT, 8));
+        assert_eq!((recent.kept, recent.order.len()), (7 * STORED + SHORT + 8 * READ_COST, 8));
         assert_eq!(recent.of_chunks[&CHUNK].len(), 8);
     }
 
@@ -244,6 +259,26 @@ mod tests {
         let scene = Scene::new();
         assert!(scene.read(CHUNK, 0..1, true).unwrap_err().to_string().contains("it fails"));
         assert_eq!(scene.read(CHUNK, 0..1, false).unwrap(), [0]);
-        assert_eq!(scene.reads.recent.lock().unwrap().kept, STORED);
+        let recent = scene.reads.recent.lock().unwrap();
+        assert_eq!((recent.kept, recent.order.len()), (STORED + READ_COST, 1));
+    }
+
+    #[test]
+    fn a_new_read_takes_blocks_after_the_wanted_ones() {
+        let scene = Scene::new();
+        let begin = |blocks: Range<usize>| {
+            let read = |blocks: Range<usize>| {
+                scene.begun.borrow_mut().push(blocks);
+                async { Ok(Bytes::new()) }
+            };
+            let found = scene.reads.begin(CHUNK, &scene.at, blocks, 3, read);
+            found.into_iter().map(|(_, blocks)| blocks).collect::<Vec<_>>()
+        };
+        // Up to those of another read; none if another read has the last one.
+        for (blocks, expected) in [(4..5, 4..5), (1..2, 1..2), (5..6, 5..6), (0..2, 0..1)] {
+            assert_eq!(begin(blocks)[0], expected);
+        }
+        assert_eq!(scene.begun.take(), [4..8, 1..4, 0..1]);
+        assert!(scene.reads.has(CHUNK, 7) && !scene.reads.has(CHUNK, 8));
     }
 }
