@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{Daemon, DaemonOptions, has_namespaces, in_namespaces, timeline};
 use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_file, workers};
 use rewake_tests::held::Gate;
@@ -362,6 +363,40 @@ fn a_damaged_block_is_refused_and_fetched_again() {
     stored.scene.next_round().unwrap();
     restores(&stored, &[]);
     verify(&stored.cached()).unwrap();
+}
+
+/// It is found where blocks are decompressed, or by their checksums.
+#[test]
+fn a_store_with_damaged_blocks_ends_a_restore_and_is_named() {
+    let criu = need!(Criu::main());
+    let stored = StoredScene::new(&criu, "plain", MIB).unwrap();
+    let packs =
+        fs::read_dir(stored.folder().join("store/packs")).unwrap().flatten().map(|entry| entry.path());
+    let pack = packs.max_by_key(|path| fs::metadata(path).unwrap().len()).unwrap();
+    let right = fs::read(&pack).unwrap();
+    let mut wrong = right.clone();
+    let middle = right.len() / 2..right.len() * 3 / 4;
+    wrong[middle].iter_mut().for_each(|byte| *byte ^= 0x55);
+    fs::write(&pack, wrong).unwrap();
+
+    stored.scene.go().unwrap();
+    let began = Instant::now();
+    let output = stored.restore(&["--wait", "alive"]).unwrap().output().unwrap();
+    if output.status.success() {
+        let verdict = stored.scene.verdict(ACT).unwrap();
+        assert!(verdict.killed(), "{verdict:?} {}", said(&output));
+    } else {
+        assert_eq!((output.status.code(), &*stored.scene.written()), (Some(1), ""), "{}", said(&output));
+    }
+    assert!(began.elapsed() < ACT, "{:?}", began.elapsed());
+    let says = |log: &str| log.contains("`rewake verify` of its URL") || log.contains("has a wrong block");
+    let said_so = until(ACT, || says(&stored.daemon.log()).then_some(()));
+    assert!(said_so.is_some(), "{}", stored.daemon.log());
+    streamer_ended(&stored.scene).unwrap();
+    let url = format!("file://{}/store/web", stored.folder().display());
+    let output = Command::new(rewake().unwrap()).args(["verify", &url]).output().unwrap();
+    let pack = pack.file_name().unwrap().to_string_lossy();
+    assert!(!output.status.success() && said(&output).contains(&*pack), "{}", said(&output));
 }
 
 #[test]
