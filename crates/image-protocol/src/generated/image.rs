@@ -90,7 +90,7 @@ pub struct Data {
     /// The bytes of the request. They follow.
     #[prost(uint32, tag = "1")]
     pub length: u32,
-    /// How.
+    /// In which form.
     #[prost(enumeration = "DataForm", tag = "2")]
     pub form: i32,
 }
@@ -102,9 +102,13 @@ pub enum DataForm {
     /// In blocks of 64 KiB, the last one shorter: each as the number of its stored bytes, a little-endian u32, and these
     /// bytes, an LZ4 block. As many stored bytes as the block has are the block itself.
     Lz4 = 1,
-    /// In such blocks: each as parts of stored blocks. A part is four little-endian u32s: the number of its stored bytes,
-    /// which follow; the length of the stored block; the first byte of it; the bytes of the part. Without a stored block
-    /// the stored bytes are the part, or it is zeros. Else they are a zstd frame, or the last frame is used again.
+    /// In blocks of 64 KiB, the last one shorter: each as parts, until it is complete. A part is four little-endian u32s,
+    /// and the stored bytes:
+    ///    stored bytes | length of the stored block | first byte of it | bytes | what the part is
+    ///    0            | 0                          | 0                | n     | zeros
+    ///    n            | 0                          | 0                | n     | bytes as they are
+    ///    s, at most n | l                          | f                | n     | n bytes of a zstd frame of l, from f on
+    ///    0            | l                          | f                | n     | the same, of the connection's last frame
     Stored = 2,
 }
 impl DataForm {
