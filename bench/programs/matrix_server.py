@@ -23,6 +23,8 @@ def main():
     path, mib, matrix = sys.argv[1], int(sys.argv[2]), MATRICES[sys.argv[3]]
     indexes = numpy.arange(ROWS * ROWS, dtype=numpy.uint64).reshape(ROWS, ROWS)
     matrices = [matrix(indexes + numpy.uint64(number * ROWS * ROWS)) for number in range(mib // 8)]
+    # The image has no memory beside the matrices.
+    del indexes
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()

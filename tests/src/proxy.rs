@@ -10,7 +10,10 @@ use anyhow::{Context as _, ensure};
 use rewake_testkit::process::{MINUTE, until};
 use tempfile::TempDir;
 
-/// A running proxy; ended when dropped.
+/// The text for nginx that a site copies is the tested one.
+const PAGE: &str = include_str!("../../docs/oci.md");
+
+/// A running proxy, one process; ended when dropped.
 #[derive(Debug)]
 pub struct CachingProxy {
     child: Child,
@@ -37,27 +40,14 @@ impl CachingProxy {
     pub fn start(program: &Path, registry: u16) -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("rewake-proxy-").tempdir()?;
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
-        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
-            .map(|of| format!("{of}_temp_path {};\n", folder.path().join(of).display()))
-            .concat();
-        // The part of docs/oci.md, with the port of the registry.
-        let config = format!(
-            "daemon off;\npid {home}/pid;\nerror_log stderr;\nworker_processes 1;\nuser root;\nevents {{}}\n\
-             http {{\naccess_log off;\n{temporary}\
-             proxy_cache_path {home}/cache keys_zone=blobs:1m;\n\
-             server {{\n  listen 127.0.0.1:{port};\n  client_max_body_size 0;\n  proxy_set_header Host $http_host;\n\
-             location / {{ proxy_pass http://127.0.0.1:{registry}; }}\n\
-             location ~ ^/v2/.*/blobs/sha256: {{\n\
-             slice 1m;\n  proxy_set_header Range $slice_range;\n  proxy_set_header Host $http_host;\n\
-             proxy_cache blobs;\n  proxy_cache_key $uri$slice_range;\n  proxy_cache_valid 200 206 30d;\n\
-             proxy_cache_lock on;\n  proxy_pass http://127.0.0.1:{registry};\n}}\n}}\n}}\n",
-            home = folder.path().display(),
-        );
+        let config = config(folder.path(), port, registry).context("docs/oci.md has no text for nginx")?;
         let path = folder.path().join("nginx.conf");
         fs::write(&path, config)?;
         let log = File::create(folder.path().join("log"))?;
-        let mut command = Command::new(program);
-        command.arg("-p").arg(folder.path()).arg("-c").arg(&path).arg("-e").arg("stderr");
+        // A test that is killed leaves no proxy.
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]).arg(program).args(["-e", "stderr", "-p"]).arg(folder.path());
+        command.arg("-c").arg(&path);
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start nginx")?;
         let proxy = Self { child, port, _folder: folder };
@@ -79,4 +69,21 @@ impl Drop for CachingProxy {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// What the page has between the braces of `http`, before a registry of this host, whose ports have no TLS.
+fn config(home: &Path, port: u16, registry: u16) -> Option<String> {
+    let text = PAGE.split_once("```nginx\n")?.1.split_once("```")?.0;
+    let text = text
+        .replace("https://REGISTRY", &format!("http://127.0.0.1:{registry}"))
+        .replace("LISTEN", &format!("127.0.0.1:{port}"))
+        .replace("CACHE", &home.join("cache").display().to_string());
+    let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        .map(|of| format!("{of}_temp_path {};\n", home.join(of).display()))
+        .concat();
+    Some(format!(
+        "daemon off;\nmaster_process off;\npid {}/pid;\nerror_log stderr;\nuser root;\nevents {{}}\n\
+         http {{\naccess_log off;\n{temporary}{text}}}\n",
+        home.display()
+    ))
 }

@@ -6,7 +6,7 @@ use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::process::{Child, Command};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::signal::{Signal, kill};
@@ -17,8 +17,9 @@ use rewake_tests::daemon::{
 use rewake_tests::held::{Gate, latecomer, script};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
 use rewake_tests::plugins::rewake_alone;
-use rewake_tests::process::{children, streamer_of, until};
+use rewake_tests::process::{children, signal_group, streamer_of, until};
 use rewake_tests::scene::{ACT, END};
+use rewake_tests::sessions::{meets_a_missing_page, own_sessions, parked, recover, served_again};
 use rewake_tests::{Criu, Scene, Verdict, need, skip};
 use serde_json::Value;
 
@@ -165,26 +166,54 @@ fn three_restores_at_once_of_an_image_read_most_of_it_once() {
     }
 }
 
-/// The plugin sees no process of the streamer there, so the session itself gives the program its store.
+/// A command that runs `inner` as [`in_namespaces`] does, in namespaces that last for 100 s, or until their
+/// first process is killed.
+fn in_lasting_namespaces(inner: &Command, place: &Path, files: &Path) -> Command {
+    let mut first = Command::new("sh");
+    first.args(["-c", "\"$@\" > \"$0\" && exec sleep 100"]).arg(files.join("timeline"));
+    first.arg(inner.get_program()).args(inner.get_args());
+    first.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    in_namespaces(&first, place, files)
+}
+
+/// The plugin sees no process of the streamer there, so the session itself gives the program its store. A plugin that
+/// looked for one waited for 60 s, or until all memory was loaded.
 #[test]
-fn a_restore_in_another_pid_namespace_starts_at_once() {
+fn a_restore_in_another_pid_namespace_is_parked_at_once() {
     let criu = need!(Criu::main());
     if !has_namespaces() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
-    let scene = Scene::dumped(&criu, "plain", 256).unwrap();
+    own_sessions().unwrap();
+    let scene = Scene::dumped(&criu, "plain", 64).unwrap();
     let (daemon, files) = (Daemon::start().unwrap(), tempfile::tempdir().unwrap());
-    fs::write(files.path().join("go"), "").unwrap();
     let mut inner = daemon.restore(&criu, &scene.images()).unwrap();
-    inner.arg("-W").arg(scene.work()).args(["--", "-v4", "-L"]).arg(rewake_alone(files.path()).unwrap());
-    let output = in_namespaces(&inner, &scene.files(), files.path()).output().unwrap();
-    let result = timeline(&output).unwrap();
-    assert_eq!(fs::read_to_string(files.path().join("verdict")).unwrap(), "OK\n");
+    inner.args(["--on-demand-only=3600", "--wait=alive", "-W"]).arg(scene.work());
+    inner.args(["--", "-d", "-v4", "-L"]).arg(rewake_alone(files.path()).unwrap());
+    let mut container = in_lasting_namespaces(&inner, &scene.files(), files.path()).spawn().unwrap();
+    let result = || serde_json::from_slice(&fs::read(files.path().join("timeline")).ok()?).ok();
+    let result: Value = until(ACT + ACT, result).expect("it is restored");
+    assert!(result["alive_ms"].as_f64().unwrap() < 30_000.0, "{result}");
     let log = fs::read_to_string(scene.work().join("restore.log")).unwrap();
     assert!(log.contains("runs in another pid namespace: its session parks the store"), "{log}");
     assert!(!log.contains("Warn  (rewake_plugin)"), "{log}");
-    let [alive, resident] = ["alive_ms", "all_resident_ms"].map(|name| result[name].as_f64().unwrap());
-    assert!(alive < resident, "{result}");
+
+    // Its command line cannot be read while that page is missing.
+    let first = children(Pid::from_raw(container.id().cast_signed()))[0];
+    let target = children(first)[0];
+    assert!(parked(target, || false).unwrap());
+    let (supervisor, _) = streamer_of(daemon.pid());
+    signal_group(supervisor, &[Signal::SIGKILL]);
+    until(END, || session(&daemon.status().ok()?, "failed")).expect("every process of the streamer is gone");
+    fs::write(files.path().join("go"), "").unwrap();
+    assert!(meets_a_missing_page(target));
+    let verdict = files.path().join("verdict");
+    assert!(!verdict.exists(), "it reads no other byte");
+    assert_eq!(served_again(&recover().unwrap().output().unwrap()), 1);
+    let written = until(ACT, || fs::read_to_string(&verdict).ok().filter(|text| !text.is_empty()));
+    assert_eq!(written.as_deref(), Some("OK\n"));
+    kill(first, Signal::SIGKILL).unwrap();
+    container.wait().unwrap();
 }
 
 #[test]

@@ -218,7 +218,8 @@ impl SessionNote {
     /// # Errors
     /// `/proc` cannot be read.
     pub fn is_in_another_pid_namespace(&self) -> io::Result<bool> {
-        Ok(self.pid_namespace.is_some() && self.pid_namespace != own_pid_namespace()?)
+        let own = own_pid_namespace()?;
+        Ok(self.pid_namespace.is_some_and(|namespace| namespace != own))
     }
 
     /// Whether every process of the session's streamer has ended. Then its targets wait for `rewake recover`.
@@ -357,7 +358,13 @@ impl SessionNote {
             [number] => Phase::of(number).ok_or_else(|| format!("it has phase {number}, expected 1 to 3"))?,
             ref other => return Err(format!("line \"phase\": expected a number, found {}", other.len())),
         };
-        let pid_namespace = values("pid-namespace").ok().and_then(|values| NonZeroU64::new(*values.first()?));
+        let namespace = text.contains("\npid-namespace ").then(|| values("pid-namespace")).transpose()?;
+        let pid_namespace = match namespace.as_deref() {
+            // An earlier version has written the note.
+            None => None,
+            Some([number]) if *number > 0 => NonZeroU64::new(*number),
+            Some(other) => return Err(format!("line \"pid-namespace\": expected an inode, found {other:?}")),
+        };
         Ok(Self {
             folder: folder.to_owned(),
             starter: ProcessId { pid: int(pid)?, started },
@@ -373,8 +380,9 @@ impl SessionNote {
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn own_pid_namespace() -> io::Result<Option<NonZeroU64>> {
-    Ok(NonZeroU64::new(fs::metadata("/proc/self/ns/pid")?.ino()))
+pub fn own_pid_namespace() -> io::Result<NonZeroU64> {
+    let inode = fs::metadata("/proc/self/ns/pid")?.ino();
+    NonZeroU64::new(inode).ok_or_else(|| io::Error::other("/proc/self/ns/pid has inode 0"))
 }
 
 /// Returns the sockets that a process has open, by number and inode; none where it has ended. Where its first

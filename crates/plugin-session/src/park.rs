@@ -55,6 +55,7 @@ enum ParkError {
 }
 
 /// How to treat the tasks of a restore.
+#[derive(Debug)]
 enum Treatment {
     /// No session serves them.
     Leave,
@@ -90,7 +91,7 @@ impl Parking {
     }
 
     fn park(&self, host: &Host, tasks: &[i32]) {
-        let (note, store) = match self.plan(host) {
+        let (note, store) = match self.plan(|line| host.info(line)) {
             Ok(Treatment::Leave) => return,
             Ok(Treatment::Later(streamer)) => {
                 return host.info(format_args!("streamer {streamer} runs in another pid namespace: {LATER}"));
@@ -122,15 +123,16 @@ impl Parking {
         }
     }
 
-    /// Waits until the session has received what the tasks sent, and decides how to treat the tasks.
-    fn plan(&self, host: &Host) -> Result<Treatment, ParkError> {
+    /// Waits until the session has received what the tasks sent, and decides how to treat the tasks. `log` gets a line
+    /// when it waits.
+    fn plan(&self, log: impl Fn(&str)) -> Result<Treatment, ParkError> {
         let first = match &self.session {
             Ok(Some(note)) => note,
             Ok(None) => return Ok(Treatment::Leave),
             Err(error) => return Err(ParkError::Find(io::Error::other(error.to_string()))),
         };
         let start = Instant::now();
-        let (mut waits, mut is_unseen) = (false, false);
+        let (mut waits, mut was_looked_for) = (false, false);
         loop {
             // A session that has ended has killed the targets that it could not serve.
             let Some(note) = first.reread(&self.sessions).map_err(ParkError::Find)? else {
@@ -142,16 +144,16 @@ impl Parking {
                 _ if orphaned => return Ok(Treatment::Kill(note.starter.pid)),
                 Phase::Running => match note.store() {
                     Ok(store) => return Ok(Treatment::Park(note, store)),
-                    // No process has it that is visible here. Its last one may have ended since the look: the next look
-                    // says so.
+                    // No process has it that is visible here. The last one may have ended since the ledger was read:
+                    // the next round says so.
                     Err(error)
                         if error.raw_os_error() == Some(nix::libc::ESRCH)
                             && start.elapsed() <= RECEIVE_TIMEOUT =>
                     {
-                        if is_unseen && note.is_in_another_pid_namespace().map_err(ParkError::Find)? {
+                        if was_looked_for && note.is_in_another_pid_namespace().map_err(ParkError::Find)? {
                             return Ok(Treatment::Later(note.starter.pid));
                         }
-                        is_unseen = true;
+                        was_looked_for = true;
                         sleep(CHECK_INTERVAL);
                     }
                     Err(error) => return Err(ParkError::Store(note.starter.pid, error)),
@@ -161,7 +163,7 @@ impl Parking {
                 }
                 Phase::Restoring => {
                     if !waits {
-                        host.info(format_args!("streamer {}: {WAITS}", note.starter.pid));
+                        log(&format!("streamer {}: {WAITS}", note.starter.pid));
                     }
                     waits = true;
                     sleep(CHECK_INTERVAL);
@@ -184,3 +186,6 @@ fn park(note: &SessionNote, store: &OwnedFd, pid: i32) -> Result<Option<i32>, Pa
     }
     Ok(Some(with_tracee(pid, |task| task.give(store.as_fd()))??))
 }
+
+#[cfg(test)]
+mod tests;

@@ -65,7 +65,44 @@ fn place(package: &str, folder: &Path) -> anyhow::Result<()> {
     fs::rename(&fresh, &place).with_context(|| format!("rename {} to {}", fresh.display(), place.display()))
 }
 
+/// Whether the debug plugins were built after the release ones, or alone.
+pub(crate) fn is_release_stale() -> anyhow::Result<bool> {
+    Ok(is_newer(&folder(Profile::Debug)?, &folder(Profile::Release)?))
+}
+
+/// Whether the plugins of one folder are newer than those of another, which may have none.
+fn is_newer(one: &Path, other: &Path) -> bool {
+    let built =
+        |folder: &Path| fs::metadata(folder.join("rewake_plugin.so")).and_then(|file| file.modified()).ok();
+    built(one) > built(other)
+}
+
 /// The file's path, built or not.
 pub(crate) fn folder(profile: Profile) -> anyhow::Result<PathBuf> {
     Ok(repository::target()?.join(profile.folder()).join(FOLDER))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::time::{Duration, SystemTime};
+
+    use super::*;
+
+    #[test]
+    fn a_plugin_is_newer_than_an_earlier_or_a_missing_one() {
+        let home = std::env::temp_dir().join(format!("rewake-plugins-{}", std::process::id()));
+        let (one, other) = (home.join("one"), home.join("other"));
+        let build = |folder: &Path, second| {
+            fs::create_dir_all(folder).unwrap();
+            let file = File::create(folder.join("rewake_plugin.so")).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();
+        };
+        assert!(!is_newer(&one, &other));
+        build(&one, 1);
+        assert!(is_newer(&one, &other));
+        build(&other, 2);
+        assert!(!is_newer(&one, &other) && is_newer(&other, &one));
+        fs::remove_dir_all(home).unwrap();
+    }
 }

@@ -75,14 +75,18 @@ fn update() -> anyhow::Result<()> {
 
 /// Downloads a package into a folder, and returns its file. Nothing is installed.
 pub(super) fn download(package: &str, folder: &Path) -> anyhow::Result<PathBuf> {
-    update()?;
-    alone(|| {
-        let mut download = apt_get();
-        // The user `_apt` may not write into the folder: then apt says so, and downloads as root.
-        download.args(["download", package]).current_dir(folder);
-        download
-    })
-    .with_context(|| format!("download the Debian package {package}"))?;
+    let fetch = || {
+        alone(|| {
+            let mut download = apt_get();
+            // The user `_apt` may not write into the folder: then apt says so, and downloads as root.
+            download.args(["download", package]).current_dir(folder);
+            download
+        })
+    };
+    // This machine's lists may be too old, or missing.
+    fetch()
+        .or_else(|_| update().and_then(|()| fetch()))
+        .with_context(|| format!("download the Debian package {package}"))?;
     let entries = fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
     let mut paths = entries.flatten().map(|entry| entry.path());
     let found = paths.find(|path| path.extension().is_some_and(|extension| extension == "deb"));

@@ -34,6 +34,12 @@ pub(super) fn arguments(parts: &Parts) -> anyhow::Result<[&'static str; 2]> {
     Ok(["-accel", if answer == "yes" { "kvm" } else { "tcg,thread=single" }])
 }
 
+/// Whether machines are emulated here, as far as that is known: where `/dev/kvm` exists, the first machine tries it.
+pub(super) fn is_emulated() -> bool {
+    !Path::new("/dev/kvm").exists()
+        || fs::read_to_string(home().join("kvm")).is_ok_and(|answer| answer == "no")
+}
+
 /// Whether the kernel reaches the initramfs's first program, which powers the machine off.
 fn boots(parts: &Parts) -> anyhow::Result<bool> {
     let mut qemu = Command::new("setpriv");

@@ -20,6 +20,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 
+use crate::commands::plugin;
 use crate::{repository, root, setup};
 pub(crate) use options::{Disk, Options};
 pub(crate) use suite::Wanted;
@@ -28,6 +29,11 @@ pub(crate) use suite::Wanted;
 pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
     let options = Options::parse(words)?;
     root::become_root()?;
+    if plugin::is_release_stale()? {
+        say(
+            "the plugin in $REWAKE_PLUGIN is missing or older than the debug one: `cargo xtask plugin --release` builds it",
+        );
+    }
     let status = boot(&options)?;
     Ok(ExitCode::from(status))
 }

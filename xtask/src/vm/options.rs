@@ -8,6 +8,9 @@ use anyhow::{Context as _, bail, ensure};
 /// Space for the file system itself, with some to spare. MiB.
 const SMALLEST_DISK: u32 = 16;
 
+/// Memory of a machine unless `--mem` says otherwise, MiB.
+pub(super) const MEMORY: u32 = 4096;
+
 /// A kernel series of Debian, of which the newest is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Series {
@@ -79,7 +82,7 @@ impl Options {
         Self {
             series: Series::Linux6_12,
             processors: 2,
-            memory: 4096,
+            memory: MEMORY,
             module_arguments: String::new(),
             kernel_arguments: String::new(),
             disk: None,

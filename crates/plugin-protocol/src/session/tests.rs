@@ -18,7 +18,7 @@ fn note(socket: &UnixDatagram) -> SessionNote {
     SessionNote {
         folder: own().to_string(),
         starter: own(),
-        pid_namespace: own_pid_namespace().unwrap(),
+        pid_namespace: Some(own_pid_namespace().unwrap()),
         work: FileId { device: 37, inode: 1234 },
         store: Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino },
         phase: Phase::Running,
@@ -95,6 +95,8 @@ fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
     put(5, &text.replace("work 37", "work x"));
     put(6, &text);
     put(7, "");
+    put(12, &text.replace("pid-namespace ", "pid-namespace x"));
+    put(13, &format!("{}pid-namespace 0\n", text.split_once("pid-namespace").unwrap().0));
     fs::set_permissions(put(8, &text), fs::Permissions::from_mode(0o622)).unwrap();
     fs::remove_file(put(9, "")).unwrap();
     symlink(folder.join(NOTE), root.join("9-1").join(NOTE)).unwrap();
@@ -120,6 +122,8 @@ fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
         (8, "other users may write to it (mode 622)"),
         (9, "symbolic links"),
         (10, if geteuid().is_root() { "belongs to user 65534" } else { "no line" }),
+        (12, "line \"pid-namespace\": invalid digit"),
+        (13, "expected an inode, found [0]"),
     ];
     for (starter, text) in expected {
         assert!(reason(starter).contains(text), "{starter}: {}", reason(starter));

@@ -87,6 +87,6 @@ pub fn note(
     let number = slot.store.load(Ordering::Acquire);
     let store = Store { number, inode: store.inode() };
     let (folder, starter) = (starter.folder.clone(), starter.process);
-    let pid_namespace = own_pid_namespace()?;
+    let pid_namespace = Some(own_pid_namespace()?);
     Ok(SessionNote { folder, starter, pid_namespace, work: FileId::of(work)?, store, phase })
 }
