@@ -206,11 +206,21 @@ impl Migration {
     /// Whether the destination has written RELEASE.
     #[must_use]
     pub fn is_released(&self) -> bool {
+        self.destination_wrote("released")
+    }
+
+    /// Whether the destination has written that its program does not run there, after it was released.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.destination_wrote("\"has_ended\":true")
+    }
+
+    fn destination_wrote(&self, words: &str) -> bool {
         let folder = self.hosts.destination.path("/run/rewake/migrations");
         let entries = fs::read_dir(folder).into_iter().flatten().flatten();
         entries.into_iter().any(|entry| {
             let text = fs::read(entry.path().join("record")).unwrap_or_default();
-            String::from_utf8_lossy(&text).contains("released")
+            String::from_utf8_lossy(&text).contains(words)
         })
     }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Migrations over a slow link that is cut in each phase, and to hosts without room.
 
-use std::fs;
-use std::path::Path;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -110,6 +110,95 @@ fn a_program_lost_during_a_cut_is_reported_afterwards() {
     assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
     assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
     assert_eq!(migration.processes(), (0, 0));
+}
+
+/// The end of a connection does not say that the source has read what was sent on it.
+#[test]
+fn a_loss_whose_report_is_cut_is_reported_afterwards() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
+    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    link.slow_to(1);
+    let before = link.passed();
+    until(MINUTE, || (link.passed() > before).then_some(())).expect("bytes that keep all others back");
+    kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
+    until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
+    link.part();
+    sleep(Duration::from_secs(1));
+    assert!(!receive.has_ended(), "{}", migration.received());
+    link.slow_to(RATE);
+    link.join();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
+    assert_eq!(migration.processes(), (0, 0));
+}
+
+/// A user may end the wait for the source: its answer is in the record, for the next agent.
+#[test]
+fn a_later_agent_reports_a_loss_that_one_has_recorded() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
+    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    link.part();
+    kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
+    until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
+    receive.signal(Signal::SIGINT).unwrap();
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
+    assert_eq!(left_at(&migration), ["agent.sock", "lock", "record"]);
+    let _later = migration.receive(path(&criu)).unwrap();
+    link.join();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
+    let log = migration.received();
+    assert!(log.contains("its source may not know") && !log.contains("was killed"), "{log}");
+    assert!(until(MINUTE, || left_at(&migration).is_empty().then_some(())).is_some());
+}
+
+#[test]
+fn a_loss_that_no_source_asks_for_is_forgotten() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
+    let mut receive = migration.receive(path(&criu)).unwrap();
+    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
+    let _migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
+    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    link.part();
+    kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
+    until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
+    receive.signal(Signal::SIGINT).unwrap();
+    receive.ended().unwrap();
+    let [folder] = &ended_at(&migration)[..] else { panic!("{:?}", ended_at(&migration)) };
+    let long_ago = SystemTime::now() - 10 * MINUTE - Duration::from_secs(1);
+    File::open(folder.join("record")).unwrap().set_modified(long_ago).unwrap();
+    let _later = migration.receive(path(&criu)).unwrap();
+    until(MINUTE, || ended_at(&migration).is_empty().then_some(())).expect("no record");
+}
+
+/// The names of what the destination keeps of migrations that have ended.
+fn left_at(migration: &Migration) -> Vec<String> {
+    let files = ended_at(migration)
+        .into_iter()
+        .flat_map(|folder| fs::read_dir(folder).into_iter().flatten().flatten());
+    let mut names: Vec<_> = files.map(|file| file.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// The destination's folders of migrations that have ended.
+fn ended_at(migration: &Migration) -> Vec<PathBuf> {
+    let folders = fs::read_dir(migration.hosts.destination.path("/run/rewake/migrations"));
+    let folders = folders.into_iter().flatten().flatten().map(|folder| folder.path());
+    let ends = |folder: &PathBuf| {
+        fs::read_to_string(folder.join("record")).is_ok_and(|record| record.contains("\"has_ended\":true"))
+    };
+    folders.filter(ends).collect()
 }
 
 /// The process that serves the restored program's page faults.

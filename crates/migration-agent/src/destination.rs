@@ -32,15 +32,12 @@ use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::host::HostOffer;
 use crate::image_files;
 use crate::intake::Intake;
-use crate::lost_limit::{LOST_LIMIT, lost_limit};
+use crate::lost_limit::{GIVE_UP_LIMIT, LOST_LIMIT, lost_limit};
 use crate::page_client::{ClientProcess, PageClient};
 use crate::relay::PageRelay;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
 use crate::strangers::Strangers;
 
-/// Time without a connection after which missing memory is given up, or GRANT, which the source may have
-/// written: longer than the source's 300 s, by the time in which a lost connection is noticed.
-const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
 /// Time that the lazy-pages client has to listen, or to end.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 /// Time that CRIU has to end once its tasks are killed.
@@ -122,6 +119,7 @@ pub fn receive(
         may_be_granted: is_left,
         is_released: is_left,
         outcome: None,
+        ends_wait: false,
         work: place.work,
         folder: place.folder,
     };
@@ -158,6 +156,8 @@ struct DestinationAgent<'a> {
     may_be_granted: bool,
     is_released: bool,
     outcome: Option<DestinationOutcome>,
+    /// The user ends the wait for a source that is to be answered.
+    ends_wait: bool,
     /// CRIU's work directory.
     work: PathBuf,
     /// Dropped last.
@@ -167,25 +167,18 @@ struct DestinationAgent<'a> {
 impl DestinationAgent<'_> {
     fn run(mut self) -> DestinationReport {
         let outcome = loop {
-            if let Some(outcome) = self.outcome.take() {
-                break outcome;
+            if let Some(outcome) = &self.outcome {
+                break outcome.clone();
             }
-            match self.events.recv_timeout(TICK) {
-                Ok(event) => self.handle(event),
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
-            }
+            self.take_event();
             self.look();
         };
-        let is_restored = matches!(outcome, DestinationOutcome::Restored { .. });
-        let is_known = is_restored || !self.may_be_granted || self.has_source_read();
-        if let Some(link) = &self.link {
-            link.close();
-        }
-        if !is_restored {
-            self.entry.cgroup.release();
-        }
         if let Err(error) = fs::remove_dir_all(&self.work) {
             tracing::warn!(%error, "removing {}", self.work.display());
+        }
+        let is_known = matches!(outcome, DestinationOutcome::Restored { .. }) || self.answer_source();
+        if let Some(link) = &self.link {
+            link.close();
         }
         // A later agent answers the source by what is recorded.
         if is_known {
@@ -194,39 +187,50 @@ impl DestinationAgent<'_> {
         DestinationReport { outcome }
     }
 
-    /// Answers a source that may have given GRANT, and waits for what became of its program. It has read the answer
-    /// when it ends its connection; false: it did not in time.
-    fn has_source_read(&mut self) -> bool {
-        let start = Instant::now();
-        if self.link.is_none() {
+    /// Ends what the program had here, and answers a source that may have given GRANT until it confirms that. False:
+    /// it may not have the answer.
+    fn answer_source(&mut self) -> bool {
+        self.entry.cgroup.release();
+        self.folder.remove_images();
+        if !self.may_be_granted {
+            return true;
+        }
+        if let Err(reason) = self.write(DestinationEntry { has_ended: true, ..self.entry.clone() }) {
+            tracing::warn!("{reason}");
+        }
+        if self.link.is_none() && !self.machine.is_confirmed() {
             tracing::warn!("the source has no connection: this agent waits to answer it");
         }
-        while start.elapsed() < GIVE_UP_LIMIT {
-            match self.events.recv_timeout(TICK) {
-                Ok(DestinationEvent::Disconnected { number, is_ended: true })
-                    if number == self.link_number =>
-                {
-                    return true;
-                }
-                Ok(DestinationEvent::Abort) => return false,
-                Ok(event) => self.handle(event),
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
-            }
+        while !self.machine.is_confirmed()
+            && !self.ends_wait
+            && self.lost_since.is_none_or(|since| since.elapsed() < GIVE_UP_LIMIT)
+        {
+            self.take_event();
         }
-        false
+        self.machine.is_confirmed()
+    }
+
+    fn take_event(&mut self) {
+        match self.events.recv_timeout(TICK) {
+            Ok(event) => self.handle(event),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+        }
     }
 
     fn handle(&mut self, event: DestinationEvent) {
         match event {
             DestinationEvent::Connected(number, link) => {
-                if let Some(relay) = self.state.relay() {
+                // Pages of a program that was killed are not requested again.
+                if self.outcome.is_none()
+                    && let Some(relay) = self.state.relay()
+                {
                     relay.connect(Some(Arc::clone(&link)));
                 }
                 (self.link, self.link_number, self.lost_since) = (Some(link), number, None);
                 self.note_source();
                 self.step(DestinationInput::Connected);
             }
-            DestinationEvent::Disconnected { number, .. } if number == self.link_number => {
+            DestinationEvent::Disconnected(number) if number == self.link_number => {
                 self.link = None;
                 if let Some(relay) = self.state.relay() {
                     relay.connect(None);
@@ -238,7 +242,7 @@ impl DestinationAgent<'_> {
                 self.step(DestinationInput::Received(message));
             }
             // Of a connection that another one has replaced.
-            DestinationEvent::Disconnected { .. } | DestinationEvent::Received(..) => {}
+            DestinationEvent::Disconnected(_) | DestinationEvent::Received(..) => {}
             DestinationEvent::Script(CriuMoment::PostRestore, script) => {
                 self.script = Some(script);
                 self.ask_for_grant();
@@ -252,6 +256,7 @@ impl DestinationAgent<'_> {
                 self.is_reserving = false;
                 self.ask_for_grant();
             }
+            DestinationEvent::Abort if self.outcome.is_some() => self.ends_wait = true,
             DestinationEvent::Abort => self.step(DestinationInput::Abort),
         }
     }

@@ -34,11 +34,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// What an agent is waiting for.
 pub(crate) enum DestinationEvent {
     Connected(usize, Arc<FrameWriter>),
-    /// The source has ended the connection, or it is lost.
-    Disconnected {
-        number: usize,
-        is_ended: bool,
-    },
+    Disconnected(usize),
     Received(usize, FromSource),
     Script(CriuMoment, WaitingScript),
     /// This host was compared with an offer: what it lacks.
@@ -140,7 +136,7 @@ fn connection(
     let writer = Arc::new(FrameWriter::new(stream.clone()));
     sender.send(DestinationEvent::Connected(number, Arc::clone(&writer)))?;
     let ended = read_frames(&mut stream, &writer, number, state, sender);
-    sender.send(DestinationEvent::Disconnected { number, is_ended: ended.is_ok() })?;
+    sender.send(DestinationEvent::Disconnected(number))?;
     ended
 }
 

@@ -63,6 +63,7 @@ impl DestinationPlace {
             peer: None,
             client: None,
             restore: None,
+            has_ended: false,
             cgroup,
         };
         if let Err(error) = folder.write(&WrittenRecord::Destination(entry.clone())) {

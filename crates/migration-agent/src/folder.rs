@@ -7,6 +7,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::fcntl::{Flock, FlockArg};
@@ -59,6 +60,9 @@ pub(crate) struct DestinationEntry {
     pub(crate) client: Option<ClientProcess>,
     /// CRIU's restore, once it is started.
     pub(crate) restore: Option<ClientProcess>,
+    /// The program does not run here, and nothing of it is left: its source may ask for it.
+    #[serde(default)]
+    pub(crate) has_ended: bool,
     pub(crate) cgroup: TreeCgroup,
 }
 
@@ -115,6 +119,12 @@ impl MigrationFolder {
         read_record(&self.path)
     }
 
+    /// How long ago the record was written.
+    pub(crate) fn record_age(&self) -> Duration {
+        let written = fs::metadata(self.path.join(RECORD)).and_then(|record| record.modified());
+        written.ok().and_then(|written| written.elapsed().ok()).unwrap_or_default()
+    }
+
     /// Listens for CRIU's action scripts.
     pub(crate) fn listen(&self) -> anyhow::Result<UnixListener> {
         let path = socket(&self.path);
@@ -127,6 +137,12 @@ impl MigrationFolder {
         let listener = UnixListener::bind(&path).with_context(|| format!("binding {}", path.display()))?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
         Ok(listener)
+    }
+
+    /// Removes the image: the program does not run here.
+    pub(crate) fn remove_images(&self) {
+        // What cannot be removed is found again.
+        let _ = fs::remove_dir_all(self.images());
     }
 
     /// Removes the folder: the migration has ended.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How long a destination waits for a lost connection before it has asked for GRANT.
+//! How long a destination waits for a lost connection.
 
 use std::time::Duration;
 
@@ -7,6 +7,10 @@ use crate::host::HostOffer;
 
 /// Time without a connection before GRANT is asked for. It is longer for a source that accepts more.
 pub(crate) const LOST_LIMIT: Duration = Duration::from_secs(90);
+/// Time without a connection after which missing memory is given up, or GRANT, which the source may have
+/// written, or the confirmation of an answer. It is longer than the source's 300 s, by the time in which a lost
+/// connection is noticed.
+pub(crate) const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
 /// The most of it that a source may want.
 const LONGEST_LOST_LIMIT: Duration = Duration::from_secs(3600);
 /// Time in which a source notices that a connection is lost. Its own limit passes first, so it decides.

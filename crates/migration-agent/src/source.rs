@@ -21,8 +21,8 @@ use crate::held_dump::HeldDump;
 use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::pre_copy::PreCopyGoal;
-use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
-use crate::source_begin::{begin, earlier, start_of};
+use crate::script::{AgentCall, CriuMoment, WaitingScript};
+use crate::source_begin::{begin, earlier, forward_aborts, listen_to_scripts, start_of};
 use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
 use crate::tree_memory::TreeMemory;
 
@@ -32,6 +32,8 @@ const LOST_LIMIT: Duration = Duration::from_secs(5);
 const COMPARE_LIMIT: Duration = FILES_LIMIT.saturating_add(Duration::from_secs(40));
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
+/// Time that a destination has to end the connection on which its loss is confirmed.
+const CONFIRMATION_LIMIT: Duration = Duration::from_secs(10);
 /// Time between two looks at children and limits.
 const TICK: Duration = Duration::from_millis(20);
 
@@ -151,18 +153,6 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     Ok(agent.run())
 }
 
-fn listen_to_scripts(folder: &MigrationFolder, sender: SyncSender<SourceEvent>) -> anyhow::Result<()> {
-    let listener = folder.listen()?;
-    thread::spawn(move || {
-        script::receive(&listener, |call, script| sender.send(SourceEvent::Called(call, script)).is_ok());
-    });
-    Ok(())
-}
-
-fn forward_aborts(aborts: Receiver<()>, sender: SyncSender<SourceEvent>) {
-    thread::spawn(move || while aborts.recv().is_ok() && sender.send(SourceEvent::Abort).is_ok() {});
-}
-
 struct SourceAgent<'a> {
     machine: MigrationSource,
     options: &'a SourceOptions,
@@ -203,6 +193,9 @@ impl SourceAgent<'_> {
             }
             self.look();
         };
+        if matches!(outcome, SourceOutcome::Lost(_)) {
+            self.let_confirmation_arrive();
+        }
         self.use_link(None).inspect(|link| link.close());
         while let Ok(event) = self.events.try_recv() {
             if let SourceEvent::Called(AgentCall::Abort, caller) = event {
@@ -216,6 +209,17 @@ impl SourceAgent<'_> {
             self.folder.remove();
         }
         SourceReport { outcome, downtime, sent, rounds: self.shared.pre_copy.rounds(), stays_frozen }
+    }
+
+    /// Waits until the destination ends the connection. If this side did so while page requests arrive, what it sent
+    /// last could be lost.
+    fn let_confirmation_arrive(&mut self) {
+        let start = Instant::now();
+        while self.link.is_some() && start.elapsed() < CONFIRMATION_LIMIT {
+            if let Ok(event) = self.events.recv_timeout(TICK) {
+                self.handle(event);
+            }
+        }
     }
 
     fn handle(&mut self, event: SourceEvent) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a source begins: what an earlier agent has left, the tree's group, and the offer.
+//! How a source begins: what an earlier agent has left, the tree's group, who calls it, and the offer.
 
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::thread;
@@ -13,7 +13,7 @@ use crate::cgroup::{self, TreeCgroup};
 use crate::folder::{MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, new_id};
 use crate::host::HostOffer;
-use crate::script::AgentCall;
+use crate::script::{self, AgentCall};
 use crate::source::SourceOptions;
 use crate::source_link::SourceEvent;
 
@@ -97,6 +97,23 @@ fn described(events: &Receiver<SourceEvent>) -> anyhow::Result<HostOffer> {
             _ => {}
         }
     }
+}
+
+/// Listens for CRIU's action scripts, and for `rewake migrate --abort`.
+pub(crate) fn listen_to_scripts(
+    folder: &MigrationFolder,
+    sender: SyncSender<SourceEvent>,
+) -> anyhow::Result<()> {
+    let listener = folder.listen()?;
+    thread::spawn(move || {
+        script::receive(&listener, |call, script| sender.send(SourceEvent::Called(call, script)).is_ok());
+    });
+    Ok(())
+}
+
+/// Passes on the user's wishes to end the migration.
+pub(crate) fn forward_aborts(aborts: Receiver<()>, sender: SyncSender<SourceEvent>) {
+    thread::spawn(move || while aborts.recv().is_ok() && sender.send(SourceEvent::Abort).is_ok() {});
 }
 
 #[cfg(test)]

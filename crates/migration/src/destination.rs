@@ -134,6 +134,8 @@ pub struct MigrationDestination {
     withdraws: bool,
     /// GPU memory may arrive here while the program runs.
     gpu_on_demand: bool,
+    /// The source has said that the migration has ended there too.
+    is_confirmed: bool,
 }
 
 impl Default for MigrationDestination {
@@ -154,6 +156,7 @@ impl MigrationDestination {
             is_resident: false,
             withdraws: false,
             gpu_on_demand: false,
+            is_confirmed: false,
         }
     }
 
@@ -228,6 +231,12 @@ impl MigrationDestination {
         }
     }
 
+    /// Whether the source knows that the program does not run here: it asks no agent for it again.
+    #[must_use]
+    pub fn is_confirmed(&self) -> bool {
+        self.is_confirmed
+    }
+
     /// Whether the program runs, or may be released by a record that is being written.
     fn may_run(&self) -> bool {
         matches!(
@@ -239,6 +248,10 @@ impl MigrationDestination {
     fn received(&mut self, message: FromSource) -> Vec<DestinationOutput> {
         match (&self.state, message) {
             (_, FromSource::Hello { version }) => self.greet(version),
+            (DestinationPhase::Ended(_), FromSource::Abort(_) | FromSource::Discarded) => {
+                self.is_confirmed = true;
+                Vec::new()
+            }
             (DestinationPhase::Ended(outcome), _) => outcome.answer().into_iter().collect(),
             (DestinationPhase::New, FromSource::Offer(text)) => {
                 self.state = DestinationPhase::Comparing;
@@ -268,7 +281,10 @@ impl MigrationDestination {
             (DestinationPhase::Releasing | DestinationPhase::Released | DestinationPhase::Resident, _) => {
                 Vec::new()
             }
-            (_, FromSource::Abort(reason)) => self.end(&reason),
+            (_, FromSource::Abort(reason)) => {
+                self.is_confirmed = true;
+                self.end(&reason)
+            }
             (_, message) => self.end(&format!("the source sent {message:?}, which violates the protocol")),
         }
     }
@@ -354,7 +370,7 @@ impl MigrationDestination {
 }
 
 impl DestinationOutcome {
-    /// The answer to every message after the end.
+    /// The answer to a message after the end.
     fn answer(&self) -> Option<DestinationOutput> {
         let message = match self {
             Self::Restored { is_discarded: true } => return None,
@@ -443,10 +459,21 @@ mod tests {
     fn another_version_is_refused_by_name() {
         let mut destination = MigrationDestination::new();
         let outputs = received(&mut destination, FromSource::Hello { version: VERSION + 1 });
-        let reason = "the source speaks version 7 of the protocol, expected 6".to_owned();
+        let reason = "the source speaks version 8 of the protocol, expected 7".to_owned();
         assert!(
             outputs.contains(&DestinationOutput::End(DestinationOutcome::Aborted(reason))),
             "{outputs:?}"
         );
+    }
+
+    #[test]
+    fn a_lost_program_is_answered_until_the_source_confirms() {
+        let mut destination = released();
+        let _ = destination.step(DestinationInput::MemoryLost("lost".to_owned()));
+        let answer = DestinationOutput::Send(FromDestination::Abort("lost".to_owned()));
+        assert_eq!(received(&mut destination, FromSource::Grant), [answer]);
+        assert!(!destination.is_confirmed());
+        assert_eq!(received(&mut destination, FromSource::Discarded), []);
+        assert!(destination.is_confirmed());
     }
 }

@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol. A side that gets another one ends the migration.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// A message of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub enum FromSource {
     },
     /// The program runs at the destination from now on, and never at the source.
     Grant,
-    /// The source has killed its tree, after `Commit`.
+    /// The source has killed its tree, after `Commit`, or after the destination has said that the program is lost.
     Discarded,
     /// The migration has ended, and the program runs at the source.
     Abort(

@@ -97,6 +97,19 @@ pub enum SourceOutcome {
     ),
 }
 
+impl SourceOutcome {
+    /// The answer to a destination that has ended: no agent of the source asks for the program again.
+    fn confirmation(&self) -> Option<SourceOutput> {
+        let message = match self {
+            Self::Migrated | Self::Lost(_) | Self::Unknown(_) => FromSource::Discarded,
+            Self::Aborted(reason) => FromSource::Abort(reason.clone()),
+            // A later agent asks for it.
+            Self::Frozen(_) => return None,
+        };
+        Some(SourceOutput::Send(message))
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum SourcePhase {
     /// Waits for the destination's answer to the offer.
@@ -296,9 +309,10 @@ impl MigrationSource {
 
     /// The program does not run at the destination.
     fn gone(&mut self, reason: String) -> Vec<SourceOutput> {
-        match self.state {
+        match &self.state {
             // The record may say GRANT already: what the destination does is known when it is written.
-            SourcePhase::Granting | SourcePhase::Killing(_) | SourcePhase::Ended(_) => Vec::new(),
+            SourcePhase::Granting | SourcePhase::Killing(_) => Vec::new(),
+            SourcePhase::Ended(outcome) => outcome.confirmation().into_iter().collect(),
             SourcePhase::Granted => self.kill(SourceOutcome::Lost(reason)),
             _ => self.abort(reason),
         }
@@ -343,7 +357,9 @@ impl MigrationSource {
         let SourcePhase::Killing(outcome) = &self.state else { return Vec::new() };
         let outcome = outcome.clone();
         self.state = SourcePhase::Ended(outcome.clone());
-        let last = self.migrated().then_some(SourceOutput::Send(FromSource::Discarded));
+        // A destination that has not answered does not expect one.
+        let is_answer = matches!(outcome, SourceOutcome::Migrated | SourceOutcome::Lost(_));
+        let last = is_answer.then(|| outcome.confirmation()).flatten();
         last.into_iter().chain([SourceOutput::End(outcome)]).collect()
     }
 
@@ -374,5 +390,18 @@ mod tests {
             };
             assert!(source.has_granted());
         }
+    }
+
+    #[test]
+    fn a_destination_s_loss_is_confirmed_when_the_tree_is_killed() {
+        let (mut source, _) = MigrationSource::restarted(SourceRecord::Granted);
+        let lost = || SourceInput::Received(FromDestination::Abort("lost".to_owned()));
+        assert_eq!(source.step(lost()), [SourceOutput::Kill]);
+        assert_eq!(source.step(lost()), []);
+        let confirmation = SourceOutput::Send(FromSource::Discarded);
+        let end = SourceOutput::End(SourceOutcome::Lost("lost".to_owned()));
+        assert_eq!(source.step(SourceInput::Killed), [confirmation.clone(), end]);
+        // The first one was lost with its connection.
+        assert_eq!(source.step(lost()), [confirmation]);
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The rules that hold after each step, and at the end of a run.
 
-use rewake_migration::destination::{DestinationInput, DestinationOutcome};
+use rewake_migration::destination::{DestinationInput, DestinationOutcome, MigrationDestination};
 use rewake_migration::record::{DestinationRecord, SourceRecord};
 use rewake_migration::source::{SourceInput, SourceOutcome};
 
@@ -40,6 +40,12 @@ impl World {
         assert!(
             !self.mix.all_first || !is_granted || destination.missing() == 0,
             "GRANT while memory is missing at the destination\n{}",
+            self.story()
+        );
+        let is_confirmed = destination.agent.as_ref().is_some_and(MigrationDestination::is_confirmed);
+        assert!(
+            !is_confirmed || source.outcome.is_some(),
+            "the destination may forget what its source has not read\n{}",
             self.story()
         );
         let Some(frozen) = self.frozen else { return };
@@ -86,7 +92,21 @@ impl World {
         let source = self.source.outcome.is_some() || self.source.is_lost;
         // A destination that has no offer is not part of the migration.
         let destination = self.destination.outcome.is_some() || self.destination.record.is_none();
-        source && destination && self.pending.iter().all(|pending| *pending == Pending::WriteRelease)
+        source
+            && destination
+            && self.is_answered()
+            && self.pending.iter().all(|pending| *pending == Pending::WriteRelease)
+    }
+
+    /// Whether a source that can be answered has confirmed that the program is not at the destination.
+    fn is_answered(&self) -> bool {
+        let asks_later = matches!(self.source.outcome, Some(SourceOutcome::Frozen(_)));
+        let is_gone = matches!(
+            self.destination.outcome,
+            Some(DestinationOutcome::Aborted(_) | DestinationOutcome::Lost(_))
+        );
+        let agent = self.destination.agent.as_ref();
+        !is_gone || asks_later || self.source.is_lost || agent.is_some_and(MigrationDestination::is_confirmed)
     }
 
     /// Checks how a run of honest sides ended. Returns where the program is.
