@@ -17,11 +17,10 @@ const MOST_WINDOW: u64 = 64 << 20;
 /// Bytes between two reads that are still in order: the client has what is between them.
 const GAP: u64 = 2 * BLOCK as u64;
 
-/// Stored bytes of one request: they take 8 ms of a link of 1 Gbit/s. Who needs one of its blocks waits for all of it.
-/// A store reads more than it is asked for: half as many took a seventh longer.
-pub(crate) const PIECE: u64 = 1 << 20;
-/// Stored bytes that are requested ahead at least: they keep 1 Gbit/s busy over 32 ms, which is what stores take.
-const LEAST_AHEAD: u64 = 4 * PIECE;
+/// Stored bytes of one request: they take 4 ms of a link of 1 Gbit/s. Who needs one of its blocks waits for all of it.
+pub(crate) const PIECE: u64 = 512 << 10;
+/// Stored bytes that are requested ahead at least: two requests. A page fault elsewhere waits for them.
+const LEAST_AHEAD: u64 = 2 * PIECE;
 /// Stored bytes that are requested ahead at most: 8 MiB keep 3 Gbit/s busy over 20 ms.
 const MOST_AHEAD: u64 = 8 << 20;
 /// Requests ahead at once: some of those that a store may have are left for page faults.
@@ -213,7 +212,7 @@ mod tests {
         };
         assert_eq!(settled(5 * MILLISECOND), MOST_AHEAD);
         assert_eq!(settled(21 * MILLISECOND), LEAST_AHEAD);
-        let begun = [(); 5].map(|()| ahead.begin(PIECE));
-        assert_eq!(begun, [true, true, true, true, false]);
+        let begun = [(); 3].map(|()| ahead.begin(PIECE));
+        assert_eq!(begun, [true, true, false]);
     }
 }

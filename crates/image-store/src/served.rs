@@ -39,7 +39,7 @@ use crate::verify::manifest;
 /// Stored bytes of a connection that were read last, or are read ahead of it.
 const KEPT: usize = 8 << 20;
 /// The same of an image, for all of its connections.
-const KEPT_SHARED: usize = 48 << 20;
+const KEPT_SHARED: usize = 32 << 20;
 
 /// Bytes of ranges that a connection reads at once, if they are more than [`ALWAYS_AHEAD`]: 200 MB/s over 5 ms. All
 /// share the link, so more would keep the first one, which a program may wait for, back.
