@@ -41,6 +41,8 @@ pub const COMMAND: &str = "fetcher";
 const START_TIME: Duration = Duration::from_secs(20);
 /// Time in which a peer sends a byte of an answer that is due.
 const ANSWER_TIME: Duration = Duration::from_secs(30);
+/// Time in which the first streamer connects: the rest of the image is requested after it, not in front of it.
+const CLIENT_TIME: Duration = Duration::from_secs(1);
 /// Orders that are taken before the peer's answers are looked at.
 const ORDERS: usize = 64;
 
@@ -123,6 +125,8 @@ struct Fetcher {
     readers: Vec<File>,
     /// Streamers that share this fetcher with its owner.
     clients: FetchClients,
+    had_client: bool,
+    started: Instant,
     connections: [Option<Connection>; LANES],
     finishing: bool,
     fetched: u64,
@@ -160,6 +164,8 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
             queue,
             readers,
             clients,
+            had_client: false,
+            started: Instant::now(),
             connections,
             finishing,
             fetched,
@@ -199,7 +205,8 @@ impl Fetcher {
             }
             self.clients.take_orders(socket, &ready.clients, &mut self.queue);
             let mut requests: [Vec<FlightPages>; LANES] = Default::default();
-            let (now, with_rest) = (Instant::now(), self.clients.is_empty());
+            let (now, with_rest) =
+                (Instant::now(), self.clients.is_empty() && self.time_for_client().is_zero());
             while let Some(flight) = self.queue.next(self.presence.map(), now, with_rest)? {
                 requests[self.queue.lane(flight.class)].push(flight);
             }
@@ -250,10 +257,21 @@ impl Fetcher {
         Ok(())
     }
 
+    /// The time that is left for the first streamer to connect.
+    fn time_for_client(&self) -> Duration {
+        // An owner that is a streamer reads by itself.
+        if self.had_client || !self.readers.is_empty() {
+            Duration::ZERO
+        } else {
+            CLIENT_TIME.saturating_sub(self.started.elapsed())
+        }
+    }
+
     /// Serves one more streamer. One that is refused sees the end of its socket.
     fn add_client(&mut self, owner: BorrowedFd<'_>, socket: OwnedFd) -> anyhow::Result<()> {
         ensure!(matches!(self.memory, PeerMemory::Files(_)), "a page server's memory is not shared");
         self.clients.add(owner, socket);
+        self.had_client = true;
         Ok(())
     }
 
@@ -296,7 +314,7 @@ impl Fetcher {
 
     /// Waits for streamers and the peer, and takes what the peer has sent. Returns which streamers have sent orders.
     fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<ReadySockets, FetchEnd> {
-        let mut limit = None;
+        let mut limit = Some(self.time_for_client()).filter(|left| self.finishing && !left.is_zero());
         let (mut descriptors, mut lanes) = (vec![socket], Vec::new());
         for (lane, connection) in self.connections.iter().enumerate() {
             let Some(connection) = connection else { continue };
