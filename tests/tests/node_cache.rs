@@ -210,7 +210,7 @@ fn a_working_set_that_is_pushed_later_is_loaded_first() {
     assert!(recorded[0] == recorded[1], "it comes with the image");
     slow.stored.scene.go().unwrap();
     let record = slow.answers();
-    // Of requests that are under way at once some of the rest may arrive before the last of the working set.
+    // Of requests in flight some of the rest may arrive before the last of the working set.
     let samples = record["sampled_loads"].as_array().unwrap();
     let before_others = samples.iter().rfind(|loaded| loaded["background"] == 0).unwrap();
     let [first, all] =
