@@ -90,15 +90,38 @@ fn a_link_that_stays_cut_before_grant_leaves_the_program() {
     migration.expect_right_bytes().unwrap();
 }
 
+/// A migration over a link: the program was released, and lacks memory.
+struct Released {
+    migration: Migration,
+    receive: HostAgent,
+    link: SlowLink,
+    migrate: HostAgent,
+}
+
+impl Released {
+    fn of(criu: &Criu) -> Self {
+        let migration = Migration::started(criu, "random", 4 * MIB).unwrap();
+        let receive = migration.receive(path(criu)).unwrap();
+        let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
+        let migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
+        until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+        Self { migration, receive, link, migrate }
+    }
+}
+
+/// Both agents end, and say that the program is lost.
+fn expect_lost(migration: &Migration, migrate: &mut HostAgent, receive: &mut HostAgent) {
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
+    assert_eq!(migration.processes(), (0, 0));
+}
+
 /// Before that the destination's agent waits: no other process knows what became of the program.
 #[test]
 fn a_program_lost_during_a_cut_is_reported_afterwards() {
     let criu = need!(Criu::main());
-    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
-    let mut receive = migration.receive(path(&criu)).unwrap();
-    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
-    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    let Released { migration, mut receive, link, mut migrate } = Released::of(&criu);
     link.part();
     let waits = || migration.received().contains("the source has no connection").then_some(());
     let server = serves_page_faults(&migration).expect("lazy-pages");
@@ -106,21 +129,14 @@ fn a_program_lost_during_a_cut_is_reported_afterwards() {
     until(MINUTE, waits).expect("the agent waits for its source");
     assert!(!receive.has_ended());
     link.join();
-    let migrated = migrate.ended().unwrap();
-    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
-    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
-    assert_eq!(migration.processes(), (0, 0));
+    expect_lost(&migration, &mut migrate, &mut receive);
 }
 
 /// The end of a connection does not say that the source has read what was sent on it.
 #[test]
 fn a_loss_whose_report_is_cut_is_reported_afterwards() {
     let criu = need!(Criu::main());
-    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
-    let mut receive = migration.receive(path(&criu)).unwrap();
-    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
-    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    let Released { migration, mut receive, link, mut migrate } = Released::of(&criu);
     link.slow_to(1);
     let before = link.passed();
     until(MINUTE, || (link.passed() > before).then_some(())).expect("bytes that keep all others back");
@@ -131,21 +147,14 @@ fn a_loss_whose_report_is_cut_is_reported_afterwards() {
     assert!(!receive.has_ended(), "{}", migration.received());
     link.slow_to(RATE);
     link.join();
-    let migrated = migrate.ended().unwrap();
-    assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
-    assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
-    assert_eq!(migration.processes(), (0, 0));
+    expect_lost(&migration, &mut migrate, &mut receive);
 }
 
 /// A user may end the wait for the source: its answer is in the record, for the next agent.
 #[test]
 fn a_later_agent_reports_a_loss_that_one_has_recorded() {
     let criu = need!(Criu::main());
-    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
-    let mut receive = migration.receive(path(&criu)).unwrap();
-    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
-    let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    let Released { migration, mut receive, link, mut migrate } = Released::of(&criu);
     link.part();
     kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
     until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
@@ -164,11 +173,7 @@ fn a_later_agent_reports_a_loss_that_one_has_recorded() {
 #[test]
 fn a_loss_that_no_source_asks_for_is_forgotten() {
     let criu = need!(Criu::main());
-    let migration = Migration::started(&criu, "random", 4 * MIB).unwrap();
-    let mut receive = migration.receive(path(&criu)).unwrap();
-    let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
-    let _migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    let Released { migration, mut receive, link, migrate: _migrate } = Released::of(&criu);
     link.part();
     kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
     until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
