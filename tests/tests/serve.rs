@@ -200,6 +200,8 @@ fn a_restore_in_another_pid_namespace_is_parked_at_once() {
 
     // Its command line cannot be read while that page is missing.
     let first = children(Pid::from_raw(container.id().cast_signed()))[0];
+    let waits = || fs::read_to_string(format!("/proc/{first}/comm")).ok().filter(|name| name == "sleep\n");
+    until(END, waits).expect("its restore has ended: only the program is a child");
     let target = children(first)[0];
     assert!(parked(target, || false).unwrap());
     let (supervisor, _) = streamer_of(daemon.pid());

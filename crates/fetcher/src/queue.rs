@@ -55,6 +55,13 @@ pub(crate) const LANES: usize = 2;
 
 /// After this time without a demand request, no further one is expected.
 const QUIET_AFTER: Duration = Duration::from_millis(5);
+/// Places up to which threads have read in order.
+const PLACES: usize = 4;
+/// Pages after such a place that are still in order: the background load has some of those between.
+const NEAR: u64 = 2048;
+/// After this time without a demand elsewhere, the threads of a program read in order: the background, which follows
+/// them, is what they need next.
+const IN_ORDER_AFTER: Duration = Duration::from_millis(100);
 /// Requests of page faults in flight at most: a thread waits for each.
 const MAX_DEMANDS: usize = 64;
 /// Pages of larger demand requests in flight at most while page faults wait, and [`QUIET_AFTER`] longer: 256
@@ -132,6 +139,10 @@ pub(crate) struct FetchQueue {
     /// By connection.
     in_flight: [VecDeque<FlightPages>; LANES],
     last_demand: Option<Instant>,
+    /// The ends of demands, those of the last one at the end.
+    places: VecDeque<u64>,
+    /// When the last demand that follows none of them was added.
+    last_elsewhere: Option<Instant>,
     /// When the last demand of a block at most was added.
     last_small: Option<Instant>,
     window: BackgroundWindow,
@@ -151,6 +162,8 @@ impl FetchQueue {
             rest,
             in_flight: Default::default(),
             last_demand: None,
+            places: VecDeque::new(),
+            last_elsewhere: None,
             last_small: None,
             window: BackgroundWindow::new(),
             to_wake: ReaderSet::default(),
@@ -183,6 +196,9 @@ impl FetchQueue {
         let queue = match request.class {
             Class::Demand => {
                 self.last_demand = Some(now);
+                if !follows(&mut self.places, &wanted.pages) {
+                    self.last_elsewhere = Some(now);
+                }
                 if wanted.pages.end - wanted.pages.start > BLOCK_PAGES {
                     &mut self.large
                 } else {
@@ -270,7 +286,9 @@ impl FetchQueue {
             // The background would take the room that the next answer makes.
             return Ok(None);
         }
-        let is_busy = faults > 0 || large > 0 || is_recent(self.last_demand);
+        let in_order = self.last_elsewhere.is_some_and(|last| now - last > IN_ORDER_AFTER);
+        // On one connection, even what a thread reads next would wait for the background.
+        let is_busy = !(separate && in_order) && (faults > 0 || large > 0 || is_recent(self.last_demand));
         let window = match (separate, is_busy) {
             (false, _) => self.window.pages(is_busy),
             (true, true) => busy,
@@ -371,6 +389,16 @@ impl FetchQueue {
     }
 }
 
+/// Notes a demand. Returns whether it follows an earlier one.
+fn follows(places: &mut VecDeque<u64>, pages: &Range<u64>) -> bool {
+    let found = places.iter().rposition(|end| (*end..*end + NEAR).contains(&pages.start));
+    if found.is_some() || places.len() == PLACES {
+        places.remove(found.unwrap_or(0));
+    }
+    places.push_back(pages.end);
+    found.is_some()
+}
+
 /// Skips the first pages of a request that have arrived or are in flight.
 fn skip(wanted: &mut WantedPages, presence: &PresenceMap, in_flight: &mut [VecDeque<FlightPages>]) {
     while !wanted.pages.is_empty() {
@@ -407,7 +435,7 @@ mod tests {
 
     use super::*;
 
-    const CACHE: u64 = 1024;
+    const CACHE: u64 = 8192;
 
     struct Scene {
         queue: FetchQueue,
@@ -581,6 +609,32 @@ mod tests {
         assert_eq!([scene.next(), scene.next()], [Some(160..192), None], "another page fault is likely");
         scene.now += QUIET_AFTER;
         assert_eq!([scene.next(), scene.next()], [192..256, 256..320].map(Some));
+    }
+
+    #[test]
+    fn faults_in_order_leave_the_background_its_window() {
+        let mut scene = scene_with(vec![0..8000], OF_IMAGE_SERVER);
+        scene.add(Class::Background, 0, 4096..8000);
+        let mut fault = |scene: &mut Scene, page, after: Duration| {
+            scene.now += after;
+            scene.add(Class::Demand, 1, page..page + 1);
+            assert_eq!(scene.next(), Some(page..page + BLOCK_PAGES));
+            let background = scene.next().map(|pages| pages.end - pages.start);
+            scene.blocks(0, 1);
+            (0..background.unwrap_or(0) / BLOCK_PAGES).for_each(|_| {
+                scene.blocks(1, 1);
+            });
+            background
+        };
+        assert_eq!(fault(&mut scene, 16, Duration::ZERO), Some(32), "the first place");
+        assert_eq!(fault(&mut scene, 32, IN_ORDER_AFTER), Some(32));
+        assert_eq!(
+            fault(&mut scene, 64, QUIET_AFTER / 2),
+            Some(512),
+            "the background loads what they need next"
+        );
+        assert_eq!(fault(&mut scene, 3008, QUIET_AFTER / 2), Some(32), "elsewhere");
+        assert_eq!(fault(&mut scene, 3024, QUIET_AFTER / 2), Some(32), "another place is likely");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rewake_image_io::BLOCK;
 
@@ -19,8 +19,12 @@ const GAP: u64 = 2 * BLOCK as u64;
 
 /// Stored bytes of one request: they take 4 ms of a link of 1 Gbit/s. Who needs one of its blocks waits for all of it.
 pub(crate) const PIECE: u64 = 512 << 10;
-/// Stored bytes that are requested ahead at least: two requests. A page fault elsewhere waits for them.
+/// Stored bytes that are requested ahead at least while clients read elsewhere: two requests, for which those wait.
 const LEAST_AHEAD: u64 = 2 * PIECE;
+/// The same while all read in order: they keep a link of 1 Gbit/s busy while a store takes 30 ms for an answer.
+const LEAST_IN_ORDER: u64 = 8 * PIECE;
+/// After this time without a read elsewhere, no further one is expected.
+const IN_ORDER_AFTER: Duration = Duration::from_millis(100);
 /// Stored bytes that are requested ahead at most: 8 MiB keep 3 Gbit/s busy over 20 ms.
 const MOST_AHEAD: u64 = 8 << 20;
 /// Requests ahead at once: some of those that a store may have are left for page faults.
@@ -40,7 +44,7 @@ struct ReadPlace {
 }
 
 /// What is requested ahead.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct RequestsAhead {
     /// Used last at the end.
     places: Vec<ReadPlace>,
@@ -50,11 +54,15 @@ struct RequestsAhead {
     limit: u64,
     /// The time of the fastest answer.
     fastest: Option<Duration>,
+    /// When a client last read where none had read before.
+    elsewhere: Option<Instant>,
 }
 
 impl RequestsAhead {
     fn may_begin(&self) -> bool {
-        self.bytes < self.limit && self.requests < MOST_REQUESTS
+        let in_order = self.elsewhere.is_some_and(|last| last.elapsed() > IN_ORDER_AFTER);
+        let least = if in_order { LEAST_IN_ORDER } else { LEAST_AHEAD };
+        self.bytes < self.limit.max(least) && self.requests < MOST_REQUESTS
     }
 }
 
@@ -72,8 +80,7 @@ impl ReadAhead {
     /// have room in half of them, and what was read last in the other half. The caller bounds the stored bytes of a
     /// window: not all of an image compresses alike.
     pub(crate) fn new(kept: usize, compression: u64) -> Self {
-        let flight =
-            RequestsAhead { places: Vec::new(), requests: 0, bytes: 0, limit: LEAST_AHEAD, fastest: None };
+        let flight = RequestsAhead { limit: LEAST_AHEAD, ..Default::default() };
         let stored_window = (kept / 2 / PLACES) as u64;
         let window = (stored_window * compression).min(MOST_WINDOW);
         Self { flight: Mutex::new(flight), window, stored_window }
@@ -87,6 +94,14 @@ impl ReadAhead {
                 && place.end <= range.start
                 && range.start <= place.ahead.max(place.end.saturating_add(GAP))
         };
+        let is_near = |place: &ReadPlace| {
+            place.file == file
+                && place.end <= range.start.saturating_add(self.stored_window)
+                && range.start <= place.ahead.saturating_add(self.stored_window)
+        };
+        if !flight.places.iter().any(is_near) {
+            flight.elsewhere = Some(Instant::now());
+        }
         let Some(found) = flight.places.iter().rposition(follows) else {
             if flight.places.len() == PLACES {
                 flight.places.remove(0);
@@ -214,5 +229,21 @@ mod tests {
         assert_eq!(settled(21 * MILLISECOND), LEAST_AHEAD);
         let begun = [(); 3].map(|()| ahead.begin(PIECE));
         assert_eq!(begun, [true, true, false]);
+    }
+
+    #[test]
+    fn reads_in_order_have_more_in_flight_than_reads_elsewhere() {
+        let ahead = ReadAhead::new(KEPT, 1);
+        let begun = || (0..=MOST_REQUESTS).take_while(|_| ahead.begin(PIECE)).count();
+        read(&ahead, 1, 0);
+        assert_eq!(begun(), 2);
+        ahead.flight.lock().unwrap().elsewhere = Instant::now().checked_sub(2 * IN_ORDER_AFTER);
+        // Those that the background load has passed are near.
+        for at in [64, 1024, 512] {
+            read(&ahead, 1, at);
+        }
+        assert_eq!(begun(), 6, "eight are in flight");
+        read(&ahead, 1, 64 << 10);
+        assert!(!ahead.begin(PIECE));
     }
 }
