@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use nix::sys::signal::Signal;
+use rewake_testkit::until;
 
 use crate::criu::quiet;
 use crate::processes::{Process, check_interrupted};
@@ -14,6 +15,8 @@ use crate::watch::Watch;
 
 /// Time until it answers, and until it has ended.
 const LIMIT: Duration = Duration::from_secs(30);
+/// Time until its cache has all of an image.
+const COMPLETE: Duration = Duration::from_secs(120);
 /// Between two questions whether it answers.
 const PAUSE: Duration = Duration::from_millis(5);
 
@@ -62,6 +65,12 @@ impl Agent {
         let said = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "rewake {}: {said}", arguments.join(" "));
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Waits until its cache has all of an image.
+    pub(crate) fn has_image(&self) -> anyhow::Result<()> {
+        let done = || self.says(&["cache", "ls"]).is_ok_and(|list| list.contains(" complete "));
+        until(COMPLETE, || done().then_some(())).context("the cache has not all of the image")
     }
 
     /// Ends it. Returns the largest anonymous and shared memory of one of its processes, in bytes.

@@ -76,6 +76,8 @@ enum Command {
     /// Restores a process on a GPU alternately at once, with a background load of GPU memory, and with one of
     /// all memory (needs root, GPUs)
     Behind(behind::Options),
+    /// Restores a process on a GPU from a store, after a pull and at once (needs root, GPUs)
+    GpuStore(behind::stored::Options),
     /// Loads an image of GPU memory into this machine's memory, alternately with memcpy and fio (needs root)
     Engine(engine::Options),
     /// Compares ways to check blocks of an image while they are loaded
@@ -112,6 +114,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::MigratingWriter(options) => migrate::writer::run(&options),
         Command::Plugin(options) => plugin::run(&options),
         Command::Behind(options) => behind::run(&options),
+        Command::GpuStore(options) => behind::stored::run(&options),
         Command::Engine(options) => engine::run(&options),
         Command::Checksums(options) => checksums::run(&options),
         Command::Toucher(options) => touch::run(&options),

@@ -38,6 +38,8 @@ cargo xtask <command>
   bench migrate [options]    downtime and bytes of live migrations between two namespaces; `bench migrate --help`
   bench replicas [options]   replicas from a store behind 1 Gbit/s and 5 ms: first answers, bytes, eight at once, the
                              store's own rates beside restic; `bench replicas --help`
+  bench replicas --gpu [options]
+                             the first answer of a server on a GPU, from a store: in a virtual machine; 10 minutes
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
   bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
                              of GPU memory; how long a page fault waits: in virtual machines; 25 minutes

@@ -4,7 +4,7 @@
 //! xtask bench behind` makes machines where disk and copies are so slow that they are the limit, and not the
 //! processor.
 //!
-//! * [`round`]: a restore. [`table`]: the figures, and their required values.
+//! * [`round`]: a restore. [`table`]: the figures, and their required values. [`stored`]: restores from a store.
 //!
 //! The first table has seconds since the start of `criu restore`. It shows when that returns, when the first
 //! answer has arrived and is right, and when all memory is resident (the streamer has ended; at once: `criu
@@ -19,6 +19,7 @@
 //! engines, staging memory and CRIU.
 
 mod round;
+pub(crate) mod stored;
 mod table;
 
 use std::path::PathBuf;

@@ -69,7 +69,7 @@ pub(super) struct Behind {
 pub(super) struct Subject {
     app: App,
     pid: u32,
-    criu: Criu,
+    pub(super) criu: Criu,
     answer: Vec<u32>,
     own: bool,
     _folder: tempfile::TempDir,
@@ -148,7 +148,7 @@ impl Subject {
     }
 
     /// Requests one answer, which must be right.
-    fn answers(&self) -> anyhow::Result<()> {
+    pub(super) fn answers(&self) -> anyhow::Result<()> {
         let found = client::generate(self.app.socket(), &PROMPT, TOKENS)?;
         ensure!(found == self.answer, "the restored process answers {found:?}, expected {:?}", self.answer);
         Ok(())
@@ -172,7 +172,7 @@ impl Subject {
     }
 
     /// Checks its own memory, every byte, and ends it.
-    fn ends(&self) -> anyhow::Result<()> {
+    pub(super) fn ends(&self) -> anyhow::Result<()> {
         if self.own {
             client::ask(self.app.socket(), "own")?;
         }

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use super::stored::{Stored, complete, folder};
+use super::stored::{Stored, folder};
 use super::{Tools, run};
 use crate::agent::Agent;
 use crate::criu::Image;
@@ -130,7 +130,7 @@ fn from_store(dumped: &Dumped, agent: &Agent, url: &str, tools: &Tools, work: &P
         run(restore.arg("-W").arg(work).args(["--", "-d"]))?;
         Process::adopt(dumped.image.pid, "the restored process")
     })?;
-    complete(agent)?;
+    agent.has_image()?;
     drop(target);
     Ok(answered)
 }

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use anyhow::Context as _;
 
-use super::stored::{Stored, complete, folder};
+use super::stored::{Stored, folder};
 use super::{Options, Tools};
 use crate::lazy::Image;
 use crate::replicas::apart;
@@ -92,7 +92,7 @@ fn replicas(count: u64, tools: &Tools, stored: &Stored, work: &Path) -> anyhow::
         let result: serde_json::Value = serde_json::from_slice(&ended.output)?;
         last = last.max(result["alive_ms"].as_f64().with_context(|| format!("no alive_ms in {result}"))?);
     }
-    complete(&agent)?;
+    agent.has_image()?;
     let received = stored.link.passed() - before;
     let memory = agent.end()?;
     fs::remove_dir_all(work)?;

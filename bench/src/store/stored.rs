@@ -2,7 +2,6 @@
 //! An image in a store behind a link.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::Context as _;
 use rewake_testkit::seaweedfs::SeaweedServer;
@@ -10,9 +9,6 @@ use rewake_testkit::seaweedfs::SeaweedServer;
 use super::{ROUND_TRIP, Tools};
 use crate::agent::Agent;
 use crate::link::Link;
-
-/// Time until the cache has all of an image.
-const COMPLETE: Duration = Duration::from_secs(120);
 
 /// A store with one image, and the link to it. The image has a second name when it has a working set.
 #[derive(Debug)]
@@ -51,13 +47,6 @@ impl Stored {
         let cache = work.join("cache");
         Agent::start(&tools.rewake, work, &[Path::new("--cache"), &cache], &self.variables())
     }
-}
-
-/// Waits until the agent's cache has all of its image.
-pub(super) fn complete(agent: &Agent) -> anyhow::Result<()> {
-    let done = || agent.says(&["cache", "ls"]).is_ok_and(|list| list.contains(" complete "));
-    let complete = rewake_testkit::until(COMPLETE, || done().then_some(()));
-    complete.context("the cache has not all of the image")
 }
 
 /// Makes a folder.

