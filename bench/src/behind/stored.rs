@@ -13,6 +13,7 @@ use anyhow::{Context as _, ensure};
 use gpu_app::shape::{Mode, Shape};
 use rewake_testkit::process::output;
 use rewake_testkit::programs::rewake;
+use tempfile::TempDir;
 
 use super::LAYERS;
 use super::round::Subject;
@@ -26,10 +27,10 @@ use crate::report::{Spread, spread};
 #[command(args_override_self = true)]
 pub(crate) struct Options {
     /// Weights of the server in MiB, all random, which no CPU can access
-    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=4096))]
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=512))]
     mib: u64,
     /// Restores in each way
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=100))]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=5))]
     rounds: u64,
     /// Where the store lies: the disk that is measured
     #[arg(long)]
@@ -44,17 +45,17 @@ struct Round {
     second: f64,
 }
 
-/// The server's image in the store.
+/// The server's image in a store.
 struct Stored {
     subject: Subject,
-    store: PathBuf,
+    store: TempDir,
     url: String,
 }
 
 impl Stored {
     fn new(subject: Subject, dir: &Path) -> anyhow::Result<Self> {
-        let store = dir.join("store");
-        let url = format!("file://{}/server", store.display());
+        let store = tempfile::tempdir_in(dir).with_context(|| format!("a folder in {}", dir.display()))?;
+        let url = format!("file://{}/server", store.path().display());
         output(Command::new(rewake()?).arg("push").arg(subject.criu.images()).arg(&url))?;
         Ok(Self { subject, store, url })
     }
@@ -100,7 +101,7 @@ impl Stored {
 
     /// Makes the kernel drop what it has of the store.
     fn forget(&self) -> anyhow::Result<()> {
-        let mut all = files(&self.store)?;
+        let mut all = files(self.store.path())?;
         while let Some(at) = all.iter().position(|path| path.is_dir()) {
             let folder = all.swap_remove(at);
             all.extend(files(&folder)?);

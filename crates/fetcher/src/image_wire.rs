@@ -317,7 +317,7 @@ mod tests {
 
     fn flight(first: u64, pages: u64) -> FlightPages {
         let (class, readers) = (Class::Demand, ReaderSet::default());
-        FlightPages { first, pages, class, large: false, readers, sent: Instant::now() }
+        FlightPages { first, pages, class, large: false, elsewhere: false, readers, sent: Instant::now() }
     }
 
     fn wire() -> (ImageWire, UnixStream) {

@@ -58,9 +58,9 @@ const QUIET_AFTER: Duration = Duration::from_millis(5);
 /// Places up to which threads have read in order.
 const PLACES: usize = 4;
 /// Pages after such a place that are still in order: the background load has some of those between.
-const NEAR: u64 = 2048;
-/// After this time without a demand elsewhere, the threads of a program read in order: the background, which follows
-/// them, is what they need next.
+const IN_ORDER_PAGES: u64 = 2048;
+/// After this time without a demand elsewhere, threads read in order. Background requests for pages after them are for
+/// what they need next.
 const IN_ORDER_AFTER: Duration = Duration::from_millis(100);
 /// Requests of page faults in flight at most: a thread waits for each.
 const MAX_DEMANDS: usize = 64;
@@ -99,6 +99,8 @@ impl Waiting {
 struct WantedPages {
     pages: Range<u64>,
     readers: ReaderSet,
+    /// Whether it is a demand that follows no other.
+    elsewhere: bool,
 }
 
 /// A request in flight: of pages of the presence map.
@@ -111,6 +113,8 @@ pub(crate) struct FlightPages {
     pub(crate) class: Class,
     /// Whether it is a part of a demand for more than a block.
     pub(crate) large: bool,
+    /// Whether it is for a demand that follows no other.
+    pub(crate) elsewhere: bool,
     /// Readers to wake.
     pub(crate) readers: ReaderSet,
     /// When it was sent.
@@ -139,9 +143,9 @@ pub(crate) struct FetchQueue {
     /// By connection.
     in_flight: [VecDeque<FlightPages>; LANES],
     last_demand: Option<Instant>,
-    /// The ends of demands, those of the last one at the end.
+    /// The ends of demands for a block, that of the last one at the end.
     places: VecDeque<u64>,
-    /// When the last demand that follows none of them was added.
+    /// When the last demand was added that follows none of them, or is for more than a block.
     last_elsewhere: Option<Instant>,
     /// When the last demand of a block at most was added.
     last_small: Option<Instant>,
@@ -192,13 +196,15 @@ impl FetchQueue {
             let run = run_of(&self.runs, pages.start)?;
             pages = pages.start / unit * unit..end.next_multiple_of(unit).min(run.end);
         }
-        let wanted = WantedPages { pages, readers: ReaderSet::one(client, request.reader) };
+        let readers = ReaderSet::one(client, request.reader);
+        let mut wanted = WantedPages { pages, readers, elsewhere: false };
         let queue = match request.class {
             Class::Demand => {
                 self.last_demand = Some(now);
                 let is_large = wanted.pages.end - wanted.pages.start > BLOCK_PAGES;
                 // The background does not follow larger ones.
-                if is_large || !follows(&mut self.places, &wanted.pages) {
+                wanted.elsewhere = is_large || !follows(&mut self.places, &wanted.pages);
+                if wanted.elsewhere {
                     self.last_elsewhere = Some(now);
                 }
                 if is_large {
@@ -222,8 +228,11 @@ impl FetchQueue {
 
     /// Adds all pages, for when no reader waits for others.
     pub(crate) fn add_all(&mut self) {
-        let all =
-            self.runs.iter().map(|run| WantedPages { pages: run.clone(), readers: ReaderSet::default() });
+        let all = self.runs.iter().map(|run| WantedPages {
+            pages: run.clone(),
+            readers: ReaderSet::default(),
+            elsewhere: false,
+        });
         self.rest = all.collect();
     }
 
@@ -288,10 +297,9 @@ impl FetchQueue {
             // The background would take the room that the next answer makes.
             return Ok(None);
         }
-        let in_order = self.last_elsewhere.is_some_and(|last| now - last > IN_ORDER_AFTER);
-        // On one connection, even what a thread reads next would wait for the background.
         let faults_wait = faults > 0 || is_recent(self.last_demand);
-        let is_busy = large > 0 || faults_wait && !(separate && in_order);
+        // On one connection, even what a thread reads next would wait for the background.
+        let is_busy = large > 0 || faults_wait && !(separate && self.is_next_in_order(now));
         let window = match (separate, is_busy) {
             (false, _) => self.window.pages(is_busy),
             (true, true) => busy,
@@ -311,6 +319,18 @@ impl FetchQueue {
             return Ok(flight);
         }
         self.take(Waiting::Rest, room, presence, now)
+    }
+
+    /// Returns whether threads read in order, and the next background request is for what they need next.
+    fn is_next_in_order(&self, now: Instant) -> bool {
+        let is_after =
+            |place: &u64, page: u64| (*place..place.saturating_add(IN_ORDER_PAGES)).contains(&page);
+        self.last_elsewhere.is_some_and(|last| now - last > IN_ORDER_AFTER)
+            && !self.in_flight.iter().flatten().any(|flight| flight.elsewhere)
+            && self
+                .background
+                .front()
+                .is_some_and(|wanted| self.places.iter().any(|place| is_after(place, wanted.pages.start)))
     }
 
     /// Takes the first pages of a queue that are absent and not in flight.
@@ -346,18 +366,20 @@ impl FetchQueue {
                 !presence.has_page(*page) && !flying.iter().flatten().any(|of| covers(of, *page))
             };
             let limit = (first + most).min(run.end);
-            let mut readers = ReaderSet::default();
+            let (mut readers, mut elsewhere) = (ReaderSet::default(), false);
             let mut end = first;
             while let Some(wanted) = queue.front_mut().filter(|wanted| wanted.pages.start == end) {
                 end += (end..limit.min(wanted.pages.end)).take_while(needed).count() as u64;
                 readers.add(&wanted.readers);
+                elsewhere |= wanted.elsewhere;
                 wanted.pages.start = end;
                 if !wanted.pages.is_empty() {
                     break;
                 }
                 queue.pop_front();
             }
-            let flight = FlightPages { first, pages: end - first, class, large, readers, sent: now };
+            let flight =
+                FlightPages { first, pages: end - first, class, large, elsewhere, readers, sent: now };
             in_flight[lane].push_back(flight.clone());
             return Ok(Some(flight));
         }
@@ -370,7 +392,11 @@ impl FetchQueue {
         self.window.note(now - flight.sent, flight.class == Class::Background || flight.large);
         self.to_wake.add(&flight.readers);
         if pages < flight.pages {
-            let rest = WantedPages { pages: flight.first + pages..flight.end(), readers: flight.readers };
+            let rest = WantedPages {
+                pages: flight.first + pages..flight.end(),
+                readers: flight.readers,
+                elsewhere: flight.elsewhere,
+            };
             let queue = match flight.class {
                 Class::Demand if flight.large => &mut self.large,
                 Class::Demand => &mut self.demand,
@@ -392,9 +418,12 @@ impl FetchQueue {
     }
 }
 
-/// Notes a demand. Returns whether it follows an earlier one.
+/// Notes a demand for a block. Returns whether it follows an earlier one, or is for the same block.
 fn follows(places: &mut VecDeque<u64>, pages: &Range<u64>) -> bool {
-    let found = places.iter().rposition(|end| (*end..*end + NEAR).contains(&pages.start));
+    let in_order = |end: &u64| {
+        (end.saturating_sub(BLOCK_PAGES)..end.saturating_add(IN_ORDER_PAGES)).contains(&pages.start)
+    };
+    let found = places.iter().rposition(in_order);
     if found.is_some() || places.len() == PLACES {
         places.remove(found.unwrap_or(0));
     }
@@ -614,35 +643,90 @@ mod tests {
         assert_eq!([scene.next(), scene.next()], [192..256, 256..320].map(Some));
     }
 
+    /// A page fault on a block, so long after the last act. Returns how many pages are requested for the background
+    /// then. All of it arrives.
+    fn background_beside(scene: &mut Scene, page: u64, after: Duration) -> Option<u64> {
+        scene.now += after;
+        scene.add(Class::Demand, 1, page..page + 1);
+        assert_eq!(scene.next(), Some(page..page + BLOCK_PAGES));
+        let background = scene.next().map(|pages| pages.end - pages.start);
+        scene.blocks(0, 1);
+        (0..background.unwrap_or(0) / BLOCK_PAGES).for_each(|_| {
+            scene.blocks(1, 1);
+        });
+        background
+    }
+
     #[test]
     fn faults_in_order_leave_the_background_its_window() {
         let mut scene = scene_with(vec![0..4096, 4096..8000], OF_IMAGE_SERVER);
-        scene.add(Class::Background, 0, 4096..8000);
-        let fault = |scene: &mut Scene, page, after: Duration| {
-            scene.now += after;
-            scene.add(Class::Demand, 1, page..page + 1);
-            assert_eq!(scene.next(), Some(page..page + BLOCK_PAGES));
-            let background = scene.next().map(|pages| pages.end - pages.start);
-            scene.blocks(0, 1);
-            (0..background.unwrap_or(0) / BLOCK_PAGES).for_each(|_| {
-                scene.blocks(1, 1);
-            });
-            background
-        };
-        assert_eq!(fault(&mut scene, 16, Duration::ZERO), Some(32), "the first place");
-        assert_eq!(fault(&mut scene, 32, IN_ORDER_AFTER), Some(32));
-        assert_eq!(
-            fault(&mut scene, 64, QUIET_AFTER / 2),
-            Some(512),
-            "the background loads what they need next"
-        );
-        assert_eq!(fault(&mut scene, 3008, QUIET_AFTER / 2), Some(32), "elsewhere");
-        assert_eq!(fault(&mut scene, 3024, QUIET_AFTER / 2), Some(32), "another place is likely");
+        scene.add(Class::Background, 0, 1024..4096);
+        let mut beside = |page, after| background_beside(&mut scene, page, after);
+        assert_eq!(beside(16, Duration::ZERO), Some(32), "the first place");
+        assert_eq!(beside(32, IN_ORDER_AFTER), Some(32));
+        assert_eq!(beside(64, QUIET_AFTER / 2), Some(512), "the background loads what they need next");
+        assert_eq!(beside(5008, QUIET_AFTER / 2), Some(32), "elsewhere");
+        assert_eq!(beside(80, IN_ORDER_AFTER / 2), Some(32), "another place is likely");
+        assert_eq!(beside(5024, IN_ORDER_AFTER), Some(512), "two threads");
 
-        assert_eq!(fault(&mut scene, 3040, 2 * IN_ORDER_AFTER), Some(512));
-        scene.add(Class::Demand, 2, 3056..3120);
+        scene.add(Class::Demand, 2, 5040..5104);
         let next = [scene.next(), scene.next()].map(|pages| pages.map(|pages| pages.end - pages.start));
         assert_eq!(next, [Some(64), Some(32)], "the background does not follow larger demands");
+    }
+
+    #[test]
+    fn a_background_elsewhere_stays_small_beside_faults_in_order() {
+        let mut scene = scene_with(vec![0..4096, 4096..8000], OF_IMAGE_SERVER);
+        scene.add(Class::Background, 0, 4096..8000);
+        let mut beside = |page, after| background_beside(&mut scene, page, after);
+        assert_eq!(beside(16, Duration::ZERO), Some(32));
+        assert_eq!(beside(32, 2 * IN_ORDER_AFTER), Some(32));
+        assert_eq!(beside(48, QUIET_AFTER / 2), Some(32));
+    }
+
+    #[test]
+    fn the_background_stays_small_while_a_fault_elsewhere_waits() {
+        let mut scene = scene_with(vec![0..4096, 4096..8000], OF_IMAGE_SERVER);
+        scene.add(Class::Background, 0, 1024..4096);
+        assert_eq!(background_beside(&mut scene, 16, Duration::ZERO), Some(32));
+        scene.add(Class::Demand, 1, 5008..5009);
+        scene.now += 2 * IN_ORDER_AFTER;
+        scene.add(Class::Demand, 2, 32..33);
+        let next = [(); 3].map(|()| scene.next().map(|pages| pages.end - pages.start));
+        assert_eq!(next, [Some(16), Some(16), Some(32)]);
+    }
+
+    #[test]
+    fn two_threads_in_one_block_read_in_order() {
+        let mut scene = scene_with(vec![0..4096, 4096..8000], OF_IMAGE_SERVER);
+        scene.add(Class::Background, 0, 1024..4096);
+        scene.add(Class::Demand, 1, 16..17);
+        scene.now += IN_ORDER_AFTER;
+        scene.add(Class::Demand, 2, 17..18);
+        assert_eq!(scene.next(), Some(16..32));
+        assert_eq!(scene.next(), Some(1024..1056), "the first one was elsewhere");
+        scene.blocks(0, 1);
+        (0..2).for_each(|_| {
+            scene.blocks(1, 1);
+        });
+        assert_eq!(background_beside(&mut scene, 32, QUIET_AFTER / 2), Some(512));
+    }
+
+    #[test]
+    fn on_one_connection_faults_in_order_keep_the_background_small() {
+        let mut scene = scene_with(vec![0..4096, 4096..8000], OF_PAGE_SERVER);
+        scene.add(Class::Background, 0, 1024..4096);
+        let mut beside = |page: u64, after| {
+            scene.now += after;
+            scene.add(Class::Demand, 1, page..page + 16);
+            assert_eq!(scene.next(), Some(page..page + 16));
+            let background = scene.next().map_or(0, |pages| pages.end - pages.start);
+            scene.arrives(16);
+            scene.arrives(background);
+            background
+        };
+        let first = beside(16, Duration::ZERO);
+        assert_eq!([beside(32, 2 * IN_ORDER_AFTER), beside(48, QUIET_AFTER / 2)], [first; 2]);
     }
 
     #[test]

@@ -21,8 +21,10 @@ const GAP: u64 = 2 * BLOCK as u64;
 pub(crate) const PIECE: u64 = 512 << 10;
 /// Stored bytes that are requested ahead at least while clients read elsewhere: two requests, for which those wait.
 const LEAST_AHEAD: u64 = 2 * PIECE;
-/// The same while all read in order: they keep a link of 1 Gbit/s busy while a store takes 30 ms for an answer.
+/// The same while all read in order, if the store sends so many in [`IN_ORDER_TIME`]: a link of 1 Gbit/s stays busy
+/// while a store takes 30 ms for an answer. The first read elsewhere waits for all of them.
 const LEAST_IN_ORDER: u64 = 8 * PIECE;
+const IN_ORDER_TIME: Duration = Duration::from_millis(75);
 /// After this time without a read elsewhere, no further one is expected.
 const IN_ORDER_AFTER: Duration = Duration::from_millis(100);
 /// Stored bytes that are requested ahead at most: 8 MiB keep 3 Gbit/s busy over 20 ms.
@@ -52,16 +54,18 @@ struct RequestsAhead {
     requests: usize,
     bytes: u64,
     limit: u64,
-    /// The time of the fastest answer.
+    /// The time of the fastest answer, and the highest rate of one, in bytes a second.
     fastest: Option<Duration>,
-    /// When a client last read where none had read before.
+    rate: u64,
+    /// When a client last read near none of the places, or had that answer.
     elsewhere: Option<Instant>,
 }
 
 impl RequestsAhead {
     fn may_begin(&self) -> bool {
         let in_order = self.elsewhere.is_some_and(|last| last.elapsed() > IN_ORDER_AFTER);
-        let least = if in_order { LEAST_IN_ORDER } else { LEAST_AHEAD };
+        let in_time = self.rate.saturating_mul(IN_ORDER_TIME.as_millis() as u64) / 1000;
+        let least = if in_order { in_time.clamp(LEAST_AHEAD, LEAST_IN_ORDER) } else { LEAST_AHEAD };
         self.bytes < self.limit.max(least) && self.requests < MOST_REQUESTS
     }
 }
@@ -86,8 +90,9 @@ impl ReadAhead {
         Self { flight: Mutex::new(flight), window, stored_window }
     }
 
-    /// Notes that a client reads a range of a file. Returns the range to request ahead; mostly an empty one.
-    pub(crate) fn note(&self, file: u32, range: &Range<u64>, length: u64) -> Range<u64> {
+    /// Notes that a client reads a range of a file. Returns the range to request ahead, mostly an empty one, and
+    /// whether the read is elsewhere: near none of the places.
+    pub(crate) fn note(&self, file: u32, range: &Range<u64>, length: u64) -> (Range<u64>, bool) {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
         let follows = |place: &ReadPlace| {
             place.file == file
@@ -96,10 +101,11 @@ impl ReadAhead {
         };
         let is_near = |place: &ReadPlace| {
             place.file == file
-                && place.end <= range.start.saturating_add(self.stored_window)
-                && range.start <= place.ahead.saturating_add(self.stored_window)
+                && place.end <= range.start.saturating_add(self.window)
+                && range.start <= place.ahead.saturating_add(self.window)
         };
-        if !flight.places.iter().any(is_near) {
+        let elsewhere = !flight.places.iter().any(is_near);
+        if elsewhere {
             flight.elsewhere = Some(Instant::now());
         }
         let Some(found) = flight.places.iter().rposition(follows) else {
@@ -107,7 +113,7 @@ impl ReadAhead {
                 flight.places.remove(0);
             }
             flight.places.push(ReadPlace { file, end: range.end, ahead: range.end, window: 0 });
-            return 0..0;
+            return (0..0, elsewhere);
         };
         let mut place = flight.places.remove(found);
         place.end = range.end;
@@ -119,7 +125,13 @@ impl ReadAhead {
         let wanted = if is_due && start < end && flight.may_begin() { start..end } else { 0..0 };
         place.ahead = start.max(wanted.end);
         flight.places.push(place);
-        wanted
+        (wanted, elsewhere)
+    }
+
+    /// Notes that a client has the answer to a read elsewhere.
+    pub(crate) fn answered_elsewhere(&self) {
+        let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
+        flight.elsewhere = Some(Instant::now());
     }
 
     /// Notes that `bytes` are requested ahead. Returns false if no more may be in flight: the caller stops there.
@@ -150,6 +162,8 @@ impl ReadAhead {
         flight.requests -= 1;
         let fastest = flight.fastest.map_or(took, |fastest| fastest.min(took));
         flight.fastest = Some(fastest);
+        let rate = u128::from(bytes) * 1_000_000 / took.as_micros().max(1);
+        flight.rate = flight.rate.max(u64::try_from(rate).unwrap_or(u64::MAX));
         let limit = flight.limit;
         flight.limit = if took > 2 * fastest + QUEUE_TIME {
             (limit - PIECE).max(LEAST_AHEAD)
@@ -170,7 +184,7 @@ mod tests {
 
     /// Reads 64 KiB from an offset in KiB. Returns what is requested ahead, in KiB.
     fn read(ahead: &ReadAhead, file: u32, at: u64) -> Range<u64> {
-        let wanted = ahead.note(file, &(at * KIB..(at + 64) * KIB), LENGTH);
+        let (wanted, _) = ahead.note(file, &(at * KIB..(at + 64) * KIB), LENGTH);
         wanted.start / KIB..wanted.end / KIB
     }
 
@@ -231,19 +245,41 @@ mod tests {
         assert_eq!(begun, [true, true, false]);
     }
 
+    /// How many requests of a piece may be in flight, so long after the last read elsewhere.
+    fn in_flight(ahead: &ReadAhead, after: Duration) -> usize {
+        ahead.flight.lock().unwrap().elsewhere = Instant::now().checked_sub(after);
+        let begun = (0..=MOST_REQUESTS).take_while(|_| ahead.begin(PIECE)).count();
+        let mut flight = ahead.flight.lock().unwrap();
+        (flight.requests, flight.bytes) = (0, 0);
+        begun
+    }
+
     #[test]
     fn reads_in_order_have_more_in_flight_than_reads_elsewhere() {
         let ahead = ReadAhead::new(KEPT, 1);
-        let begun = || (0..=MOST_REQUESTS).take_while(|_| ahead.begin(PIECE)).count();
-        read(&ahead, 1, 0);
-        assert_eq!(begun(), 2);
-        ahead.flight.lock().unwrap().elsewhere = Instant::now().checked_sub(2 * IN_ORDER_AFTER);
-        // Those that the background load has passed are near.
-        for at in [64, 1024, 512] {
-            read(&ahead, 1, at);
+        // Answers that queue, the first of them at 58 MB/s.
+        for took in [9, 50, 50, 50] {
+            assert!(ahead.begin(PIECE));
+            ahead.end(PIECE, took * MILLISECOND);
         }
-        assert_eq!(begun(), 6, "eight are in flight");
-        read(&ahead, 1, 64 << 10);
-        assert!(!ahead.begin(PIECE));
+        assert_eq!(in_flight(&ahead, Duration::ZERO), 2);
+        assert_eq!(in_flight(&ahead, 2 * IN_ORDER_AFTER), 8);
+
+        let slow = ReadAhead::new(KEPT, 1);
+        assert!(slow.begin(PIECE));
+        slow.end(PIECE, 47 * MILLISECOND);
+        slow.flight.lock().unwrap().limit = LEAST_AHEAD;
+        assert_eq!(in_flight(&slow, 2 * IN_ORDER_AFTER), 2, "100 Mbit/s");
+    }
+
+    #[test]
+    fn reads_near_a_place_are_not_elsewhere() {
+        let ahead = ReadAhead::new(KEPT, 1);
+        let is_elsewhere = |file, at: u64| ahead.note(file, &(at * KIB..(at + 64) * KIB), LENGTH).1;
+        assert!(is_elsewhere(1, 64 << 10));
+        // After it, and what the background load has passed.
+        assert!(![(65 << 10), (64 << 10) + 64, 61 << 10].map(|at| is_elsewhere(1, at)).contains(&true));
+        assert!(is_elsewhere(1, 40 << 10));
+        assert!(is_elsewhere(2, 64 << 10), "another file");
     }
 }

@@ -237,14 +237,14 @@ impl StoredFiles {
         Ok(parts)
     }
 
-    /// Requests what follows a range, if its file is read in order.
-    fn read_ahead(self: &Arc<Self>, file: u32, range: &Range<u64>, runtime: &Handle) {
+    /// Requests what follows a range, if its file is read in order. Returns whether the read is elsewhere.
+    fn read_ahead(self: &Arc<Self>, file: u32, range: &Range<u64>, runtime: &Handle) -> bool {
         let Some(found) = file.checked_sub(1).and_then(|index| self.files.get(index as usize)) else {
-            return;
+            return false;
         };
-        let wanted = self.ahead.note(file, range, found.length);
+        let (wanted, elsewhere) = self.ahead.note(file, range, found.length);
         if wanted.is_empty() {
-            return;
+            return elsewhere;
         }
         let mut ahead = self.stored_bytes(found, &(range.end..wanted.start));
         for run in self.runs(found, &wanted) {
@@ -253,9 +253,11 @@ impl StoredFiles {
                 wanted.start.max(found.chunks[*chunk].offset + (blocks.start * BLOCK) as u64)
             });
             if ahead > self.ahead.stored_window || !self.request_ahead(file, found, run, runtime) {
-                return self.ahead.stop_at(file, &wanted, start);
+                self.ahead.stop_at(file, &wanted, start);
+                break;
             }
         }
+        elsewhere
     }
 
     /// The chunks of a range that have bytes in the store, by index, and which blocks of each are in the range.
@@ -460,8 +462,11 @@ impl OpenImage for OpenStoredImage {
             self.expected.drain(..place.map_or(self.expected.len(), |place| place + 1)).next_back();
         let expected = expected.filter(|_| place.is_some());
         let (_, _, read) = expected.unwrap_or_else(|| self.start(file, range.clone()));
-        self.files.read_ahead(file, &range, &self.runtime);
+        let elsewhere = self.files.read_ahead(file, &range, &self.runtime);
         self.left = self.runtime.block_on(read).context("a read ended early")??;
+        if elsewhere {
+            self.files.ahead.answered_elsewhere();
+        }
         Ok(())
     }
 

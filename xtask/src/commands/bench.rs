@@ -53,12 +53,12 @@ fn install_node() -> anyhow::Result<()> {
     if program::on_path("node") { Ok(()) } else { setup::install(&NODE) }
 }
 
-/// Ends as `rewake-bench store`, with `more` passed through; with `--gpu` first, runs `rewake-bench gpu-store` in a
-/// machine.
+/// Ends as `rewake-bench store`, with `more` passed through; with `--gpu`, runs `rewake-bench gpu-store` in a machine.
 pub(crate) fn replicas(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
-    if let ["--gpu", more @ ..] = more {
-        return STORE.run("gpu-store", &Programs::build()?, more);
+    if more.contains(&"--gpu") {
+        let more: Vec<&str> = more.iter().copied().filter(|option| *option != "--gpu").collect();
+        return STORE.run("gpu-store", &Programs::build()?, &more);
     }
     setup::install(&REPLICAS)?;
     install_node()?;
