@@ -21,10 +21,11 @@ const GAP: u64 = 2 * BLOCK as u64;
 pub(crate) const PIECE: u64 = 512 << 10;
 /// Stored bytes that are requested ahead at least while clients read elsewhere: two requests, for which those wait.
 const LEAST_AHEAD: u64 = 2 * PIECE;
-/// The same while all read in order, if the store sends so many in [`IN_ORDER_TIME`]: a link of 1 Gbit/s stays busy
+/// The same while all read in order, if the store sends so many in [`IN_ORDER_MS`]: a link of 1 Gbit/s stays busy
 /// while a store takes 30 ms for an answer. The first read elsewhere waits for all of them.
 const LEAST_IN_ORDER: u64 = 8 * PIECE;
-const IN_ORDER_TIME: Duration = Duration::from_millis(75);
+/// Milliseconds.
+const IN_ORDER_MS: u64 = 75;
 /// After this time without a read elsewhere, no further one is expected.
 const IN_ORDER_AFTER: Duration = Duration::from_millis(100);
 /// Stored bytes that are requested ahead at most: 8 MiB keep 3 Gbit/s busy over 20 ms.
@@ -64,7 +65,7 @@ struct RequestsAhead {
 impl RequestsAhead {
     fn may_begin(&self) -> bool {
         let in_order = self.elsewhere.is_some_and(|last| last.elapsed() > IN_ORDER_AFTER);
-        let in_time = self.rate.saturating_mul(IN_ORDER_TIME.as_millis() as u64) / 1000;
+        let in_time = self.rate / 1000 * IN_ORDER_MS;
         let least = if in_order { in_time.clamp(LEAST_AHEAD, LEAST_IN_ORDER) } else { LEAST_AHEAD };
         self.bytes < self.limit.max(least) && self.requests < MOST_REQUESTS
     }
