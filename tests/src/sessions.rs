@@ -7,11 +7,11 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
-use nix::sched::{CloneFlags, unshare};
 use nix::unistd::Pid;
+use rewake_testkit::hosts::own_tmpfs;
 
 pub use crate::process::waits_in_a_page_fault;
-use crate::process::{output, session, until};
+use crate::process::{session, until};
 use crate::scene::ACT;
 use crate::server::rewake;
 
@@ -26,11 +26,7 @@ const FAULT: Duration = Duration::from_secs(5);
 /// The kernel has no mount namespaces, or `mount` is missing.
 pub fn own_sessions() -> anyhow::Result<()> {
     fs::create_dir_all(FOLDER).context("create /run/rewake")?;
-    unshare(CloneFlags::CLONE_NEWNS).context("a mount namespace of this thread's own")?;
-    for arguments in [vec!["--make-rprivate", "/"], vec!["-t", "tmpfs", "tmpfs", FOLDER]] {
-        output(Command::new("mount").args(&arguments)).context("package mount")?;
-    }
-    Ok(())
+    own_tmpfs(FOLDER)
 }
 
 /// The folders of all streamers, dead or alive.

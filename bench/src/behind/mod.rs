@@ -67,6 +67,12 @@ struct Run {
     samples: Vec<Sample>,
 }
 
+/// A server with so many MiB of weights, which no CPU can access.
+fn server(mib: u64) -> Shape {
+    let layer_kib = mib * 1024 / LAYERS;
+    Shape { layers: LAYERS, layer_kib, cache_mib: 1, queues: 1, mode: Mode::NoAccess, ..Shape::small() }
+}
+
 /// Measures and prints the tables.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     ensure!(
@@ -75,16 +81,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     );
     eprintln!("measuring the disk and the copy engines");
     let limits = limits::measure(1, options.mib, &options.dir)?;
-    let shape = Shape {
-        layers: LAYERS,
-        layer_kib: options.mib * 1024 / LAYERS,
-        cache_mib: 1,
-        queues: 1,
-        own_mib: options.own_mib,
-        processes: options.processes,
-        mode: Mode::NoAccess,
-        ..Shape::small()
-    };
+    let shape = Shape { own_mib: options.own_mib, processes: options.processes, ..server(options.mib) };
     let subject = Subject::dumped(&shape, &options.dir)?;
     let mut samples = Vec::new();
     for round in 1..=options.rounds {

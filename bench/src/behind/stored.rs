@@ -10,13 +10,12 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use gpu_app::shape::{Mode, Shape};
 use rewake_testkit::process::output;
 use rewake_testkit::programs::rewake;
 use tempfile::TempDir;
 
-use super::LAYERS;
 use super::round::Subject;
+use super::server;
 use crate::agent::Agent;
 use crate::cache::{drop_files, files};
 use crate::limits::{self, MadeFor};
@@ -65,9 +64,9 @@ impl Stored {
         let pulled = self.pulled()?;
         let agent = Agent::start(&rewake()?, work, &[Path::new("--cache"), &work.join("cache")], &[])?;
         self.forget()?;
-        let first = self.restored(&agent, &work.join("first"))?;
+        let first = self.restored(&agent)?;
         agent.has_image()?;
-        let second = self.restored(&agent, &work.join("second"))?;
+        let second = self.restored(&agent)?;
         agent.end()?;
         Ok(Round { pulled, first, second })
     }
@@ -82,9 +81,9 @@ impl Stored {
         self.answered(start)
     }
 
-    fn restored(&self, agent: &Agent, work: &Path) -> anyhow::Result<f64> {
-        fs::create_dir(work).with_context(|| work.display().to_string())?;
-        let mut command = self.subject.criu.restore_from_store(&self.url, work)?;
+    fn restored(&self, agent: &Agent) -> anyhow::Result<f64> {
+        let work = tempfile::tempdir().context("a work directory")?;
+        let mut command = self.subject.criu.restore_from_store(&self.url, work.path())?;
         command.arg("--socket").arg(agent.socket()).args(["--wait=alive", "--", "-d", "-v4"]);
         let start = Instant::now();
         output(&mut command)?;
@@ -117,22 +116,12 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         "rewake-bench gpu-store restores processes with CRIU: run it as root"
     );
     let limits = limits::measure(1, options.mib, &options.dir)?;
-    let shape = Shape {
-        layers: LAYERS,
-        layer_kib: options.mib * 1024 / LAYERS,
-        cache_mib: 1,
-        queues: 1,
-        mode: Mode::NoAccess,
-        ..Shape::small()
-    };
     let memory = tempfile::tempdir().context("a folder in memory")?;
-    let stored = Stored::new(Subject::dumped(&shape, memory.path())?, &options.dir)?;
+    let stored = Stored::new(Subject::dumped(&server(options.mib), memory.path())?, &options.dir)?;
     let mut rounds = Vec::new();
     for round in 0..options.rounds {
-        let work = memory.path().join(format!("round-{round}"));
-        fs::create_dir(&work).with_context(|| work.display().to_string())?;
-        rounds.push(stored.round(&work).with_context(|| format!("round {round}"))?);
-        fs::remove_dir_all(&work).with_context(|| work.display().to_string())?;
+        let work = tempfile::tempdir_in(&memory).context("a folder for a round")?;
+        rounds.push(stored.round(work.path()).with_context(|| format!("round {round}"))?);
     }
     let cell =
         |value: &dyn Fn(&Round) -> f64| spread(Spread::of(rounds.iter().map(value).collect::<Vec<_>>()));

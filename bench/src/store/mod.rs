@@ -17,9 +17,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use nix::sched::{CloneFlags, unshare};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use rewake_process::descriptors;
+use rewake_testkit::hosts::own_tmpfs;
 
 use crate::criu::version;
 use crate::processes::catch_interrupts;
@@ -145,10 +145,7 @@ fn make_run_tmpfs() -> anyhow::Result<()> {
     // CRIU dumps no program with a descriptor of another mount namespace.
     // SAFETY: this program has just started, and has opened nothing.
     unsafe { descriptors::close_inherited()? };
-    unshare(CloneFlags::CLONE_NEWNS).context("a mount namespace")?;
-    run(Command::new("mount").args(["--make-rprivate", "/"]))?;
-    run(Command::new("mount").args(["-t", "tmpfs", "tmpfs", RUN]))?;
-    Ok(())
+    own_tmpfs(RUN)
 }
 
 /// Runs a command to its end. Returns what it wrote.

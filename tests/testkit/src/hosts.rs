@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Two hosts on one machine: each has network, pid and mount namespaces of its own, and a `/run/rewake`. The file
-//! system is shared, as a migration needs it.
+//! system is shared, as a migration needs it. [`own_tmpfs`] gives one thread a place of its own.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
-use nix::sched::{CloneFlags, setns};
+use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -208,4 +208,16 @@ impl HostPair {
 pub fn entered(nsenter: &Child) -> anyhow::Result<Pid> {
     let found = until(ENTER_LIMIT, || children(nsenter.id().pid()).first().copied());
     found.context("a command of a host has ended")
+}
+
+/// Mounts a tmpfs at a place, for the calling thread and all that it starts from now on.
+///
+/// # Errors
+/// The kernel has no mount namespaces, or `mount` is missing.
+pub fn own_tmpfs(place: &str) -> anyhow::Result<()> {
+    unshare(CloneFlags::CLONE_NEWNS).context("a mount namespace of this thread's own")?;
+    for arguments in [vec!["--make-rprivate", "/"], vec!["-t", "tmpfs", "tmpfs", place]] {
+        output(Command::new("mount").args(&arguments)).context("package mount")?;
+    }
+    Ok(())
 }
