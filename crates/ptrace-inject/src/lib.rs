@@ -12,7 +12,7 @@
 //!   lacks.
 //!
 //! Medians on a machine with two cores and a load of ten (Linux 6.18, EPYC; `cargo test --release -p
-//! rewake-ptrace-inject --test measure -- --ignored --nocapture`):
+//! rewake-ptrace-inject measure -- --ignored --nocapture`):
 //! * [`with_stopped`]: 0.3 to 0.6 ms for one sleeping thread, 1.0 to 1.4 ms for 16. For 16 computing threads
 //!   0.1 to 0.2 s, as each must get a CPU to reach its stop.
 //! * An injected call: 37 to 60 us.

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tests of the crate as its users see it.
+
+mod cache;
+mod common;
+mod engines;
+mod file;
+mod transfers;
+mod verification;

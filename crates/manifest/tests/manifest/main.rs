@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tests of the crate as its users see it.
+
+mod checksums;
+mod seal_and_verify;

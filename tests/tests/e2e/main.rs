@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The end to end tests with the real CRIU. Each module is a suite of its own: `cargo xtask test` runs one after the
+//! other, so that their tests share no process.
+
+mod bad_images;
+mod clones;
+mod container;
+mod dump;
+mod events;
+mod family;
+mod handshake;
+mod hollow;
+mod incremental;
+mod isolation;
+mod killed_daemon;
+mod layout;
+mod metrics;
+mod migrate;
+mod migrate_crash;
+mod migrate_link;
+mod migrate_pre_copy;
+mod migrate_redis;
+mod migrate_tls;
+mod node_cache;
+mod oci;
+mod options;
+mod page_server_client;
+mod page_server_dump;
+mod page_server_input;
+mod page_server_lazy;
+mod page_server_lost;
+mod page_server_parent;
+mod page_server_tls;
+mod page_server_tls_client;
+mod plain;
+mod plugin_abi;
+mod plugin_aside;
+mod plugin_hooks;
+mod plugin_mappings;
+mod pull;
+mod recover;
+mod refused;
+mod restore_from;
+mod rewake_plugin;
+mod seal;
+mod sealed_restore;
+mod serve;
+mod serve_gpus;
+mod signals;
+mod store;
+mod store_s3;
+mod working_set;
