@@ -5,12 +5,11 @@
 
 mod apt;
 mod commands;
-mod expected;
 mod program;
-mod record;
 mod repository;
 mod root;
 mod setup;
+mod suite;
 mod tidy;
 mod vm;
 

@@ -4,9 +4,12 @@
 
 use std::process::Command;
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 
-use crate::record::Record;
+use crate::suite::budget::Budget;
+use crate::suite::expected::HOST;
+use crate::suite::jobs::{self, Job};
+use crate::suite::programs::{self, Targets, TestProgram};
 use crate::{program, repository, setup};
 
 /// An event and its test.
@@ -15,7 +18,8 @@ struct Row {
     event: &'static str,
     /// The outcome that the test requires.
     outcome: &'static str,
-    program: &'static str,
+    /// The module of the end to end tests.
+    module: &'static str,
     test: &'static str,
 }
 
@@ -23,55 +27,55 @@ const ROWS: [Row; 9] = [
     Row {
         event: "dumped again while memory is missing, CRIU has rewake_plugin.so",
         outcome: "the dump waits; its image is whole",
-        program: "hollow",
+        module: "hollow",
         test: "a_dump_at_any_moment_waits_for_all_missing_memory",
     },
     Row {
         event: "the same, CRIU has no plugin",
         outcome: "the dump fails; the program continues",
-        program: "hollow",
+        module: "hollow",
         test: "without_the_plugin_criu_refuses_and_the_program_runs_on",
     },
     Row {
         event: "SIGHUP, SIGUSR1, SIGTERM, SIGINT to the page server's group",
         outcome: "the target is served to its end",
-        program: "signals",
+        module: "signals",
         test: "to_rewake_lazy_pages",
     },
     Row {
         event: "SIGKILL to the page server's group",
         outcome: "the target waits; `rewake recover` serves it to its end",
-        program: "recover",
+        module: "recover",
         test: "a_target_outlives_every_process_of_its_streamer",
     },
     Row {
         event: "another image in the directory's place, worker killed",
         outcome: "the successor serves the session's own image",
-        program: "refused",
+        module: "refused",
         test: "a_successor_serves_with_another_image_at_the_path",
     },
     Row {
         event: "another image in the directory's place, all killed",
         outcome: "`rewake recover` serves the session's own image",
-        program: "recover",
+        module: "recover",
         test: "another_image_at_the_same_path_is_not_served",
     },
     Row {
         event: "cgroup.kill, systemctl stop while memory is missing",
         outcome: "served, or waits and is recovered",
-        program: "events",
+        module: "events",
         test: "every_event_to_a_cgroup_while_memory_is_missing",
     },
     Row {
         event: "the same before the restore returns",
         outcome: "served, or the restore fails",
-        program: "events",
+        module: "events",
         test: "every_event_to_a_cgroup_before_the_restore_returns",
     },
     Row {
         event: "the end of a container's first process, streamer inside",
         outcome: "all end; nothing is left",
-        program: "events",
+        module: "events",
         test: "a_streamer_inside_a_container_ends_with_it",
     },
 ];
@@ -90,10 +94,11 @@ pub(super) fn run() -> anyhow::Result<()> {
     // Without a second CRIU the rows that need it say that they did not run.
     let other = setup::run_other_than(&criu).ok();
     let environment = super::test::environment(&criu, other.as_ref())?;
-    program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
-    // All targets, including CRIU's plugins.
-    program::run(repository::cargo().args(["test", "--release", "--package", "rewake-tests", "--no-run"]))?;
-    let results = ROWS.iter().map(|row| row.result(&environment)).collect::<anyhow::Result<Vec<_>>>()?;
+    let programs = programs::build(Targets::Integration(&["e2e"]))?;
+    let program =
+        programs.iter().find(|program| program.name == "e2e").context("cargo built no test program `e2e`")?;
+    let results =
+        ROWS.iter().map(|row| row.result(program, &environment)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut git = Command::new("git");
     let version =
         program::capture(git.args(["rev-parse", "--short", "HEAD"]).current_dir(repository::root()))?;
@@ -104,16 +109,21 @@ pub(super) fn run() -> anyhow::Result<()> {
 }
 
 impl Row {
-    fn result(&self, environment: &[(&str, String)]) -> anyhow::Result<Result> {
-        let mut cargo = repository::cargo();
-        cargo.args(["test", "--release", "--package", "rewake-tests", "--test", self.program]);
-        cargo.args(["--", "--exact", self.test]);
-        let mut record = Record::default();
-        let ended = record.of(cargo.envs(environment.iter().map(|(name, value)| (name, value))), "| ")?;
-        let name = format!("{}::{}", self.program, self.test);
-        ensure!(!ended.status.success() || record.tests.contains(&name), "{name}: there is no such test");
+    fn result(&self, program: &TestProgram, environment: &[(&str, String)]) -> anyhow::Result<Result> {
+        let job = Job {
+            name: format!("e2e::{}", self.module),
+            program: program.path.clone(),
+            folder: program.folder.clone(),
+            tests: vec![format!("{}::{}", self.module, self.test)],
+        };
+        let record = jobs::run(vec![job], 1, &Budget::default(), HOST, environment)?;
+        let name = format!("e2e::{}::{}", self.module, self.test);
+        ensure!(
+            !record.failed_jobs.is_empty() || record.tests.contains(&name),
+            "{name}: there is no such test"
+        );
         Ok(match () {
-            () if !ended.status.success() => Result::Failed,
+            () if !record.failed_jobs.is_empty() => Result::Failed,
             () if record.skipped.contains_key(&name) => Result::NotRun,
             () => Result::AsWanted,
         })
@@ -141,9 +151,9 @@ mod tests {
     #[test]
     fn every_row_names_a_test_of_the_suite() {
         for row in &ROWS {
-            let path = repository::root().join(format!("tests/tests/{}.rs", row.program));
+            let path = repository::root().join(format!("tests/tests/e2e/{}.rs", row.module));
             let text = std::fs::read_to_string(&path).unwrap();
-            assert!(text.contains(&format!("fn {}()", row.test)), "{}::{}", row.program, row.test);
+            assert!(text.contains(&format!("fn {}()", row.test)), "{}::{}", row.module, row.test);
         }
     }
 

@@ -49,6 +49,11 @@ pub(crate) fn make(profile: Profile, others: &[&str]) -> anyhow::Result<PathBuf>
         cargo.arg("--release");
     }
     program::run(&mut cargo)?;
+    place_all(profile)
+}
+
+/// Copies the built plugins into their folder, and returns it.
+pub(crate) fn place_all(profile: Profile) -> anyhow::Result<PathBuf> {
     let folder = folder(profile)?;
     fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
     PACKAGES.iter().try_for_each(|package| place(package, &folder))?;
@@ -65,9 +70,10 @@ fn place(package: &str, folder: &Path) -> anyhow::Result<()> {
     fs::rename(&fresh, &place).with_context(|| format!("rename {} to {}", fresh.display(), place.display()))
 }
 
-/// Whether the debug plugins were built after the release ones, or alone.
-pub(crate) fn is_release_stale() -> anyhow::Result<bool> {
-    Ok(is_newer(&folder(Profile::Debug)?, &folder(Profile::Release)?))
+/// The folder whose plugins were placed last, whatever their profile.
+pub(crate) fn latest() -> anyhow::Result<PathBuf> {
+    let (debug, release) = (folder(Profile::Debug)?, folder(Profile::Release)?);
+    Ok(if is_newer(&debug, &release) { debug } else { release })
 }
 
 /// Whether the plugins of one folder are newer than those of another, which may have none.
@@ -77,8 +83,8 @@ fn is_newer(one: &Path, other: &Path) -> bool {
     built(one) > built(other)
 }
 
-/// The file's path, built or not.
-pub(crate) fn folder(profile: Profile) -> anyhow::Result<PathBuf> {
+/// The folder's path, built or not.
+fn folder(profile: Profile) -> anyhow::Result<PathBuf> {
     Ok(repository::target()?.join(profile.folder()).join(FOLDER))
 }
 

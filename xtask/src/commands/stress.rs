@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask stress NAME`: random tests with any number of rounds. The suite runs a few rounds of each.
 
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
 use super::everyday;
-use crate::{program, repository, setup, vm};
+use crate::suite::programs::{self, Targets};
+use crate::{program, setup, vm};
 
 /// Time limit of a campaign: the longest takes a quarter of an hour on a quiet machine.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
@@ -29,8 +31,8 @@ struct Campaign {
     name: &'static str,
     what: &'static str,
     place: Place,
-    /// Its test programs.
-    programs: &'static [&'static str],
+    /// Its modules of the test program.
+    modules: &'static [&'static str],
     /// Which of their tests; none: all.
     test: Option<&'static str>,
     /// The variable with the number of rounds, and its default.
@@ -45,7 +47,7 @@ const CAMPAIGN: Campaign = Campaign {
     name: "",
     what: "",
     place: Place::Machine("6.12-90a"),
-    programs: &[],
+    modules: &[],
     test: None,
     rounds: None,
     seed: None,
@@ -56,7 +58,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "restore-touched",
         what: "a program that accesses, maps and forks while its GPU memory is missing",
-        programs: &["stress"],
+        modules: &["stress"],
         test: Some("random_orders_to_a_program_with_missing_memory"),
         rounds: Some(("RESTORE_ROUNDS", 200)),
         seed: Some("RESTORE_SEED"),
@@ -65,7 +67,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "restore-asked",
         what: "a busy server that gets requests while its memory is missing",
-        programs: &["stress"],
+        modules: &["stress"],
         test: Some("requests_to_a_server_with_missing_memory"),
         rounds: Some(("RESTORE_ROUNDS", 200)),
         seed: Some("RESTORE_SEED"),
@@ -74,7 +76,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "kill-streamer",
         what: "workers and supervisor of a streamer are killed, moment after moment of a restore",
-        programs: &["killed"],
+        modules: &["killed"],
         test: Some("a_streamer_killed_at_any_moment_leaves_no_paused_queue"),
         rounds: Some(("REWAKE_KILLS", 220)),
         ..CAMPAIGN
@@ -82,7 +84,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "kill-criu",
         what: "CRIU is killed, moment after moment of a restore with its GPUs",
-        programs: &["lazy_faults"],
+        modules: &["lazy_faults"],
         test: Some("criu_killed_at_any_moment_leaves_no_paused_queue"),
         rounds: Some(("REWAKE_KILLS", 220)),
         ..CAMPAIGN
@@ -91,7 +93,7 @@ const CAMPAIGNS: [Campaign; 11] = [
         name: "kill-server",
         what: "the page server's processes are killed at random moments; CPU memory only",
         place: Place::Host,
-        programs: &["killed_daemon"],
+        modules: &["killed_daemon"],
         rounds: Some(("REWAKE_KILLS", 200)),
         seed: Some("REWAKE_SEED"),
         ..CAMPAIGN
@@ -100,7 +102,7 @@ const CAMPAIGNS: [Campaign; 11] = [
         name: "recover",
         what: "all processes of a page server are killed at random moments, and its targets recovered",
         place: Place::Host,
-        programs: &["recover"],
+        modules: &["recover"],
         rounds: Some(("REWAKE_RECOVERIES", 200)),
         seed: Some("REWAKE_SEED"),
         ..CAMPAIGN
@@ -109,7 +111,7 @@ const CAMPAIGNS: [Campaign; 11] = [
         name: "dump-missing",
         what: "dumps at random moments while memory is missing; the dumps are restored and compared",
         place: Place::Host,
-        programs: &["hollow"],
+        modules: &["hollow"],
         rounds: Some(("REWAKE_DUMPS", 200)),
         seed: Some("REWAKE_SEED"),
         ..CAMPAIGN
@@ -117,7 +119,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "dump-gpu",
         what: "the same of a server on GPUs, before and after its gate opens",
-        programs: &["gated"],
+        modules: &["gated"],
         test: Some("a_dump_at_any_moment_has_all_memory"),
         rounds: Some(("REWAKE_DUMPS", 200)),
         seed: Some("REWAKE_SEED"),
@@ -126,14 +128,14 @@ const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "failing-calls",
         what: "every driver call of a dump and of a restore fails in turn, or kills its caller",
-        programs: &["plugin_faults", "lazy_faults"],
+        modules: &["plugin_faults", "lazy_faults"],
         always: Some("PLUGIN_EVERY_FAULT"),
         ..CAMPAIGN
     },
     Campaign {
         name: "damaged-images",
         what: "images of GPU memory with random damage are restored",
-        programs: &["plugin_images"],
+        modules: &["plugin_images"],
         test: Some("random_damage_does_no_harm"),
         rounds: Some(("PLUGIN_DAMAGES", 200)),
         ..CAMPAIGN
@@ -141,7 +143,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "driver-calls",
         what: "random calls to the software GPU's driver",
-        programs: &["fuzz"],
+        modules: &["fuzz"],
         seed: Some("SOFTGPU_FUZZ_SEED"),
         ..CAMPAIGN
     },
@@ -175,7 +177,7 @@ pub(crate) fn run(name: &str, words: &[&str]) -> anyhow::Result<()> {
     match campaign.place {
         Place::Machine(machine) => vm::test(&vm::Wanted {
             filter: campaign.test,
-            programs: campaign.programs,
+            modules: campaign.modules,
             machine: Some(options.machine.unwrap_or(machine)),
             environment: options.environment,
             limit: Some(LIMIT),
@@ -187,12 +189,18 @@ pub(crate) fn run(name: &str, words: &[&str]) -> anyhow::Result<()> {
 fn on_host(campaign: &Campaign, options: &Options<'_>) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let environment = super::test::environment(&criu, Some(&setup::run_other_than(&criu)?))?;
-    program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
-    let mut cargo = repository::cargo();
-    cargo.args(["test", "--release", "--package", "rewake-tests"]);
-    cargo.args(campaign.programs.iter().flat_map(|program| ["--test", program]));
-    cargo.args(campaign.test).args(["--", "--nocapture", "--test-threads=1"]);
-    program::run(cargo.envs(environment).envs(options.environment.iter().map(|(name, value)| (name, value))))
+    let programs = programs::build(Targets::Integration(&["e2e"]))?;
+    let program =
+        programs.iter().find(|program| program.name == "e2e").context("cargo built no test program `e2e`")?;
+    let mut command = Command::new(&program.path);
+    command.current_dir(&program.folder).args(["--nocapture", "--test-threads=1"]);
+    match campaign.test {
+        Some(test) => command.arg(test),
+        None => command.args(campaign.modules.iter().map(|module| format!("{module}::"))),
+    };
+    program::run(
+        command.envs(environment).envs(options.environment.iter().map(|(name, value)| (name, value))),
+    )
 }
 
 /// Options of a campaign.

@@ -2,15 +2,19 @@
 //! `cargo xtask test`: every check of this repository, on two versions of CRIU. A failure stops no later step, so
 //! that one run finds all, and the run fails at the end. `--quick` is the part that needs no set-up.
 
+use std::num::NonZeroUsize;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow, bail, ensure};
+use anyhow::{Context as _, anyhow, ensure};
 
-use crate::expected::{self, Expected, HOST};
-use crate::record::Record;
 use crate::setup::{self, Criu};
+use crate::suite::budget::{self, Budget};
+use crate::suite::expected::{self, Expected, HOST};
+use crate::suite::jobs;
+use crate::suite::programs::{self, Targets, TestProgram};
+use crate::suite::record::Record;
 use crate::{program, repository, tidy, vm};
 
 /// Files that one test run keeps open at most: userfaultfds, sockets and images of many processes, with some
@@ -19,12 +23,6 @@ const OPEN_FILES: u64 = 16_384;
 
 /// Packages for single tests: containers, two of `bench programs`, and copies of images in registries.
 const PACKAGES: [&str; 5] = ["runc", "python3-numpy", "redis-tools", "iproute2", "skopeo"];
-
-/// End to end test programs that mostly wait, for limits and for links that are cut; those of migrations do too.
-const WAITING: [&str; 4] = ["isolation", "page_server_lost", "serve_gpus", "working_set"];
-
-/// Programs that took less time are not in the list of times.
-const SHOWN: Duration = Duration::from_secs(1);
 
 /// What `--quick` prints at its end.
 const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test with CRIU \
@@ -60,50 +58,31 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     if filter.is_none() {
         style(&mut report);
     }
-    let name = filter;
-    let filter: Vec<&str> = filter.into_iter().collect();
-    let mut host = Record::default();
-    let built = report.step("release build", || {
-        cargo(&["build", "--release", "--package", "rewake", "--package", "rewake-tests", "--bins"], &[])
+    let (mut programs, mut ran) = (Vec::new(), Record::default());
+    let built = report.step("build", || {
+        programs = programs::build(Targets::All)?;
+        Ok(())
     });
-    report.step("tests of every crate", || {
-        // The software GPU's tests have machines of their own.
-        let arguments = [
-            "test",
-            "--no-fail-fast",
-            "--workspace",
-            "--exclude",
-            "rewake-tests",
-            "--exclude",
-            "softgpu-tests",
-        ];
-        tests(&[&arguments, &filter[..]].concat(), &environment, &mut host, "")
-    });
-    report.step("end to end tests", || {
-        ensure!(built, "not run: the release build failed");
-        end_to_end(&filter, &environment, &mut host)
-    });
-    let whole = name.is_none() && report.is_fine();
-    report.step("tests that did not run here", || as_expected(&host, whole));
-    report.step("tests in virtual machines", || {
-        vm::test(&vm::Wanted { filter: name, ..vm::Wanted::default() })
-    });
-    report.end()
+    if built {
+        report.step("tests on this machine", || host(&programs, filter, &environment, &mut ran));
+        report.step("tests in virtual machines", || {
+            vm::run_tests(&vm::Wanted { filter, ..vm::Wanted::default() }, &programs, &mut ran)
+        });
+    }
+    report.end(&ran)
 }
 
 /// Checks that need no CRIU, no virtual machine and no root: style, and the tests inside crates.
 pub(crate) fn quick() -> anyhow::Result<()> {
     let mut report = Report::default();
     style(&mut report);
-    let mut host = Record::default();
+    let mut ran = Record::default();
     report.step("unit tests of every crate", || {
-        let arguments =
-            ["test", "--no-fail-fast", "--workspace", "--exclude", "rewake-tests", "--lib", "--bins"];
-        tests(&arguments, &[], &mut host, "")
+        let programs = programs::build(Targets::Unit)?;
+        host(&programs, None, &[], &mut ran)
     });
-    report.step("tests that did not run here", || as_expected(&host, false));
     println!("{LEFT_OUT}");
-    report.end()
+    report.end(&ran)
 }
 
 fn style(report: &mut Report) {
@@ -114,66 +93,31 @@ fn style(report: &mut Report) {
     });
 }
 
-/// Runs the end to end tests. Those that mostly wait, half of their time in all, run beside the others.
-fn end_to_end(filter: &[&str], environment: &[(&str, String)], record: &mut Record) -> anyhow::Result<()> {
-    const ALL: [&str; 5] = ["test", "--no-fail-fast", "--release", "--package", "rewake-tests"];
-    cargo(&[&ALL[..], &["--no-run"]].concat(), environment)?;
-    let (waiting, others): (Vec<_>, Vec<_>) = end_to_end_programs()?
-        .into_iter()
-        .partition(|name| name.starts_with("migrate") || WAITING.contains(&name.as_str()));
-    let waiting: Vec<&str> = waiting.iter().flat_map(|name| ["--test", name]).collect();
-    let others: Vec<&str> = others.iter().flat_map(|name| ["--test", name]).collect();
-    let threads = &["--", "--test-threads=2"][..];
-    let waiting = [&ALL[..], &waiting, filter, threads].concat();
-    let others = [&ALL[..], &["--lib", "--bins", "--examples"], &others, filter, threads].concat();
-    let mut beside = Record::default();
-    let (one, other) = thread::scope(|scope| {
-        let waited = scope.spawn(|| tests(&waiting, environment, &mut beside, "beside| "));
-        let other = tests(&others, environment, record, "");
-        (waited.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), other)
-    });
-    record.add(beside);
-    one.and(other)
-}
-
-/// The names of the end to end test programs.
-fn end_to_end_programs() -> anyhow::Result<Vec<String>> {
-    let folder = repository::root().join("tests/tests");
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(&folder).with_context(|| format!("list {}", folder.display()))? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "rs") {
-            names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
-        }
-    }
-    names.sort();
-    Ok(names)
-}
-
-/// Runs cargo's tests, and notes which ran; `prefix` begins each line that is shown.
-fn tests(
-    arguments: &[&str],
+/// Runs the jobs of this machine: all tests but those of virtual machines.
+fn host(
+    programs: &[TestProgram],
+    filter: Option<&str>,
     environment: &[(&str, String)],
-    record: &mut Record,
-    prefix: &str,
+    ran: &mut Record,
 ) -> anyhow::Result<()> {
-    let mut command = repository::cargo();
-    command.args(arguments).envs(environment.iter().map(|(name, value)| (name, value)));
-    let ended = record.of(&mut command, prefix)?;
-    ensure!(ended.status.success(), "`cargo {}` failed: {}", arguments.join(" "), ended.status);
-    Ok(())
-}
-
-/// Prints the times of programs and the tests that did not run; an error where the list differs.
-fn as_expected(record: &Record, whole: bool) -> anyhow::Result<()> {
-    let mut programs: Vec<_> = record.programs.iter().collect();
-    programs.sort_by_key(|program| std::cmp::Reverse(program.time));
-    for program in programs.iter().take_while(|program| program.time >= SHOWN) {
-        println!("{:>7.1} s  {}", program.time.as_secs_f64(), program.name);
+    let mut all = Vec::new();
+    for program in programs.iter().filter(|program| program.name != vm::PROGRAM) {
+        all.extend(jobs::of(program, filter)?);
     }
-    expected::print(HOST, record);
-    let against = Expected::read()?.against(HOST, record, whole);
-    ensure!(against.is_empty(), "{}", against.join("; "));
+    let budget = Budget::read()?;
+    let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    // Most end to end tests wait: for limits, for links that are cut, for CRIU.
+    let record = jobs::run(all, 2 * cores, &budget, HOST, environment)?;
+    let (failures, is_whole) = (record.failures(), filter.is_none() && !environment.is_empty());
+    let mut against = Expected::read()?.against(HOST, &record, is_whole && failures.is_empty());
+    expected::print(HOST, &record);
+    if is_whole && failures.is_empty() {
+        against.extend(budget.against(HOST, &record));
+        budget::keep(HOST, &record)?;
+    }
+    ran.add(record);
+    let wrong = [failures, against].concat();
+    ensure!(wrong.is_empty(), "{}", wrong.join("; "));
     Ok(())
 }
 
@@ -186,7 +130,7 @@ pub(super) fn environment(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<V
     let mut environment = vec![
         ("REWAKE_CRIU", criu.clone()),
         ("CRIU", criu),
-        ("REWAKE_BIN", text(&repository::target()?.join("release/rewake"))?),
+        ("REWAKE_BIN", text(&repository::target()?.join("debug/rewake"))?),
     ];
     if let Some(other) = other {
         environment.push(("CRIU_ALT", text(&other.path)?));
@@ -255,13 +199,8 @@ impl Report {
         succeeded
     }
 
-    /// Whether no step has failed so far.
-    fn is_fine(&self) -> bool {
-        self.steps.iter().all(|(_, _, failure)| failure.is_none())
-    }
-
-    /// Prints the summary; an error if any step failed.
-    fn end(&self) -> anyhow::Result<()> {
+    /// Prints the summary; an error if any step failed, or no test ran.
+    fn end(&self, ran: &Record) -> anyhow::Result<()> {
         println!("\n== summary");
         for (name, time, failure) in &self.steps {
             let verdict = if failure.is_some() { "FAILED" } else { "ok" };
@@ -269,15 +208,17 @@ impl Report {
         }
         let failed: Vec<&str> =
             self.steps.iter().filter(|(_, _, failure)| failure.is_some()).map(|(name, ..)| *name).collect();
-        if !failed.is_empty() {
-            bail!("failed: {}", failed.join(", "));
-        }
+        println!("\n{}", ran.counts());
+        ensure!(failed.is_empty(), "failed: {}", failed.join(", "));
+        ensure!(!ran.tests.is_empty(), "no test has run");
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use anyhow::bail;
+
     use super::*;
 
     #[test]
@@ -290,20 +231,16 @@ mod tests {
             Ok(())
         }));
         assert_eq!(ran, 1);
-        assert_eq!(report.end().unwrap_err().to_string(), "failed: first");
+        assert_eq!(report.end(&Record::default()).unwrap_err().to_string(), "failed: first");
     }
 
     #[test]
-    fn programs_that_run_beside_others_exist() {
-        let programs = end_to_end_programs().unwrap();
-        assert!(WAITING.iter().all(|name| programs.iter().any(|program| program == name)), "{programs:?}");
-    }
-
-    #[test]
-    fn a_run_without_failures_succeeds() {
-        let mut report = Report::default();
+    fn a_run_without_failures_succeeds_unless_no_test_ran() {
+        let (mut report, mut ran) = (Report::default(), Record::default());
         report.step("only", || Ok(()));
-        assert!(report.end().is_ok());
+        assert_eq!(report.end(&ran).unwrap_err().to_string(), "no test has run");
+        ran.tests.insert("a::b".to_owned());
+        assert!(report.end(&ran).is_ok());
     }
 
     #[test]

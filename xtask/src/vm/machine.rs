@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use super::options::Options;
 use super::{cache, console, disk, home, initramfs, say};
-use crate::commands::plugin::{self, Profile};
+use crate::commands::plugin;
 use crate::{program, repository};
 
 const BOOT: &str = include_str!("guest/boot.sh");
@@ -224,7 +224,7 @@ fn initrd(
         ),
         ("interactive", if interactive { "yes" } else { "no" }.to_owned()),
         ("SOFTGPU_KO", "/run/rewake/softgpu.ko".to_owned()),
-        ("REWAKE_PLUGIN", plugin::folder(Profile::Release)?.display().to_string()),
+        ("REWAKE_PLUGIN", plugin::latest()?.display().to_string()),
     ];
     write("settings", &settings.map(|(name, value)| format!("{name}={}\n", quote(&value))).concat())?;
     fs::copy(&parts.module, inside.join("softgpu.ko"))

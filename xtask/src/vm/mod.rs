@@ -20,27 +20,21 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 
-use crate::commands::plugin;
 use crate::{repository, root, setup};
 pub(crate) use options::{Disk, Options};
-pub(crate) use suite::Wanted;
+pub(crate) use suite::{PROGRAM, Wanted, run as run_tests};
 
 /// Runs one command in the machine; its exit code is this one's.
 pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
     let options = Options::parse(words)?;
     root::become_root()?;
-    if plugin::is_release_stale()? {
-        say(
-            "the plugin in $REWAKE_PLUGIN is missing or older than the debug one: `cargo xtask plugin --release` builds it",
-        );
-    }
     let status = boot(&options)?;
     Ok(ExitCode::from(status))
 }
 
 /// Runs the tests that need a GPU.
 pub(crate) fn test(wanted: &Wanted<'_>) -> anyhow::Result<()> {
-    suite::run(wanted)
+    suite::build_and_run(wanted)
 }
 
 /// Makes missing or stale parts, then starts the machine; returns the command's exit code.

@@ -1,31 +1,42 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The machines of the suite's tests: their differences, and the test programs that depend on these.
+//! The machines of the suite's tests: their differences, and the tests that depend on these.
 
 use super::options::Series;
 
-/// Which test programs a machine runs.
+/// Tests by the beginning of their path, which ends where a part of the path does: a module, or one test of a module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Named(&'static str);
+
+impl Named {
+    /// Whether a test is one of them.
+    pub(super) fn has(self, test: &str) -> bool {
+        test.strip_prefix(self.0).is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+    }
+}
+
+/// Which tests a machine runs.
 #[derive(Debug)]
-pub(super) enum Programs {
-    /// Every program except these, which another machine runs.
+pub(super) enum Tests {
+    /// Every test except these, which another machine runs.
     AllBut(&'static [&'static str]),
     /// These.
     Only(&'static [&'static str]),
 }
 
-impl Programs {
-    /// Whether a program is one of them.
-    pub(super) fn have(&self, program: &str) -> bool {
+impl Tests {
+    /// Whether a test is one of them.
+    pub(super) fn have(&self, test: &str) -> bool {
+        let is_named = self.named().any(|named| named.has(test));
         match self {
-            Self::AllBut(others) => !others.contains(&program),
-            Self::Only(these) => these.contains(&program),
+            Self::AllBut(_) => !is_named,
+            Self::Only(_) => is_named,
         }
     }
 
-    /// Programs that must exist.
-    pub(super) fn named(&self) -> &'static [&'static str] {
-        match self {
-            Self::AllBut(named) | Self::Only(named) => named,
-        }
+    /// Tests that must exist.
+    pub(super) fn named(&self) -> impl Iterator<Item = Named> {
+        let (Self::AllBut(named) | Self::Only(named)) = self;
+        named.iter().copied().map(Named)
     }
 }
 
@@ -41,7 +52,7 @@ pub(super) struct Shape {
     pub(super) module_arguments: &'static str,
     /// More words for the kernel's command line.
     pub(super) kernel_arguments: &'static str,
-    pub(super) programs: Programs,
+    pub(super) tests: Tests,
     /// Machines of this shape that share the programs, so that none ends long after all others.
     pub(super) parts: usize,
 }
@@ -126,7 +137,7 @@ const SHAPE: Shape = Shape {
     series: Series::Linux6_12,
     module_arguments: "gpus=2 gfx=90a xgmi=1",
     kernel_arguments: "",
-    programs: Programs::Only(&[]),
+    tests: Tests::Only(&[]),
     parts: 1,
 };
 
@@ -135,7 +146,7 @@ pub(super) const SHAPES: [Shape; 7] = [
     Shape {
         name: "6.12-90a",
         why: "Debian 13's kernel; GPUs whose queues every kernel restores",
-        programs: Programs::AllBut(ELSEWHERE),
+        tests: Tests::AllBut(ELSEWHERE),
         parts: 5,
         ..SHAPE
     },
@@ -143,7 +154,7 @@ pub(super) const SHAPES: [Shape; 7] = [
         name: "7-90a",
         why: "Debian sid's kernel: memory with attributes, render nodes that report their buffers",
         series: Series::Linux7,
-        programs: Programs::Only(OF_THE_KERNEL),
+        tests: Tests::Only(OF_THE_KERNEL),
         parts: 2,
         ..SHAPE
     },
@@ -151,7 +162,7 @@ pub(super) const SHAPES: [Shape; 7] = [
         name: "6.12-1100",
         why: "queues that firmware runs and that cannot be restored; memory that CPUs cannot access; slow copies",
         module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100",
-        programs: Programs::Only(OF_FIRMWARE_AND_SMALL_BAR),
+        tests: Tests::Only(OF_FIRMWARE_AND_SMALL_BAR),
         ..SHAPE
     },
     Shape {
@@ -159,14 +170,14 @@ pub(super) const SHAPES: [Shape; 7] = [
         why: "several compute dies in a GPU, whose queues this kernel does not restore; other numbers of GPUs",
         series: Series::Linux7,
         module_arguments: "gpus=2 gfx=942 xnack=1 seed=7",
-        programs: Programs::Only(OF_SEVERAL_DIES),
+        tests: Tests::Only(OF_SEVERAL_DIES),
         ..SHAPE
     },
     Shape {
         name: "6.12-poison",
         why: "no copy rings, so that CPUs copy; fresh memory that is not zero",
         module_arguments: "gpus=2 gfx=90a xgmi=1 sdma_rings=0 fresh=poison",
-        programs: Programs::Only(COPIERS),
+        tests: Tests::Only(COPIERS),
         ..SHAPE
     },
     Shape {
@@ -174,7 +185,7 @@ pub(super) const SHAPES: [Shape; 7] = [
         why: "GPUs that retry faults and whose queues are restored",
         series: Series::Linux7,
         module_arguments: "gpus=2 gfx=90a xgmi=1 xnack=1",
-        programs: Programs::Only(RETRIED),
+        tests: Tests::Only(RETRIED),
         ..SHAPE
     },
     Shape {
@@ -182,7 +193,7 @@ pub(super) const SHAPES: [Shape; 7] = [
         why: "a kernel without BPF LSM, so that no call is delayed",
         series: Series::Linux7,
         kernel_arguments: "lsm=capability,yama",
-        programs: Programs::Only(UNHELD),
+        tests: Tests::Only(UNHELD),
         ..SHAPE
     },
 ];
@@ -193,8 +204,9 @@ mod tests {
 
     #[test]
     fn a_machine_runs_all_but_some_or_only_some() {
-        assert!(Programs::AllBut(&["a"]).have("b") && !Programs::AllBut(&["a"]).have("a"));
-        assert!(Programs::Only(&["a"]).have("a") && !Programs::Only(&["a"]).have("b"));
+        assert!(Tests::AllBut(&["a"]).have("b::x") && !Tests::AllBut(&["a"]).have("a::x"));
+        assert!(Tests::Only(&["a"]).have("a::x") && !Tests::Only(&["a"]).have("ab::x"));
+        assert!(Tests::Only(&["a::x"]).have("a::x") && !Tests::Only(&["a::x"]).have("a::y"));
     }
 
     #[test]

@@ -5,7 +5,6 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::thread;
@@ -18,40 +17,35 @@ use super::machine::quote;
 use super::options::MEMORY;
 use super::shapes::{SHAPES, Shape};
 use crate::commands::plugin::{self, Profile};
-use crate::expected::{self, Expected};
-use crate::record::{self, PROGRAM, Record};
-use crate::{program, repository, root};
+use crate::root;
+use crate::suite::budget::{self, Budget};
+use crate::suite::expected::{self, Expected};
+use crate::suite::jobs::{self, Job};
+use crate::suite::programs::{self, Targets, TestProgram};
+use crate::suite::record::{FAILED, JOB, Record};
 
-/// Packages whose tests run in the machine.
-const TESTED: [&str; 1] = ["softgpu-tests"];
-/// Programs that they start.
-const PROGRAMS: [&str; 2] = ["gpu-app", "rewake"];
+/// The test program that runs in the machines.
+pub(crate) const PROGRAM: &str = "gpu";
 /// A scratch disk for programs that measure: MiB and 10^6 bytes a second.
 const DISK: &str = "256@50";
 /// Time limit of a machine, in seconds: one that hangs must not hang the suite.
 const TIME_LIMIT: u64 = 4500;
-/// Time limit of a program, in seconds: the longest one took 236 s with two machines on two processors, and may take
-/// half as much again with three.
-const PROGRAM_LIMIT: u64 = 900;
 /// Machines at once, at most.
 const AT_ONCE: usize = 3;
-
-/// What the script prints before the path of a program that failed.
-const FAILED: &str = "failed: ";
 
 /// The tests and machines of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Wanted<'a> {
     /// Tests whose names contain it; none: all.
     pub(crate) filter: Option<&'a str>,
-    /// Test programs by their names; empty: all.
-    pub(crate) programs: &'a [&'a str],
-    /// One machine by its name, which then runs all selected programs, whether the suite assigns them to it
+    /// Modules of the test program by their names; empty: all.
+    pub(crate) modules: &'a [&'a str],
+    /// One machine by its name, which then runs all selected tests, whether the suite assigns them to it
     /// or not; None: each.
     pub(crate) machine: Option<&'a str>,
     /// Environment variables of the tests.
     pub(crate) environment: Vec<(&'a str, String)>,
-    /// Time limit of a machine, and of a program in it; None: the suite's.
+    /// Time limit of a machine, and of a job in it; None: the suite's.
     pub(crate) limit: Option<Duration>,
 }
 
@@ -59,12 +53,18 @@ impl<'a> Wanted<'a> {
     /// Whether tests and a machine are named, so that the suite's assignment and its list of skips do not
     /// count.
     fn by_name(&self) -> bool {
-        self.machine.is_some() && (self.filter.is_some() || !self.programs.is_empty())
+        self.machine.is_some() && (self.filter.is_some() || !self.modules.is_empty())
     }
 
-    /// Whether nothing is named: another boot for a part of the programs then saves more time than it takes.
+    /// Whether nothing is named: another boot for a part of the tests then saves more time than it takes.
     fn is_whole(&self) -> bool {
-        self.machine.is_none() && self.filter.is_none() && self.programs.is_empty()
+        self.machine.is_none() && self.filter.is_none() && self.modules.is_empty()
+    }
+
+    fn wants(&self, test: &str) -> bool {
+        let module = test.split_once("::").map_or("", |(module, _)| module);
+        let named = self.modules.is_empty() || self.modules.contains(&module);
+        named && self.filter.is_none_or(|filter| format!("{PROGRAM}::{test}").contains(filter))
     }
 
     /// `[FILTER] [--machine NAME]`
@@ -83,7 +83,7 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// The result of one machine.
+/// The result of one machine, or of one part of its tests.
 #[derive(Debug)]
 struct Ran {
     machine: &'static str,
@@ -92,9 +92,15 @@ struct Ran {
     failure: Option<String>,
 }
 
-/// Runs the tests in their machines; a failure stops none of them.
-pub(crate) fn run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
+/// Builds the tests and runs them.
+pub(crate) fn build_and_run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
     root::become_root()?;
+    let programs = programs::build(Targets::Integration(&[PROGRAM]))?;
+    run(wanted, &programs, &mut Record::default())
+}
+
+/// Runs the tests in their machines; a failure stops none of them. Adds what ran to `record`.
+pub(crate) fn run(wanted: &Wanted<'_>, programs: &[TestProgram], record: &mut Record) -> anyhow::Result<()> {
     let shapes: Vec<&Shape> =
         SHAPES.iter().filter(|shape| wanted.machine.is_none_or(|name| name == shape.name)).collect();
     ensure!(
@@ -103,34 +109,48 @@ pub(crate) fn run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
         wanted.machine.unwrap_or_default(),
         SHAPES.map(|shape| shape.name).join(", ")
     );
-    let expected = Expected::read()?;
+    let (expected, budget) = (Expected::read()?, Budget::read()?);
     let known = |name: &str| name == expected::HOST || SHAPES.iter().any(|shape| shape.name == name);
-    let unknown = expected.machines().find(|name| !known(name));
+    let unknown = expected.machines().chain(budget.machines()).find(|name| !known(name));
     ensure!(
         unknown.is_none(),
-        "tests/expected-skips: no machine {unknown:?}; xtask/src/vm/shapes.rs has them"
+        "tests/expected-skips or tests/budget: no machine {unknown:?}; xtask/src/vm/shapes.rs has them"
     );
-    let tests = tests()?;
-    every_program_has_a_machine(&tests)?;
-    let mut tests = tests_named(tests, wanted.filter)?;
-    tests.retain(|test| wanted.programs.is_empty() || wanted.programs.contains(&name(test).as_str()));
-    if tests.is_empty() {
+    plugin::place_all(Profile::Debug)?;
+    let program = programs.iter().find(|program| program.name == PROGRAM);
+    let all = jobs::of(program.context("cargo built no test program `gpu`")?, None)?;
+    every_test_has_a_machine(&all)?;
+    let mut parts = Vec::new();
+    for shape in shapes {
+        let count = if wanted.is_whole() { shape.parts } else { 1 };
+        parts.extend(
+            even_parts(jobs_for(&all, shape, wanted), count, |job| {
+                budget.seconds(shape.name, &job.name).unwrap_or(1.0)
+            })
+            .into_iter()
+            .map(|jobs| (shape, jobs)),
+        );
+    }
+    if parts.is_empty() {
         println!("no test of that name runs in the machine");
         return Ok(());
     }
-    let jobs = shapes.into_iter().flat_map(|shape| {
-        let count = if wanted.is_whole() { shape.parts } else { 1 };
-        parts(&tests_for(&tests, shape, wanted), count).into_iter().map(move |tests| (shape, tests))
-    });
-    let jobs: Vec<_> = jobs.enumerate().collect();
-    let waiting = Mutex::new(jobs.into_iter());
+    let all = by_machine(run_parts(parts, wanted)?);
+    let verdict = verdict(&all, &expected, &budget, wanted);
+    all.into_iter().for_each(|ran| record.add(ran.record));
+    verdict
+}
+
+/// Runs the parts, as many at once as this host can.
+fn run_parts(parts: Vec<(&'static Shape, Vec<Job>)>, wanted: &Wanted<'_>) -> anyhow::Result<Vec<Ran>> {
+    let waiting = Mutex::new(parts.into_iter().enumerate());
     let start = Instant::now();
     let next = || waiting.lock().ok().and_then(|mut waiting| waiting.next());
     let work = || -> Vec<Ran> {
         let mut all = Vec::new();
-        while let Some((number, (shape, tests))) = next() {
+        while let Some((number, (shape, jobs))) = next() {
             println!("=== {number}: {}: {}", shape.name, shape.why);
-            let ran = ran(shape, number, &script(&tests, wanted), wanted.limit);
+            let ran = ran(shape, number, &script(&jobs, wanted), wanted.limit);
             println!("=== {number}: ended, {:.0} s so far", start.elapsed().as_secs_f64());
             all.push(ran);
         }
@@ -138,13 +158,12 @@ pub(crate) fn run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
     };
     let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let lanes = at_once(cores, accelerator::is_emulated(), available_memory()?);
-    let all: Vec<Ran> = thread::scope(|scope| {
+    thread::scope(|scope| {
         let lanes: Vec<_> = (0..lanes).map(|_| scope.spawn(work)).collect();
         let ended: Result<Vec<Vec<Ran>>, _> = lanes.into_iter().map(thread::ScopedJoinHandle::join).collect();
         ended.map(|all| all.into_iter().flatten().collect())
     })
-    .map_err(|_| anyhow::anyhow!("a lane panicked"))?;
-    verdict(&by_machine(all), &expected, wanted)
+    .map_err(|_| anyhow::anyhow!("a lane panicked"))
 }
 
 /// How many machines run at once. All processors of an emulated one share a thread, which waits for a fifth of the
@@ -180,20 +199,24 @@ fn by_machine(parts: Vec<Ran>) -> Vec<Ran> {
     all
 }
 
-/// Prints the times of programs and the tests that did not run; an error if a machine failed, or differs from
-/// the list.
-fn verdict(all: &[Ran], expected: &Expected, wanted: &Wanted<'_>) -> anyhow::Result<()> {
+/// Prints the times of jobs and the tests that did not run; an error if a machine failed, or differs from
+/// the lists.
+fn verdict(all: &[Ran], expected: &Expected, budget: &Budget, wanted: &Wanted<'_>) -> anyhow::Result<()> {
     print!("{}", table(all));
     let mut failures = Vec::new();
     for Ran { machine, record, failure, .. } in all {
         expected::print(machine, record);
         failures.extend(failure.as_ref().map(|failure| format!("{machine}: {failure}")));
         if failure.is_none() && !wanted.by_name() {
-            let against = expected.against(machine, record, wanted.filter.is_none());
+            let mut against = expected.against(machine, record, wanted.filter.is_none());
+            if wanted.is_whole() {
+                against.extend(budget.against(machine, record));
+                budget::keep(machine, record)?;
+            }
             failures.extend(against.into_iter().map(|line| format!("{machine}: {line}")));
         }
     }
-    if wanted.filter.is_none() && wanted.machine.is_none() {
+    if wanted.is_whole() {
         failures.extend(never_run(all).into_iter().map(|test| format!("{test} ran on no machine")));
     }
     if !failures.is_empty() {
@@ -212,33 +235,33 @@ fn never_run(all: &[Ran]) -> BTreeSet<&str> {
     skipped.map(String::as_str).filter(|test| !runs(test)).collect()
 }
 
-/// Seconds of each program on each machine, the longest in all first, and of each machine with its boot.
+/// Seconds of each job on each machine, the longest in all first, and of each machine with its boot.
 fn table(all: &[Ran]) -> String {
     let names: BTreeSet<&str> =
-        all.iter().flat_map(|ran| &ran.record.programs).map(|program| program.name.as_str()).collect();
+        all.iter().flat_map(|ran| &ran.record.jobs).map(|job| job.name.as_str()).collect();
     let seconds = |ran: &Ran, name: &str| -> Option<f64> {
-        let of_name = ran.record.programs.iter().filter(|program| program.name == name);
-        of_name.map(|program| program.time.as_secs_f64()).reduce(|one, other| one + other)
+        let of_name = ran.record.jobs.iter().filter(|job| job.name == name);
+        of_name.map(|job| job.time.as_secs_f64()).reduce(|one, other| one + other)
     };
     let mut rows: Vec<(&str, Vec<Option<f64>>)> =
         names.into_iter().map(|name| (name, all.iter().map(|ran| seconds(ran, name)).collect())).collect();
     let sum = |row: &[Option<f64>]| -> f64 { row.iter().flatten().sum() };
     rows.sort_by(|(_, one), (_, other)| sum(other).total_cmp(&sum(one)));
     rows.push(("all, with the boot", all.iter().map(|ran| Some(ran.time.as_secs_f64())).collect()));
-    let mut table = "\nseconds of each program\n".to_owned();
-    let heads: String = all.iter().map(|ran| format!("{:>18}", ran.machine)).collect();
-    table += &format!("{:20}{:>8}{heads}\n", "", "sum");
+    let mut table = "\nseconds of each job\n".to_owned();
+    let heads: String = all.iter().map(|ran| format!("{:>12}", ran.machine)).collect();
+    table += &format!("{:24}{:>8}{heads}\n", "", "sum");
     for (name, row) in rows {
         let cells: String = row
             .iter()
-            .map(|cell| cell.map_or_else(|| " ".repeat(18), |time| format!("{time:18.1}")))
+            .map(|cell| cell.map_or_else(|| " ".repeat(12), |time| format!("{time:12.1}")))
             .collect();
-        table += &format!("{name:20}{:8.1}{cells}\n", sum(&row));
+        table += &format!("{name:24}{:8.1}{cells}\n", sum(&row));
     }
     table
 }
 
-/// Runs a script in such a machine, in a process of its own that ends with this one; prints its output, with
+/// Runs a script in such a machine, in a process of its own that ends with this one; prints its jobs as they end, with
 /// the machine's number before each line.
 fn ran(shape: &Shape, number: usize, script: &str, limit: Option<Duration>) -> Ran {
     let start = Instant::now();
@@ -251,148 +274,96 @@ fn ran(shape: &Shape, number: usize, script: &str, limit: Option<Duration>) -> R
         let limit = limit.map_or(TIME_LIMIT, |limit| limit.as_secs()).to_string();
         machine.args(["--module-args", shape.module_arguments, "--disk", DISK, "--time-limit", &limit]);
         machine.args(["--", "sh", "-c", script]).stdin(Stdio::null());
-        let ended = record.of(&mut machine, &format!("{number}| "))?;
-        let failed = failed(&ended.printed);
-        ensure!(
-            ended.status.success(),
-            "{}",
-            if failed.is_empty() { ended.status.to_string() } else { failed }
-        );
+        let ended = record.of_script(&mut machine, &format!("{number}| "))?;
+        if !ended.status.success() {
+            let errors = ended.printed.lines().filter_map(|line| line.strip_prefix("xtask: "));
+            let failures: Vec<String> =
+                record.failures().into_iter().chain(errors.map(str::to_owned)).collect();
+            let failures = failures.join(", ");
+            bail!("{}", if failures.is_empty() { ended.status.to_string() } else { failures });
+        }
         Ok(())
     };
     let failure = run().err().map(|error| format!("{error:#}"));
     Ran { machine: shape.name, record, time: start.elapsed(), failure }
 }
 
-/// The test programs, built now with the programs that they start and the plugin that CRIU loads. The release build
-/// exists already when the end to end tests have run, and takes a fifth less of an emulated processor's time.
-fn tests() -> anyhow::Result<Vec<PathBuf>> {
-    let packages = |names: &[&str]| -> Vec<String> {
-        names.iter().flat_map(|name| ["--package".to_owned(), (*name).to_owned()]).collect()
-    };
-    plugin::make(Profile::Release, &PROGRAMS)?;
-    let arguments =
-        ["test", "--release", "--no-run", "--message-format=json-render-diagnostics", "--lib", "--tests"];
-    let mut cargo = repository::cargo();
-    let messages = program::listen(cargo.args(arguments).args(packages(&TESTED)))?;
-    let mut tests = executables(&messages);
-    tests.sort();
-    ensure!(!tests.is_empty(), "cargo names no test program of {}", TESTED.join(", "));
-    Ok(tests)
-}
-
-/// A program's name.
-fn name(test: &Path) -> String {
-    record::without_hash(&test.to_string_lossy())
-}
-
-/// Every program runs on some machine, and machines name programs that exist.
-fn every_program_has_a_machine(tests: &[PathBuf]) -> anyhow::Result<()> {
-    let names: BTreeSet<String> = tests.iter().map(|test| name(test)).collect();
-    for test in &names {
-        let some = SHAPES.iter().any(|shape| shape.programs.have(test));
+/// Every test runs on some machine, and machines name tests that exist.
+fn every_test_has_a_machine(all: &[Job]) -> anyhow::Result<()> {
+    let tests: Vec<&str> = all.iter().flat_map(|job| &job.tests).map(String::as_str).collect();
+    for test in &tests {
+        let some = SHAPES.iter().any(|shape| shape.tests.have(test));
         ensure!(some, "no machine in xtask/src/vm/shapes.rs runs {test}: name it there");
     }
     for shape in &SHAPES {
-        let missing = shape.programs.named().iter().find(|program| !names.contains(**program));
-        ensure!(missing.is_none(), "{}: no test program {missing:?} exists", shape.name);
+        let missing = shape.tests.named().find(|named| !tests.iter().any(|test| named.has(test)));
+        ensure!(missing.is_none(), "{}: no test {missing:?} exists", shape.name);
     }
     Ok(())
 }
 
-/// Programs that a machine runs: those that the suite assigns to it, or those that were named.
-fn tests_for(tests: &[PathBuf], shape: &Shape, wanted: &Wanted<'_>) -> Vec<PathBuf> {
-    let all = wanted.by_name();
-    tests.iter().filter(|test| all || shape.programs.have(&name(test))).cloned().collect()
-}
-
-/// The programs of a machine in as many parts, which may run at the same time; none is empty.
-fn parts(tests: &[PathBuf], count: usize) -> Vec<Vec<PathBuf>> {
-    let part = |number| tests.iter().skip(number).step_by(count).cloned().collect();
-    (0..count.min(tests.len())).map(part).collect()
-}
-
-/// The programs that have a test whose name contains the filter.
-fn tests_named(mut tests: Vec<PathBuf>, filter: Option<&str>) -> anyhow::Result<Vec<PathBuf>> {
-    let Some(filter) = filter else { return Ok(tests) };
-    let mut failure = None;
-    tests.retain(|test| {
-        let list = program::capture(Command::new(test).args(["--list", "--format=terse", filter]));
-        list.map_err(|error| failure = Some(error)).is_ok_and(|list| list.contains(": test"))
-    });
-    failure.map_or(Ok(tests), Err)
-}
-
-/// Test programs only: cargo names the package's other programs as well, which it makes for the tests to start.
-fn executables(messages: &str) -> Vec<PathBuf> {
-    let is_test = |line: &&str| {
-        let profile = line.split_once("\"profile\":{").and_then(|(_, rest)| rest.split_once('}'));
-        profile.is_some_and(|(profile, _)| profile.contains("\"test\":true"))
+/// What a machine runs: tests that the suite assigns to it, or those that were named.
+fn jobs_for(all: &[Job], shape: &Shape, wanted: &Wanted<'_>) -> Vec<Job> {
+    let by_name = wanted.by_name();
+    let some = |job: &Job| {
+        let has = |test: &&String| wanted.wants(test) && (by_name || shape.tests.have(test));
+        let tests: Vec<String> = job.tests.iter().filter(has).cloned().collect();
+        (!tests.is_empty()).then(|| Job { tests, ..job.clone() })
     };
-    let made = messages.lines().filter(|line| line.contains("\"reason\":\"compiler-artifact\""));
-    made.filter(is_test).filter_map(|line| repository::field(line, "executable").map(PathBuf::from)).collect()
+    all.iter().filter_map(some).collect()
 }
 
-/// Runs every program, and fails if one did. On machines that must have a GPU, a test that finds none fails.
-fn script(tests: &[PathBuf], wanted: &Wanted<'_>) -> String {
+/// The jobs in as many parts, which may run at the same time, and take about as long as each other; none is empty. Jobs
+/// of a part keep their order.
+fn even_parts(jobs: Vec<Job>, count: usize, seconds: impl Fn(&Job) -> f64) -> Vec<Vec<Job>> {
+    let mut parts: Vec<(f64, Vec<(usize, Job)>)> =
+        (0..count.min(jobs.len())).map(|_| (0.0, Vec::new())).collect();
+    let mut jobs: Vec<(usize, Job)> = jobs.into_iter().enumerate().collect();
+    jobs.sort_by(|(_, one), (_, other)| seconds(other).total_cmp(&seconds(one)));
+    for (place, job) in jobs {
+        if let Some((sum, part)) = parts.iter_mut().min_by(|(one, _), (other, _)| one.total_cmp(other)) {
+            *sum += seconds(&job);
+            part.push((place, job));
+        }
+    }
+    let in_order = |(_, mut part): (f64, Vec<(usize, Job)>)| {
+        part.sort_by_key(|(place, _)| *place);
+        part.into_iter().map(|(_, job)| job).collect()
+    };
+    parts.into_iter().map(in_order).collect()
+}
+
+/// Runs every job, and fails if one did. On machines that must have a GPU, a test that finds none fails.
+fn script(jobs: &[Job], wanted: &Wanted<'_>) -> String {
     let mut script = "export SOFTGPU_REQUIRED=1; failed=0\n".to_owned();
     for (name, value) in &wanted.environment {
         script += &format!("export {name}={}\n", quote(value));
     }
-    let limit = wanted.limit.map_or(PROGRAM_LIMIT, |limit| limit.as_secs());
-    let filter = wanted.filter.map(|filter| format!(" {}", quote(filter))).unwrap_or_default();
-    for test in tests {
-        let path = quote(&test.display().to_string());
+    for job in jobs {
+        let words: Vec<String> =
+            job.words(wanted.limit.unwrap_or(jobs::LIMIT)).iter().map(|word| quote(word)).collect();
         script += &format!(
-            "echo; echo {PROGRAM}{path}; timeout --signal=KILL {limit} {path} --test-threads=1{filter} || \
-             {{ failed=1; echo {FAILED}{path}; }}\n"
+            "echo {JOB}{name}; {} || {{ failed=1; echo {FAILED}{name}; }}\n",
+            words.join(" "),
+            name = quote(&job.name)
         );
     }
     script + "exit $failed\n"
-}
-
-/// Programs that failed, from the output of [`script`], and the failed tests of each with their reasons, from
-/// Rust's test harness; or the error of `cargo xtask vm`.
-fn failed(output: &str) -> String {
-    let mut programs = Vec::new();
-    let mut tests: Vec<String> = Vec::new();
-    let mut lines = output.lines().map(str::trim_end);
-    while let Some(line) = lines.next() {
-        if let Some(test) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
-            tests.push(test.to_owned());
-        } else if let Some((_, place)) = line.split_once(" panicked at ")
-            && let (Some(test), Some(message)) = (tests.last_mut(), lines.next())
-        {
-            *test += &format!(": {place} {message}");
-        } else if let Some(program) = line.strip_prefix(FAILED) {
-            let program = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
-            programs.push(format!("{program} failed ({})", tests.join(", ")));
-            tests.clear();
-        } else if let Some(error) = line.strip_prefix("xtask: ") {
-            programs.push(error.to_owned());
-        }
-    }
-    programs.join(", ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn test_programs_are_those_that_cargo_says_it_made() {
-        let messages = r#"{"reason":"compiler-artifact","target":{"name":"a"},"profile":{"test":false},"executable":null,"fresh":true}
-{"reason":"compiler-artifact","target":{"name":"b"},"profile":{"opt_level":"0","test":true},"executable":"/t/deps/b-1","fresh":true}
-{"reason":"compiler-artifact","target":{"name":"c","test":true},"profile":{"test":false},"executable":"/t/c","fresh":true}
-{"reason":"build-script-executed","executable":"/t/no"}
-{"reason":"build-finished","success":true}"#;
-        assert_eq!(executables(messages), [PathBuf::from("/t/deps/b-1")]);
+    fn job(name: &str) -> Job {
+        let tests = vec![format!("{name}::test")];
+        Job { name: name.to_owned(), program: "/bin/true".into(), folder: "/".into(), tests }
     }
 
-    fn ran_on(machine: &'static str, programs: &[(&str, u64)], tests: &[&str], skipped: &[&str]) -> Ran {
+    fn ran_on(machine: &'static str, jobs: &[(&str, u64)], tests: &[&str], skipped: &[&str]) -> Ran {
         let (start, mut record) = (Instant::now(), Record::default());
-        for (name, seconds) in programs {
-            record.line(&format!("{PROGRAM}/t/{name}-1"), start);
+        for (name, seconds) in jobs {
+            record.begin(name, start);
             for test in tests {
                 record.line(&format!("test {test} ... ok"), start + Duration::from_secs(*seconds));
             }
@@ -404,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_listed_with_the_longest_first() {
+    fn jobs_are_listed_with_the_longest_first() {
         let all =
             [ran_on("one", &[("a", 2), ("b", 3)], &["x"], &[]), ran_on("two", &[("a", 5)], &["x"], &[])];
         let table = table(&all);
@@ -416,16 +387,17 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_machine_have_each_program_once() {
-        let tests = ["a", "b", "c", "d", "e"].map(PathBuf::from);
-        let as_text = |count| -> Vec<String> {
-            let joined = |part: Vec<PathBuf>| part.iter().map(|test| test.display().to_string()).collect();
-            parts(&tests, count).into_iter().map(joined).collect()
+    fn parts_of_a_machine_take_about_as_long_as_each_other() {
+        let seconds = |job: &Job| if job.name == "c" { 10.0 } else { 4.0 };
+        let parts_of = |count| -> Vec<String> {
+            let jobs = ["a", "b", "c", "d", "e"].map(job).to_vec();
+            let joined = |part: Vec<Job>| part.iter().map(|job| job.name.as_str()).collect();
+            even_parts(jobs, count, seconds).into_iter().map(joined).collect()
         };
-        assert_eq!(as_text(1), ["abcde"]);
-        assert_eq!(as_text(2), ["ace", "bd"]);
-        assert_eq!(as_text(9), ["a", "b", "c", "d", "e"]);
-        assert!(parts(&[], 2).is_empty());
+        assert_eq!(parts_of(1), ["abcde"]);
+        assert_eq!(parts_of(2), ["ce", "abd"]);
+        assert_eq!(parts_of(9), ["c", "a", "b", "d", "e"]);
+        assert!(even_parts(Vec::new(), 2, seconds).is_empty());
     }
 
     #[test]
@@ -441,15 +413,22 @@ mod tests {
     fn only_a_run_of_everything_boots_a_machine_in_parts() {
         assert!(Wanted::default().is_whole());
         let named = [&["gated"][..], &["--machine", "7-90a"]].map(|words| Wanted::parse(words).unwrap());
-        let program = Wanted { programs: &["gated"], ..Wanted::default() };
-        assert!(named.iter().chain([&program]).all(|wanted| !wanted.is_whole()));
+        let module = Wanted { modules: &["gated"], ..Wanted::default() };
+        assert!(named.iter().chain([&module]).all(|wanted| !wanted.is_whole()));
+    }
+
+    #[test]
+    fn tests_are_wanted_by_module_and_by_a_part_of_their_names() {
+        let wanted = Wanted { filter: Some("gpu::killed"), modules: &["killed"], ..Wanted::default() };
+        assert!(wanted.wants("killed::a") && !wanted.wants("gated::killed"));
+        assert!(Wanted { filter: Some("a_dump"), ..Wanted::default() }.wants("gated::a_dump_at_any_moment"));
     }
 
     #[test]
     fn the_parts_of_a_machine_have_one_result() {
-        let part = |program, failure: Option<&str>| Ran {
+        let part = |job, failure: Option<&str>| Ran {
             failure: failure.map(str::to_owned),
-            ..ran_on("one", &[(program, 1)], &["x"], &[])
+            ..ran_on("one", &[(job, 1)], &["x"], &[])
         };
         let other = ran_on("two", &[("a", 1)], &["x"], &[]);
         let all = by_machine(vec![
@@ -477,30 +456,12 @@ mod tests {
 
     #[test]
     fn one_failure_fails_the_script_and_stops_nothing() {
-        let wanted = Wanted {
-            filter: Some("it's"),
-            environment: vec![("ROUNDS", "a b".to_owned())],
-            ..Wanted::default()
-        };
-        let script = script(&[PathBuf::from("/bin/false"), PathBuf::from("/bin/true")], &wanted);
+        let wanted = Wanted { environment: vec![("ROUNDS", "a b".to_owned())], ..Wanted::default() };
+        let failing = Job { program: "/bin/false".into(), ..job("it's") };
+        let script = script(&[failing, job("b")], &wanted);
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
-        assert_eq!(
-            String::from_utf8_lossy(&output.stdout),
-            "\nprogram: /bin/false\nfailed: /bin/false\n\nprogram: /bin/true\n"
-        );
-        assert!(script.contains(r"'/bin/true' --test-threads=1 'it'\''s'"));
+        assert!(script.contains(r"'--exact' 'it'\''s::test'"), "{script}");
         assert!(script.contains("export ROUNDS='a b'\n"));
-    }
-
-    #[test]
-    fn failed_programs_and_tests_are_named() {
-        let output = "running 2 tests\r\n---- a::one stdout ----\r\n\r\n\
-            thread 'a::one' (7) panicked at a.rs:9:1:\r\nno GPU\r\n---- two stdout ----\r\n\
-            failed: /t/deps/first-1f\r\ntest three ... ok\r\nfailed: /t/deps/second-2\r\nxtask: it is late\n";
-        assert_eq!(
-            failed(output),
-            "first-1f failed (a::one: a.rs:9:1: no GPU, two), second-2 failed (), it is late"
-        );
     }
 }

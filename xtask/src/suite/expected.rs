@@ -7,7 +7,7 @@ use std::fs;
 
 use anyhow::{Context as _, bail};
 
-use crate::record::Record;
+use super::record::Record;
 use crate::repository;
 
 /// The machine for tests that run on the host.
@@ -112,11 +112,10 @@ mod tests {
     const LIST: &str = "# a list\n[host]\nmaybe e::cold: tmpfs\n\n[vm]\nalways p::never: no queues\n";
 
     fn record(tests: &[&str], skipped: &[&str]) -> Record {
-        Record {
-            tests: tests.iter().map(|test| (*test).to_owned()).collect(),
-            skipped: skipped.iter().map(|test| ((*test).to_owned(), "why".to_owned())).collect(),
-            ..Record::default()
-        }
+        let mut record = Record::default();
+        record.tests.extend(tests.iter().map(|test| (*test).to_owned()));
+        record.skipped.extend(skipped.iter().map(|test| ((*test).to_owned(), "why".to_owned())));
+        record
     }
 
     fn against(machine: &str, tests: &[&str], skipped: &[&str]) -> Vec<String> {

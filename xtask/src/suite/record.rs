@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads the output of test programs line by line: which job ran for how long, which tests ran, failed or did not
+//! run. A job that succeeds is one line on the screen; of one that fails, all that it printed is shown.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead as _, BufReader, Read};
+use std::process::{Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+
+/// Begins the line of a test that does not run (`tests/skip`), before `PROGRAM::TEST: REASON`.
+const SKIPPED: &str = "skipped: ";
+/// Begins the line that a script prints before it starts a job.
+pub(crate) const JOB: &str = "job: ";
+/// Begins the line that a script prints after a job that failed.
+pub(crate) const FAILED: &str = "failed: ";
+
+/// One job's run.
+#[derive(Debug, Clone)]
+pub(crate) struct Ran {
+    /// `PROGRAM::MODULE`, or `PROGRAM` for one that runs as a whole.
+    pub(crate) name: String,
+    start: Instant,
+    /// From its first line to its last.
+    pub(crate) time: Duration,
+}
+
+/// The events in the output so far.
+#[derive(Debug, Default)]
+pub(crate) struct Record {
+    /// The jobs, in the order of their runs.
+    pub(crate) jobs: Vec<Ran>,
+    /// Tests that have run, as `PROGRAM::TEST`; those that were skipped or failed among them.
+    pub(crate) tests: BTreeSet<String>,
+    /// Tests that were skipped, with the reason.
+    pub(crate) skipped: BTreeMap<String, String>,
+    /// Tests that failed, with the reason as far as the harness shows it.
+    pub(crate) failed: BTreeMap<String, String>,
+    /// Jobs that failed.
+    pub(crate) failed_jobs: BTreeSet<String>,
+    /// What the current job printed.
+    printed: String,
+    /// The failed test whose message comes next.
+    panicking: Option<String>,
+}
+
+impl Record {
+    /// A job begins: its lines follow.
+    pub(crate) fn begin(&mut self, name: &str, now: Instant) {
+        self.jobs.push(Ran { name: name.to_owned(), start: now, time: Duration::ZERO });
+        self.printed.clear();
+        self.panicking = None;
+    }
+
+    /// The job of the lines before has failed.
+    pub(crate) fn fail(&mut self) {
+        self.failed_jobs.extend(self.jobs.last().map(|job| job.name.clone()));
+    }
+
+    /// Reads one line that was printed at that moment.
+    pub(crate) fn line(&mut self, line: &str, now: Instant) {
+        let line = line.trim_end();
+        self.printed.push_str(line);
+        self.printed.push('\n');
+        if let Some(job) = self.jobs.last_mut() {
+            job.time = now - job.start;
+        }
+        if let Some((name, reason)) = line.strip_prefix(SKIPPED).and_then(|rest| rest.split_once(": ")) {
+            self.skipped.insert(name.to_owned(), reason.to_owned());
+        } else if let Some((test, outcome)) = test(line) {
+            let name = self.full_name(test);
+            if outcome.starts_with("ignored") {
+                self.skipped.insert(name.clone(), "#[ignore]".to_owned());
+            }
+            self.tests.insert(name);
+        } else if let Some(test) =
+            line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----"))
+        {
+            self.panicking = Some(self.full_name(test));
+            self.failed.insert(self.full_name(test), String::new());
+        } else if let Some(test) = &self.panicking {
+            let reason = self.failed.entry(test.clone()).or_default();
+            match line.split_once(" panicked at ") {
+                Some((_, place)) if reason.is_empty() => place.clone_into(reason),
+                // The message is the line after the place.
+                None if reason.ends_with(':') => {
+                    *reason += &format!(" {line}");
+                    self.panicking = None;
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// `PROGRAM::TEST` of a test of the current job.
+    fn full_name(&self, test: &str) -> String {
+        let job = self.jobs.last().map_or("", |job| job.name.as_str());
+        let program = job.split_once("::").map_or(job, |(program, _)| program);
+        format!("{program}::{test}")
+    }
+
+    /// The current job's time, its tests and its end, for the screen: one line, or all that it printed if it failed.
+    pub(crate) fn shown(&self) -> String {
+        let Some(job) = self.jobs.last() else { return self.printed.clone() };
+        let failed = self.failed_jobs.contains(&job.name);
+        let verdict = if failed { "FAILED" } else { "ok" };
+        let line = format!("{verdict:>6}  {:>6.1} s  {}", job.time.as_secs_f64(), job.name);
+        if failed { format!("{}{line}", self.printed) } else { line }
+    }
+
+    /// Adds what another record has.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.jobs.extend(other.jobs);
+        self.tests.extend(other.tests);
+        self.skipped.extend(other.skipped);
+        self.failed.extend(other.failed);
+        self.failed_jobs.extend(other.failed_jobs);
+    }
+
+    /// The failed jobs with their failed tests, one line each.
+    pub(crate) fn failures(&self) -> Vec<String> {
+        let of_job = |job: &String| {
+            let tests: Vec<String> = self
+                .failed
+                .iter()
+                .filter(|(test, _)| test.starts_with(&format!("{job}::")))
+                .map(|(test, reason)| format!("{test} ({reason})"))
+                .collect();
+            if tests.is_empty() { format!("{job}: its program failed") } else { tests.join(", ") }
+        };
+        self.failed_jobs.iter().map(of_job).collect()
+    }
+
+    /// The numbers of tests that passed, failed and did not run.
+    pub(crate) fn counts(&self) -> String {
+        let passed = self
+            .tests
+            .iter()
+            .filter(|test| !self.skipped.contains_key(*test) && !self.failed.contains_key(*test));
+        format!("{} passed, {} failed, {} skipped", passed.count(), self.failed.len(), self.skipped.len())
+    }
+
+    /// Reads all that a command prints, where lines of its own name the jobs ([`JOB`], [`FAILED`]). A job is shown when
+    /// it has ended, `prefix` before each line.
+    ///
+    /// # Errors
+    /// It does not start, or its output cannot be read.
+    pub(crate) fn of_script(&mut self, command: &mut Command, prefix: &str) -> anyhow::Result<Ended> {
+        let mut printed = String::new();
+        let show = |record: &Self| show(&record.shown(), prefix);
+        let status = read_lines(command, |line| {
+            printed.push_str(line);
+            printed.push('\n');
+            let line = line.trim_end();
+            if let Some(name) = line.strip_prefix(JOB) {
+                if !self.jobs.is_empty() {
+                    show(self);
+                }
+                self.begin(name, Instant::now());
+            } else if line.starts_with(FAILED) {
+                self.fail();
+            } else {
+                self.line(line, Instant::now());
+            }
+        })?;
+        if !self.jobs.is_empty() {
+            show(self);
+        }
+        Ok(Ended { status, printed })
+    }
+
+    /// Runs a command as the job of that name, and shows it at its end.
+    ///
+    /// # Errors
+    /// It does not start, or its output cannot be read.
+    pub(crate) fn of_job(&mut self, name: &str, command: &mut Command) -> anyhow::Result<ExitStatus> {
+        self.begin(name, Instant::now());
+        let status = read_lines(command, |line| self.line(line, Instant::now()))?;
+        if let Some(job) = self.jobs.last_mut() {
+            job.time = job.start.elapsed();
+        }
+        if !status.success() {
+            self.fail();
+        }
+        show(&self.shown(), "");
+        Ok(status)
+    }
+}
+
+fn show(text: &str, prefix: &str) {
+    let text: String = text.lines().map(|line| format!("{prefix}{line}\n")).collect();
+    print!("{text}");
+}
+
+/// Runs a command to its end, each of its lines given to `read`; standard output and error are one.
+fn read_lines(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Result<ExitStatus> {
+    let (output, end) = std::io::pipe().context("make a pipe")?;
+    command.stdout(end.try_clone().context("share the pipe")?).stderr(end);
+    let name = command.get_program().to_string_lossy().into_owned();
+    let mut child = command.spawn().with_context(|| format!("start `{name}`"))?;
+    // The pipe ends when its last writer has ended: this process does not write.
+    command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+    each_line(output, &mut read)?;
+    child.wait().with_context(|| format!("wait for `{name}`"))
+}
+
+fn each_line(output: impl Read, read: &mut impl FnMut(&str)) -> anyhow::Result<()> {
+    for line in BufReader::new(output).split(b'\n') {
+        let line = line.context("read what tests print")?;
+        read(&String::from_utf8_lossy(&line));
+    }
+    Ok(())
+}
+
+/// How a script ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    /// All that it printed.
+    pub(crate) printed: String,
+}
+
+/// `test NAME ... OUTCOME`; the outcome may be in a later line.
+fn test(line: &str) -> Option<(&str, &str)> {
+    let (name, outcome) = line.strip_prefix("test ")?.split_once(" ...")?;
+    let name = name.strip_suffix(" - should panic").unwrap_or(name);
+    Some((name, outcome.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record_of(job: &str, output: &str) -> Record {
+        let mut record = Record::default();
+        let start = Instant::now();
+        record.begin(job, start);
+        output.lines().for_each(|line| record.line(line, start));
+        record
+    }
+
+    #[test]
+    fn tests_and_skips_are_read_from_the_output() {
+        let record = record_of(
+            "image_io::engines",
+            "\nrunning 3 tests\ntest engines::one ... ok\ntest engines::two - should panic ... ok\n\
+             test engines::cold ... \nskipped: image_io::engines::cold: no: disk\nok\n\
+             test engines::slow ... ignored, a measurement\n",
+        );
+        let tests: Vec<&str> = record.tests.iter().map(String::as_str).collect();
+        assert_eq!(
+            tests,
+            [
+                "image_io::engines::cold",
+                "image_io::engines::one",
+                "image_io::engines::slow",
+                "image_io::engines::two"
+            ]
+        );
+        let skipped: Vec<(&str, &str)> =
+            record.skipped.iter().map(|(name, reason)| (name.as_str(), reason.as_str())).collect();
+        assert_eq!(
+            skipped,
+            [("image_io::engines::cold", "no: disk"), ("image_io::engines::slow", "#[ignore]")]
+        );
+    }
+
+    #[test]
+    fn a_failed_test_is_named_with_the_place_and_the_reason() {
+        let mut record = record_of(
+            "e2e::a",
+            "test a::one ... FAILED\ntest a::two ... FAILED\n\nfailures:\n\n---- a::one stdout ----\n\n\
+             thread 'a::one' (7) panicked at a.rs:9:1:\nno GPU\nmore\n---- a::two stdout ----\nError: late\n",
+        );
+        record.fail();
+        assert_eq!(record.failures(), ["e2e::a::one (a.rs:9:1: no GPU), e2e::a::two ()"]);
+    }
+
+    #[test]
+    fn a_program_that_fails_without_a_failed_test_is_named() {
+        let mut record = record_of("e2e::a", "test a::one ... ok\n");
+        record.fail();
+        assert_eq!(record.failures(), ["e2e::a: its program failed"]);
+    }
+
+    #[test]
+    fn a_job_that_succeeds_is_one_line_and_one_that_fails_shows_all() {
+        let mut record = record_of("e2e::a", "noise\n");
+        assert_eq!(record.shown(), "    ok     0.0 s  e2e::a");
+        record.fail();
+        assert_eq!(record.shown(), "noise\nFAILED     0.0 s  e2e::a");
+    }
+
+    #[test]
+    fn a_script_names_its_jobs_and_those_that_failed() {
+        let mut record = Record::default();
+        let mut command = Command::new("sh");
+        command.args([
+            "-c",
+            "echo boot; echo job: e2e::a; echo 'skipped: e2e::a::b: why' >&2; echo failed: e2e::a; echo job: e2e::c; \
+             exit 3",
+        ]);
+        let ended = record.of_script(&mut command, "1| ").unwrap();
+        assert_eq!(ended.status.code(), Some(3));
+        assert!(ended.printed.starts_with("boot\njob: e2e::a\nskipped: "), "{}", ended.printed);
+        let jobs: Vec<&str> = record.jobs.iter().map(|job| job.name.as_str()).collect();
+        assert_eq!(jobs, ["e2e::a", "e2e::c"]);
+        assert_eq!((record.skipped.len(), record.failed_jobs.len()), (1, 1));
+    }
+
+    #[test]
+    fn a_job_fails_by_its_exit_code() {
+        let mut record = Record::default();
+        record.of_job("e2e::a", Command::new("sh").args(["-c", "exit 3"])).unwrap();
+        record.of_job("e2e::b", &mut Command::new("true")).unwrap();
+        assert_eq!(Vec::from_iter(&record.failed_jobs), ["e2e::a"]);
+    }
+
+    #[test]
+    fn a_job_s_time_is_that_to_its_last_line() {
+        let start = Instant::now();
+        let mut record = Record::default();
+        record.line("noise", start);
+        record.begin("a", start + Duration::from_secs(1));
+        record.line("test x ... ok", start + Duration::from_secs(5));
+        record.begin("b", start + Duration::from_secs(6));
+        let times: Vec<u64> = record.jobs.iter().map(|job| job.time.as_secs()).collect();
+        assert_eq!(times, [4, 0]);
+    }
+}
