@@ -7,7 +7,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow, ensure};
+use anyhow::{Context as _, ensure};
 
 use crate::setup::{self, Criu};
 use crate::suite::budget::{self, Budget};
@@ -15,6 +15,7 @@ use crate::suite::expected::{self, Expected, HOST};
 use crate::suite::jobs;
 use crate::suite::programs::{self, Targets, TestProgram};
 use crate::suite::record::Record;
+use crate::suite::selection::{self, Selection};
 use crate::{program, repository, tidy, vm};
 
 /// Files that one test run keeps open at most: userfaultfds, sockets and images of many processes, with some
@@ -30,41 +31,47 @@ const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders an
 
 /// Runs all; with a filter only the tests whose names contain it, and no style checks.
 pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
-    let criu = setup::run()?;
-    let other = setup::run_other_than(&criu);
-    raise_open_files()?;
-    describe_machine(&criu, other.as_ref().ok())?;
-    let mut environment = environment(&criu, other.as_ref().ok())?;
-    let mut report = Report::default();
-    report.step("the kernel's headers", || {
-        // The generated code is compared with these.
-        let headers = vm::headers()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
-        environment.push(("REWAKE_UAPI", headers));
-        Ok(())
-    });
-    report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
-    report.step("set-up of runc, numpy, redis and skopeo", || setup::install(&PACKAGES));
-    report.step("set-up of docker-registry and nginx", || {
-        environment.push(("REWAKE_DOCKER_REGISTRY", setup::docker_registry()?.display().to_string()));
-        environment.push(("REWAKE_NGINX", setup::nginx()?.display().to_string()));
-        Ok(())
-    });
-    report.step("set-up of SeaweedFS", || {
-        // Without it, its tests say so, and tests/expected-skips allows that.
-        let program = setup::seaweedfs()?.map(|program| ("REWAKE_WEED", program.display().to_string()));
-        environment.extend(program);
-        Ok(())
-    });
-    if filter.is_none() {
-        style(&mut report);
+    let selection = filter.map(selection::of).transpose()?;
+    let targets = selection.as_ref().map_or(Targets::All, Targets::Selected);
+    if let Some(Selection { packages, programs }) = &selection {
+        ensure!(
+            !(packages.is_empty() && programs.is_empty()),
+            "no test has {:?} in its name, e.g. `e2e::serve::NAME` or `rewake_pager::MODULE::NAME`",
+            filter.unwrap_or_default()
+        );
     }
-    let (mut programs, mut ran) = (Vec::new(), Record::default());
-    let built = report.step("build", || {
-        programs = programs::build(Targets::All)?;
-        Ok(())
+    let is_prepared = selection.as_ref().is_none_or(|selection| !selection.programs.is_empty());
+    let criu = if is_prepared { Some(setup::run()?) } else { None };
+    raise_open_files()?;
+    let mut report = Report::default();
+    if filter.is_none() {
+        report.step("tidy", tidy::check);
+        report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"]));
+    }
+    let (mut programs, mut environment) = (Vec::new(), Vec::new());
+    // Set-up mostly waits for downloads, and compilers for the processors.
+    let built = thread::scope(|scope| {
+        let prepared = criu.as_ref().map(|criu| scope.spawn(|| prepare(criu)));
+        let built = report.step("build", || {
+            programs = programs::build(targets)?;
+            Ok(())
+        });
+        if let Some((prepared, variables)) = prepared.map(joined) {
+            report.add(prepared);
+            environment = variables;
+        }
+        built
     });
-    if built {
-        report.step("tests on this machine", || host(&programs, filter, &environment, &mut ran));
+    let mut ran = Record::default();
+    // End to end tests mostly wait, and leave a processor to clippy.
+    thread::scope(|scope| {
+        let style = filter.is_none().then(|| scope.spawn(clippy));
+        if built {
+            report.step("tests on this machine", || host(&programs, filter, &environment, &mut ran));
+        }
+        style.map(joined).into_iter().for_each(|style| report.add(style));
+    });
+    if programs.iter().any(|program| program.name == vm::PROGRAM) {
         report.step("tests in virtual machines", || {
             vm::run_tests(&vm::Wanted { filter, ..vm::Wanted::default() }, &programs, &mut ran)
         });
@@ -72,10 +79,56 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     report.end(&ran)
 }
 
+/// What tests need besides the first CRIU, and the tests' environment.
+fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
+    let mut report = Report::default();
+    let mut variables = Vec::new();
+    report.step("set-up of runc, numpy, redis and skopeo", || setup::install(&PACKAGES));
+    report.step("set-up of a second CRIU", || {
+        let other = setup::run_other_than(criu);
+        describe_machine(criu, other.as_ref().ok())?;
+        variables.extend(environment(criu, other.as_ref().ok())?);
+        other.map(drop)
+    });
+    report.step("set-up of the virtual machines", || {
+        // The generated code is compared with these headers.
+        let headers = vm::headers()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
+        variables.push(("REWAKE_UAPI", headers));
+        Ok(())
+    });
+    report.step("set-up of docker-registry and nginx", || {
+        variables.push(("REWAKE_DOCKER_REGISTRY", setup::docker_registry()?.display().to_string()));
+        variables.push(("REWAKE_NGINX", setup::nginx()?.display().to_string()));
+        Ok(())
+    });
+    report.step("set-up of SeaweedFS", || {
+        // Without it, its tests say so, and tests/expected-skips allows that.
+        let program = setup::seaweedfs()?.map(|program| ("REWAKE_WEED", program.display().to_string()));
+        variables.extend(program);
+        Ok(())
+    });
+    (report, variables)
+}
+
+fn clippy() -> Report {
+    let mut report = Report::default();
+    report.step("cargo clippy", || {
+        cargo(&["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"])
+    });
+    report
+}
+
+/// What a thread returned; its panic becomes this thread's.
+fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
 /// Checks that need no CRIU, no virtual machine and no root: style, and the tests inside crates.
 pub(crate) fn quick() -> anyhow::Result<()> {
     let mut report = Report::default();
-    style(&mut report);
+    report.step("tidy", tidy::check);
+    report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"]));
+    report.add(clippy());
     let mut ran = Record::default();
     report.step("unit tests of every crate", || {
         let programs = programs::build(Targets::Unit)?;
@@ -83,14 +136,6 @@ pub(crate) fn quick() -> anyhow::Result<()> {
     });
     println!("{LEFT_OUT}");
     report.end(&ran)
-}
-
-fn style(report: &mut Report) {
-    report.step("tidy", tidy::check);
-    report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"], &[]));
-    report.step("cargo clippy", || {
-        cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
-    });
 }
 
 /// Runs the jobs of this machine: all tests but those of virtual machines.
@@ -111,6 +156,7 @@ fn host(
     let (failures, is_whole) = (record.failures(), filter.is_none() && !environment.is_empty());
     let mut against = Expected::read()?.against(HOST, &record, is_whole && failures.is_empty());
     expected::print(HOST, &record);
+    println!("\nthe slowest tests on this machine\n{}", record.slowest());
     if is_whole && failures.is_empty() {
         against.extend(budget.against(HOST, &record));
         budget::keep(HOST, &record)?;
@@ -138,9 +184,8 @@ pub(super) fn environment(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<V
     Ok(environment)
 }
 
-fn cargo(arguments: &[&str], environment: &[(&str, String)]) -> anyhow::Result<()> {
-    let mut command = repository::cargo();
-    program::run(command.args(arguments).envs(environment.iter().map(|(name, value)| (name, value))))
+fn cargo(arguments: &[&str]) -> anyhow::Result<()> {
+    program::run(repository::cargo().args(arguments))
 }
 
 fn describe_machine(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<()> {
@@ -199,6 +244,11 @@ impl Report {
         succeeded
     }
 
+    /// Adds the steps of another thread.
+    fn add(&mut self, other: Self) {
+        self.steps.extend(other.steps);
+    }
+
     /// Prints the summary; an error if any step failed, or no test ran.
     fn end(&self, ran: &Record) -> anyhow::Result<()> {
         println!("\n== summary");
@@ -239,7 +289,7 @@ mod tests {
         let (mut report, mut ran) = (Report::default(), Record::default());
         report.step("only", || Ok(()));
         assert_eq!(report.end(&ran).unwrap_err().to_string(), "no test has run");
-        ran.tests.insert("a::b".to_owned());
+        ran.tests.insert("a::b".to_owned(), Duration::ZERO);
         assert!(report.end(&ran).is_ok());
     }
 

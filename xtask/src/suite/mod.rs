@@ -7,3 +7,4 @@ pub(crate) mod expected;
 pub(crate) mod jobs;
 pub(crate) mod programs;
 pub(crate) mod record;
+pub(crate) mod selection;

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
+use super::selection::Selection;
 use crate::{program, repository};
 
 /// A program with Rust's test harness.
@@ -30,23 +31,38 @@ pub(crate) enum Targets<'a> {
     Integration(&'a [&'a str]),
     /// The tests inside crates.
     Unit,
+    /// Those that have tests of one name.
+    Selected(&'a Selection),
 }
 
 impl Targets<'_> {
-    /// Words for `cargo build`. The workspace is always named as a whole, because the packages' features are then the
-    /// same for each choice, and nothing is compiled a second time.
-    fn words(&self) -> Vec<&str> {
-        let mut words = vec!["--workspace"];
+    /// Words for cargo, of each command. Where tests start programs of other packages, the workspace is named as a
+    /// whole, because the features of dependencies are then the same for each choice, and nothing is compiled twice.
+    fn commands(&self) -> Vec<Vec<&str>> {
         match self {
-            Self::All => words.push("--all-targets"),
-            Self::Integration(names) => {
-                words.extend(["--lib", "--bins", "--examples"]);
-                words.extend(names.iter().flat_map(|name| ["--test", name]));
+            Self::All => vec![vec!["build", "--workspace", "--all-targets"]],
+            Self::Integration(names) => vec![integration(names.iter().copied())],
+            // `test --no-run` builds these targets as tests, and `build` as programs.
+            Self::Unit => vec![vec!["test", "--no-run", "--workspace", "--lib", "--bins"]],
+            Self::Selected(Selection { packages, programs }) => {
+                let mut commands = Vec::new();
+                if !packages.is_empty() {
+                    let packages = packages.iter().flat_map(|package| ["--package", package]);
+                    commands.push(["test", "--no-run"].into_iter().chain(packages).collect());
+                }
+                if !programs.is_empty() {
+                    commands.push(integration(programs.iter().map(String::as_str)));
+                }
+                commands
             }
-            Self::Unit => words.extend(["--lib", "--bins"]),
         }
-        words
     }
+}
+
+/// Words that build integration tests, and the programs and libraries that they start.
+fn integration<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let words = ["build", "--workspace", "--lib", "--bins", "--examples"];
+    words.into_iter().chain(names.flat_map(|name| ["--test", name])).collect()
 }
 
 /// Builds them; returns the test programs.
@@ -54,11 +70,12 @@ impl Targets<'_> {
 /// # Errors
 /// The build fails, which cargo explains.
 pub(crate) fn build(targets: Targets<'_>) -> anyhow::Result<Vec<TestProgram>> {
-    // Targets are built as tests by `test --no-run`, and as programs by `build`, except for `--all-targets`.
-    let command = if matches!(targets, Targets::Unit) { &["test", "--no-run"][..] } else { &["build"] };
-    let mut cargo = repository::cargo();
-    cargo.args(command).args(targets.words()).arg("--message-format=json-render-diagnostics");
-    let mut programs = test_programs(&program::listen(&mut cargo)?);
+    let mut programs = Vec::new();
+    for words in targets.commands() {
+        let mut cargo = repository::cargo();
+        cargo.args(words).arg("--message-format=json-render-diagnostics");
+        programs.extend(test_programs(&program::listen(&mut cargo)?));
+    }
     programs.sort_by(|one, other| one.name.cmp(&other.name));
     ensure!(!programs.is_empty(), "cargo names no test program");
     Ok(programs)

@@ -16,6 +16,9 @@ pub(crate) const JOB: &str = "job: ";
 /// Begins the line that a script prints after a job that failed.
 pub(crate) const FAILED: &str = "failed: ";
 
+/// Tests that take longer are listed by name.
+const SLOW: Duration = Duration::from_secs(5);
+
 /// One job's run.
 #[derive(Debug, Clone)]
 pub(crate) struct Ran {
@@ -31,14 +34,16 @@ pub(crate) struct Ran {
 pub(crate) struct Record {
     /// The jobs, in the order of their runs.
     pub(crate) jobs: Vec<Ran>,
-    /// Tests that have run, as `PROGRAM::TEST`; those that were skipped or failed among them.
-    pub(crate) tests: BTreeSet<String>,
+    /// Tests that have run, as `PROGRAM::TEST`, and their times; those that were skipped or failed among them.
+    pub(crate) tests: BTreeMap<String, Duration>,
     /// Tests that were skipped, with the reason.
     pub(crate) skipped: BTreeMap<String, String>,
     /// Tests that failed, with the reason as far as the harness shows it.
     pub(crate) failed: BTreeMap<String, String>,
     /// Jobs that failed.
     pub(crate) failed_jobs: BTreeSet<String>,
+    /// When the current job began, or its last test ended.
+    last: Option<Instant>,
     /// What the current job printed.
     printed: String,
     /// The failed test whose message comes next.
@@ -49,6 +54,7 @@ impl Record {
     /// A job begins: its lines follow.
     pub(crate) fn begin(&mut self, name: &str, now: Instant) {
         self.jobs.push(Ran { name: name.to_owned(), start: now, time: Duration::ZERO });
+        self.last = Some(now);
         self.printed.clear();
         self.panicking = None;
     }
@@ -73,7 +79,8 @@ impl Record {
             if outcome.starts_with("ignored") {
                 self.skipped.insert(name.clone(), "#[ignore]".to_owned());
             }
-            self.tests.insert(name);
+            // A job's tests run one after the other, and each is one line.
+            self.tests.insert(name, now - self.last.replace(now).unwrap_or(now));
         } else if let Some(test) =
             line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----"))
         {
@@ -132,12 +139,18 @@ impl Record {
         self.failed_jobs.iter().map(of_job).collect()
     }
 
+    /// The tests that took longest, one line each.
+    pub(crate) fn slowest(&self) -> String {
+        let mut tests: Vec<_> = self.tests.iter().filter(|(_, time)| **time >= SLOW).collect();
+        tests.sort_by(|(_, one), (_, other)| other.cmp(one));
+        tests.iter().map(|(test, time)| format!("{:>8.1} s  {test}\n", time.as_secs_f64())).collect()
+    }
+
     /// The numbers of tests that passed, failed and did not run.
     pub(crate) fn counts(&self) -> String {
-        let passed = self
-            .tests
-            .iter()
-            .filter(|test| !self.skipped.contains_key(*test) && !self.failed.contains_key(*test));
+        let is_passed =
+            |test: &&String| !self.skipped.contains_key(*test) && !self.failed.contains_key(*test);
+        let passed = self.tests.keys().filter(is_passed);
         format!("{} passed, {} failed, {} skipped", passed.count(), self.failed.len(), self.skipped.len())
     }
 
@@ -248,7 +261,7 @@ mod tests {
              test engines::cold ... \nskipped: image_io::engines::cold: no: disk\nok\n\
              test engines::slow ... ignored, a measurement\n",
         );
-        let tests: Vec<&str> = record.tests.iter().map(String::as_str).collect();
+        let tests: Vec<&str> = record.tests.keys().map(String::as_str).collect();
         assert_eq!(
             tests,
             [

@@ -203,6 +203,9 @@ fn by_machine(parts: Vec<Ran>) -> Vec<Ran> {
 /// the lists.
 fn verdict(all: &[Ran], expected: &Expected, budget: &Budget, wanted: &Wanted<'_>) -> anyhow::Result<()> {
     print!("{}", table(all));
+    for Ran { machine, record, .. } in all {
+        println!("\nthe slowest tests on {machine}\n{}", record.slowest());
+    }
     let mut failures = Vec::new();
     for Ran { machine, record, failure, .. } in all {
         expected::print(machine, record);
@@ -229,7 +232,7 @@ fn verdict(all: &[Ran], expected: &Expected, budget: &Budget, wanted: &Wanted<'_
 fn never_run(all: &[Ran]) -> BTreeSet<&str> {
     let skipped = all.iter().flat_map(|ran| ran.record.skipped.keys());
     let runs = |test: &str| {
-        let one = |ran: &Ran| ran.record.tests.contains(test) && !ran.record.skipped.contains_key(test);
+        let one = |ran: &Ran| ran.record.tests.contains_key(test) && !ran.record.skipped.contains_key(test);
         all.iter().any(one)
     };
     skipped.map(String::as_str).filter(|test| !runs(test)).collect()
@@ -439,7 +442,7 @@ mod tests {
         ]);
         let [one, two] = &all[..] else { panic!("{all:?}") };
         assert_eq!((one.machine, two.machine), ("one", "two"));
-        assert_eq!(Vec::from_iter(&one.record.tests), ["a::x", "b::x", "c::x"]);
+        assert_eq!(Vec::from_iter(one.record.tests.keys()), ["a::x", "b::x", "c::x"]);
         assert_eq!(
             (one.time, one.failure.as_deref()),
             (Duration::from_secs(300), Some("b failed, c failed"))
