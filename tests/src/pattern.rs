@@ -37,6 +37,7 @@ impl Pattern {
 
     /// The 64-bit word number `index` of page `page`; never 0.
     #[must_use]
+    #[inline(always)]
     pub fn word(self, page: usize, index: usize) -> u64 {
         let place = (page as u64) << 9 | index as u64;
         let key = mix(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ self.generation.rotate_left(40));

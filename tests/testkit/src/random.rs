@@ -53,6 +53,8 @@ impl Random {
 
 /// A bijective scrambler (the finaliser of SplitMix64).
 #[must_use]
+// Targets compute each word of their memory with it, in the development build, too.
+#[inline(always)]
 pub fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -67,6 +69,16 @@ pub fn mix(value: u64) -> u64 {
 pub fn count<T: FromStr>(variable: &str, default: T) -> T {
     let parse = |text: String| text.parse().unwrap_or_else(|_| panic!("{variable}={text} is no number"));
     env::var(variable).map_or(default, parse)
+}
+
+/// Rounds of a campaign of which a share must have the outcome that its moments are chosen for. The few rounds of the
+/// suite show that no outcome is wrong; `cargo xtask stress` runs enough of them for a share.
+const ENOUGH: usize = 8;
+
+/// Whether at least one of `every` rounds had that outcome, if there were enough rounds for such a share.
+#[must_use]
+pub fn is_share(hits: usize, every: usize, rounds: usize) -> bool {
+    rounds < ENOUGH || hits * every >= rounds
 }
 
 /// The seed in `REWAKE_SEED`, or one of the clock's.
@@ -88,6 +100,11 @@ pub fn moment(span: Duration, random: &mut Random) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_share_is_asked_of_a_campaign_and_not_of_a_few_rounds() {
+        assert!(is_share(0, 2, 2) && is_share(4, 2, 8) && !is_share(3, 2, 8));
+    }
 
     #[test]
     fn a_shuffle_visits_every_page_once() {

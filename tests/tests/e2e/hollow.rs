@@ -13,14 +13,14 @@ use std::time::Duration;
 use rewake_tests::Random;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::run;
-use rewake_tests::random::{count, moment, seed};
+use rewake_tests::random::{count, is_share, moment, seed};
 use rewake_tests::scene::ACT;
 use rewake_tests::server::rewake;
 use rewake_tests::sessions::parked;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 fn rounds() -> usize {
-    count("REWAKE_DUMPS", 6)
+    count("REWAKE_DUMPS", 2)
 }
 
 /// How a target is dumped.
@@ -85,7 +85,11 @@ fn a_dump_at_any_moment_waits_for_all_missing_memory() {
             assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
             scene.next_round().unwrap();
         }
-        assert!(waited * 2 >= rounds(), "{waited} of {} dumps came while memory was missing", rounds());
+        assert!(
+            is_share(waited, 2, rounds()),
+            "{waited} of {} dumps came while memory was missing",
+            rounds()
+        );
     }
 }
 
@@ -106,12 +110,12 @@ fn without_the_plugin_criu_refuses_and_the_program_runs_on() {
                 assert!(server.ended(ACT).unwrap().success(), "{log}");
             } else {
                 refused += 1;
-                assert!(log.contains("Error"), "{log}");
+                assert!(log.contains("anon_inode:[userfaultfd]"), "refused for another reason: {log}");
                 scene.go().unwrap();
                 assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
             }
             scene.next_round().unwrap();
         }
-        assert!(refused * 2 >= rounds(), "{refused} of {} dumps were refused", rounds());
+        assert!(is_share(refused, 2, rounds()), "{refused} of {} dumps were refused", rounds());
     }
 }

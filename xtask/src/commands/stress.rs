@@ -2,7 +2,7 @@
 //! `cargo xtask stress NAME`: random tests with any number of rounds. The suite runs a few rounds of each.
 
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
@@ -15,6 +15,9 @@ const LIMIT: Duration = Duration::from_secs(4 * 3600);
 
 /// The one without rounds and seed: a table.
 const EVERYDAY: &str = "everyday";
+
+/// Every campaign, one after the other.
+const ALL: &str = "all";
 
 /// Where a campaign's test runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +57,7 @@ const CAMPAIGN: Campaign = Campaign {
     always: None,
 };
 
-const CAMPAIGNS: [Campaign; 11] = [
+const CAMPAIGNS: [Campaign; 14] = [
     Campaign {
         name: "restore-touched",
         what: "a program that accesses, maps and forks while its GPU memory is missing",
@@ -95,6 +98,36 @@ const CAMPAIGNS: [Campaign; 11] = [
         place: Place::Host,
         modules: &["killed_daemon"],
         rounds: Some(("REWAKE_KILLS", 200)),
+        seed: Some("REWAKE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "kill-fetcher",
+        what: "the process that fetches pages from another host is killed at random moments",
+        place: Place::Host,
+        modules: &["page_server_lost"],
+        test: Some("a_fetcher_killed_at_random_moments_costs_no_byte"),
+        rounds: Some(("REWAKE_KILLS", 100)),
+        seed: Some("REWAKE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "kill-dump",
+        what: "`rewake dump` is killed at random moments, with CRIU and without",
+        place: Place::Host,
+        modules: &["seal"],
+        test: Some("killed_dumps_leave_a_whole_image_and_are_cleaned_up"),
+        rounds: Some(("REWAKE_DUMP_KILLS", 100)),
+        seed: Some("REWAKE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "kill-push",
+        what: "`rewake push` to a store behind S3 is killed at random moments",
+        place: Place::Host,
+        modules: &["store_s3"],
+        test: Some("killed_pushes_leave_no_broken_image"),
+        rounds: Some(("REWAKE_PUSH_KILLS", 100)),
         seed: Some("REWAKE_SEED"),
         ..CAMPAIGN
     },
@@ -160,12 +193,26 @@ pub(crate) fn help() -> String {
     help += &format!(
         "  {EVERYDAY:18} effects of everyday events: a table of events and outcomes, from tests of the suite\n"
     );
+    help += &format!("  {ALL:18} every campaign, one after the other\n");
     help += "\nThose with GPUs run in the suite's machine 6.12-90a, or in the one that --machine names.\n";
     help
 }
 
-/// Runs one of them.
+/// Runs one of them, or all; a failure of one stops none of the others.
 pub(crate) fn run(name: &str, words: &[&str]) -> anyhow::Result<()> {
+    if name == ALL {
+        ensure!(words.is_empty(), "stress {ALL} {}: it has no options", words.join(" "));
+        let mut failed = Vec::new();
+        for name in CAMPAIGNS.iter().map(|campaign| campaign.name).chain([EVERYDAY]) {
+            println!("\n== {name}");
+            let start = Instant::now();
+            let result = run(name, &[]);
+            println!("{name}: {:.0} s", start.elapsed().as_secs_f64());
+            failed.extend(result.err().map(|error| format!("{name}: {error:#}")));
+        }
+        ensure!(failed.is_empty(), "{}", failed.join("; "));
+        return Ok(());
+    }
     if name == EVERYDAY {
         ensure!(words.is_empty(), "stress {EVERYDAY} {}: it has no options", words.join(" "));
         return everyday::run();
@@ -188,7 +235,8 @@ pub(crate) fn run(name: &str, words: &[&str]) -> anyhow::Result<()> {
 
 fn on_host(campaign: &Campaign, options: &Options<'_>) -> anyhow::Result<()> {
     let criu = setup::run()?;
-    let environment = super::test::environment(&criu, Some(&setup::run_other_than(&criu)?))?;
+    let mut environment = super::test::environment(&criu, Some(&setup::run_other_than(&criu)?))?;
+    environment.extend(setup::seaweedfs()?.map(|program| ("REWAKE_WEED", program.display().to_string())));
     let programs = programs::build(Targets::Integration(&["e2e"]))?;
     let program =
         programs.iter().find(|program| program.name == "e2e").context("cargo built no test program `e2e`")?;

@@ -57,18 +57,18 @@ pub(super) struct Shape {
     pub(super) parts: usize,
 }
 
-// A restore takes seconds in an emulated machine, so a program runs only where its result can differ.
-// Programs that restore servers (`gated`, `killed`, `streaming` and others) depend on neither kernel nor kind
-// of GPU: one machine runs them. Programs that only use the driver take seconds, and run on every kind of GPU
-// that they support.
+// A restore takes seconds in an emulated machine, so a test runs only where its result can differ, and on 6.12-90a if
+// that is everywhere the same. Tests that restore servers (`gated`, `killed`, `streaming` and others) depend on neither
+// kernel nor kind of GPU. Modules that only use the driver take seconds, and run on every kind of GPU that they
+// support.
 
-/// Programs that other machines run.
+/// Tests that other machines run.
 ///
 /// * `lazy_pages`, `modes`, `plugin_render`, `svm`: need kinds of memory that only the newer kernel has.
-/// * `touches`: 6.12-1100 has this kernel too.
+/// * `touches`: 7-90a runs all, and 6.12-1100, which has this kernel, those that depend on it.
 /// * `unheld`: needs the kernel of 7-unheld.
 /// * `copy_engine`: 6.12-1100 has copies that take time, and 6.12-poison copies by the CPU.
-/// * `plugin`: 6.12-poison has this kernel and these GPUs too, and 7-90a has the copy rings.
+/// * `plugin`: 7-90a runs all, and 6.12-poison, which has this kernel, those that depend on it.
 /// * `stock_plugin`: 7-90a restores the same queues, and has memory with attributes.
 const ELSEWHERE: &[&str] = &[
     "copy_engine",
@@ -82,12 +82,11 @@ const ELSEWHERE: &[&str] = &[
     "unheld",
 ];
 
-/// Programs that depend on the kernel: its GPU driver, its userfaultfd, its hooks for calls. `both` runs on
-/// this kernel in 7-xnack. `plugin_images` reads files. `modes` restores every kind of memory, shared buffers
-/// too.
+/// Tests that depend on the kernel: its GPU driver, its userfaultfd, its hooks for calls. `both` runs on
+/// this kernel in 7-xnack. `modes` restores every kind of memory, shared buffers too.
 const OF_THE_KERNEL: &[&str] = &[
     "bad_use",
-    "criu",
+    "criu::our_plugin_in_both_versions",
     "criu_ops",
     "dmabuf",
     "faults",
@@ -99,7 +98,6 @@ const OF_THE_KERNEL: &[&str] = &[
     "memory",
     "modes",
     "peers",
-    "placement",
     "plugin",
     "plugin_render",
     "queues",
@@ -111,25 +109,81 @@ const OF_THE_KERNEL: &[&str] = &[
     "userptr",
 ];
 
-/// Programs that depend on queues run by firmware, on memory that CPUs cannot access, and on slow copies.
-/// `plugin` dumps such GPUs with the stock plugin too. `touches` swaps mappings on this kernel.
-const OF_FIRMWARE_AND_SMALL_BAR: &[&str] =
-    &["copy_engine", "criu_ops", "memory", "peers", "plugin", "queues", "topology", "touches", "workload"];
+/// Tests that depend on queues run by firmware, on memory that CPUs cannot access, and on slow copies.
+///
+/// * `plugin`: such GPUs are dumped, and their restore is refused, by both plugins; all memory is copied by GPUs.
+/// * `touches`: mappings are swapped on this kernel, and copies take long enough for a page fault among them.
+/// * `workload`: one process and several, and work that is interrupted.
+const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
+    "copy_engine",
+    "criu_ops",
+    "memory",
+    "peers",
+    "plugin::one_gpu",
+    "plugin::our_plugin_restores_the_stock_plugin_s_dump",
+    "plugin::the_stock_plugin_restores_our_dump",
+    "plugin::weights_that_the_cpu_cannot_access",
+    "queues",
+    "topology",
+    "touches::a_program_that_executes_another_or_ends_is_released",
+    "touches::by_its_own_code",
+    "touches::demand_loads_are_before_the_background_load",
+    "touches::mappings_may_change_while_their_buffer_is_missing",
+    "workload::a_server_answers",
+    "workload::a_server_answers_from_weights_that_the_cpu_cannot_access",
+    "workload::a_server_answers_on_two_gpus_with_two_processes",
+    "workload::a_server_answers_while_long_dispatches_run",
+    "workload::a_server_answers_while_the_cpu_reads_weights",
+];
 
-/// Programs that depend on several compute dies in one GPU, and on other numbers of GPUs. `plugin` dumps such
-/// GPUs with the stock plugin too.
-const OF_SEVERAL_DIES: &[&str] =
-    &["criu_ops", "memory", "peers", "plugin", "queues", "svm", "topology", "workload"];
+/// Tests that depend on several compute dies in one GPU, and on other numbers of GPUs. `plugin`: such GPUs are dumped,
+/// and their restore is refused, by both plugins.
+const OF_SEVERAL_DIES: &[&str] = &[
+    "criu_ops",
+    "memory",
+    "peers",
+    "plugin::one_gpu",
+    "plugin::our_plugin_restores_the_stock_plugin_s_dump",
+    "plugin::the_stock_plugin_restores_our_dump",
+    "plugin::two_processes_on_two_gpus",
+    "queues",
+    "svm",
+    "topology",
+    "workload::a_server_answers",
+    "workload::a_server_answers_on_two_gpus_with_two_processes",
+    "workload::a_server_answers_while_long_dispatches_run",
+    "workload::a_server_answers_while_memory_with_attributes_changes",
+];
 
-/// Programs that depend on how contents are copied.
-const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
+/// Tests that depend on how contents are copied. `plugin`: by CPUs, where the stock plugin cannot; memory of every kind
+/// whose contents the plugin copies.
+const COPIERS: &[&str] = &[
+    "copy_engine",
+    "plugin::one_gpu",
+    "plugin::our_plugin_restores_the_stock_plugin_s_dump",
+    "plugin::two_processes_on_two_gpus",
+    "plugin::weights_in_registered_memory",
+    "plugin::weights_that_the_cpu_cannot_access",
+    "plugin::while_buffers_are_allocated_and_freed",
+    "plugin::while_numbers_change_in_host_memory",
+    "plugin_contents",
+];
 
-/// Programs that depend on whether GPUs retry faults.
-const RETRIED: &[&str] = &["both", "lazy_pages"];
+/// Tests that depend on whether GPUs retry faults: of memory that GPUs reach without the driver's knowledge.
+const RETRIED: &[&str] = &[
+    "both::a_registration_of_missing_memory_waits_for_it",
+    "both::gpu_memory_is_loaded_after_cpu_memory",
+    "both::registered_memory_is_resident_before_queues_start",
+    "lazy_pages",
+];
 
-/// Programs that depend on whether the filter can delay calls: gates stay closed until all memory is
+/// Tests that depend on whether the filter can delay calls: gates stay closed until all memory is
 /// resident.
-const UNHELD: &[&str] = &["gated", "unheld"];
+const UNHELD: &[&str] = &[
+    "gated::a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused",
+    "gated::rewake_restore_reports_the_result_after_any_death",
+    "unheld",
+];
 
 const SHAPE: Shape = Shape {
     name: "",

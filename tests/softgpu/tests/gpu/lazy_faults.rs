@@ -227,7 +227,7 @@ fn criu_killed_at_any_moment_leaves_no_paused_queue() {
     isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
         let whole = stage.restores();
-        let moments: u32 = std::env::var("REWAKE_KILLS").map_or(4, |kills| kills.parse().unwrap());
+        let moments: u32 = std::env::var("REWAKE_KILLS").map_or(3, |kills| kills.parse().unwrap());
         for moment in 1..moments {
             stage.is_killed_at(Moment::After(whole * moment / moments));
         }

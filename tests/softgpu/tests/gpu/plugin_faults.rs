@@ -47,7 +47,7 @@ fn kills(index: usize) -> Vec<Fault> {
 }
 
 fn moments() -> u32 {
-    if every() { 60 } else { 8 }
+    if every() { 60 } else { 2 }
 }
 
 /// A server that is dumped or restored again and again.

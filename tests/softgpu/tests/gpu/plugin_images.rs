@@ -27,7 +27,7 @@ const ADDRESS_SPACE: u64 = 4 << 30;
 /// What CRIU logs when it makes the first task.
 const FORKING: &str = "Forking task with";
 /// Damaged images of the random test; `PLUGIN_DAMAGES` sets another number.
-const DAMAGES: u64 = 24;
+const DAMAGES: u64 = 4;
 
 fn shape() -> Shape {
     Shape { layers: 1, layer_kib: 64, cache_mib: 1, queues: 1, ..Shape::small() }
