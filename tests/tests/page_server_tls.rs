@@ -269,7 +269,9 @@ const PORT: u16 = 9000;
 fn terminals(criu: &Criu) -> Terminals {
     let mut terminals = Terminals::open(criu, 8).unwrap();
     terminals.make_certificates().unwrap();
-    ["hostA", "hostB"].map(|host| fs::create_dir(terminals.folder(host).join("IMG")).unwrap());
+    for host in ["hostA", "hostB"] {
+        fs::create_dir(terminals.folder(host).join("IMG")).unwrap();
+    }
     terminals
 }
 
