@@ -2,6 +2,8 @@
 //! The command line.
 
 mod cache;
+#[cfg(test)]
+mod printed;
 mod remote;
 mod store;
 mod tls;

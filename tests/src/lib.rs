@@ -16,6 +16,7 @@
 //! * [`page_server`]: `rewake page-server` and CRIU's own, and a client that sends what it likes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
+//! * [`printed`]: the commands that the README and the pages in `docs` print.
 //! * [`registry`]: a registry of OCI images.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
@@ -40,6 +41,7 @@ pub mod node_cache;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;
+pub mod printed;
 pub mod proxy;
 pub mod registry;
 pub use rewake_testkit::relay;

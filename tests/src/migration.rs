@@ -60,6 +60,18 @@ impl Migration {
         Ok(Self { hosts, scene, target, pid, security, source_criu: None })
     }
 
+    /// The folder of the target's files, which both hosts share.
+    #[must_use]
+    pub fn files(&self) -> PathBuf {
+        self.scene.files()
+    }
+
+    /// The target's number on its host.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
     /// Has `rewake migrate` use this CRIU.
     pub fn dump_by(&mut self, criu: PathBuf) {
         self.source_criu = Some(criu);

@@ -7,7 +7,8 @@
 //!   [`PeerCertificate`].
 //! * `certificates`: reads the files. `verifier`: which certificates are accepted. `peer_name`: whose they
 //!   must be.
-//! * [`HandshakeError`]: why a connection was not made, and what to do.
+//! * [`HandshakeError`]: why a connection was not made, and what to do. [`end_after_answer`]: so that the peer gets the
+//!   reason.
 //!
 //! What CRIU's own side needs (measured with 4.1.1 and 4.2.1, GnuTLS 3.8):
 //! - A server sends no session tickets. `criu dump` takes one for an answer that did not arrive, and fails. A
@@ -23,6 +24,7 @@
 mod certificates;
 mod client;
 mod encrypted;
+mod ending;
 mod error;
 mod link;
 mod peer_name;
@@ -32,6 +34,7 @@ mod verifier;
 pub use certificates::TlsOptions;
 pub use client::TlsClient;
 pub use encrypted::EncryptedStream;
+pub use ending::end_after_answer;
 pub use error::HandshakeError;
 pub use link::{PeerCertificate, TlsLink};
 pub use peer_name::PeerName;
@@ -44,6 +47,9 @@ use rustls::crypto::CryptoProvider;
 
 /// Time that a peer has for its part of a handshake.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(30);
+
+/// Time that a peer has to read a refusal, and to close the connection.
+pub const REFUSAL_LIMIT: Duration = Duration::from_secs(10);
 
 /// The algorithms of both sides.
 fn provider() -> Arc<CryptoProvider> {

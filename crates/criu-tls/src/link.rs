@@ -10,9 +10,10 @@ use rustls::pki_types::CertificateDer;
 use rustls::{CertificateError, Connection};
 use webpki::EndEntityCert;
 
-use crate::HANDSHAKE_LIMIT;
+use crate::ending::end_after_answer;
 use crate::error::HandshakeError;
 use crate::peer_name::PeerName;
+use crate::{HANDSHAKE_LIMIT, REFUSAL_LIMIT};
 
 /// Encrypted bytes that are read from the socket at a time: two records.
 const ARRIVED: usize = 33 << 10;
@@ -88,8 +89,11 @@ impl TlsLink {
                 Err(error) => return Err(error.into()),
             }
             if let Err(error) = connection.process_new_packets() {
-                // The peer may have ended.
-                let _ = connection.write_tls(&mut socket);
+                // The peer may have ended. A client may have sent requests already, which stay unread.
+                let is_sent = connection.write_tls(&mut socket).is_ok();
+                if is_sent && matches!(connection, Connection::Server(_)) {
+                    end_after_answer(&socket, REFUSAL_LIMIT);
+                }
                 return Err(io::Error::new(ErrorKind::InvalidData, error).into());
             }
         }

@@ -35,8 +35,50 @@ fn client(exports: &Exports, admission: &Admission, socket: TcpStream, name: &st
     socket.set_write_timeout(Some(CLIENT_LIMIT)).context("SO_SNDTIMEO")?;
     let (mut stream, rights) = admission.admit(socket)?;
     stream.socket().set_read_timeout(Some(CLIENT_LIMIT)).context("SO_RCVTIMEO")?;
-    serve(&exports.permitted(rights), &mut stream, |stream, image| {
+    let served = serve(&exports.permitted(rights), &mut stream, |stream, image| {
         info!("{name}: reads image {image}");
         stream.socket().set_read_timeout(None)
-    })
+    });
+    if served.is_err() {
+        // The client may have sent more requests than were read, and is to get the reason.
+        stream.end_after_answer();
+    }
+    served
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::sync::Arc;
+    use std::thread;
+
+    use rewake_image_protocol::message::{receive, send};
+    use rewake_image_protocol::reply::What as Reply;
+    use rewake_image_protocol::request::What as Request;
+    use rewake_image_protocol::{Open, Read, Reply as RawReply, Request as RawRequest, hello};
+
+    use super::*;
+    use crate::exports::ImageDirectory;
+
+    /// A client sends its first reads before it knows whether its image is served.
+    #[test]
+    fn a_client_that_has_sent_more_gets_the_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let exports = Exports::new(Arc::new(ImageDirectory::new(folder.path()).unwrap()));
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        client.set_read_timeout(Some(CLIENT_LIMIT)).unwrap();
+        let mut requests = Vec::new();
+        let mut ask = |what| send(&mut requests, &RawRequest { what: Some(what) }, &[]).unwrap();
+        ask(Request::Hello(hello()));
+        ask(Request::Open(Open { image: "none".to_owned(), ..Open::default() }));
+        (0..4096).for_each(|_| ask(Request::Read(Read { file: 0, offset: 0, length: 1 })));
+        client.write_all(&requests).unwrap();
+        thread::spawn(move || run(exports, Admission::in_clear(), &listener));
+        let mut reply = || receive::<RawReply>(&mut client).unwrap().unwrap().what;
+        assert!(matches!(reply(), Some(Reply::Hello(_))));
+        let refused = reply();
+        assert!(matches!(&refused, Some(Reply::Refused(reason)) if reason.contains("none")), "{refused:?}");
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    }
 }

@@ -9,7 +9,7 @@ use std::thread::{self, sleep};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_migration::message::FromSource;
+use rewake_migration::message::{FromDestination, FromSource, LinkRefusal};
 use rewake_peer_stream::{Admission, PeerStream};
 
 use crate::arriving_files;
@@ -27,7 +27,6 @@ use crate::strangers::Strangers;
 
 /// Time that a connection has for its greeting.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
-const OTHER_CERTIFICATE: &str = "its certificate is not that of the connection before";
 /// Time after a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
@@ -85,11 +84,24 @@ impl ConnectionState {
         &self,
         id: &MigrationId,
         peer: Option<CertificateDigest>,
-    ) -> anyhow::Result<Option<EarlierMigration>> {
+    ) -> Result<Option<EarlierMigration>, LinkRefusal> {
         let mut earlier = self.earlier();
         let Some(index) = earlier.iter().position(|migration| migration.id == *id) else { return Ok(None) };
-        ensure!(earlier[index].peer == peer, OTHER_CERTIFICATE);
-        Ok(Some(earlier.remove(index)))
+        if earlier[index].peer == peer {
+            Ok(Some(earlier.remove(index)))
+        } else {
+            Err(LinkRefusal::OtherCertificate)
+        }
+    }
+
+    /// Takes a connection for the migration of this id, which is the agent's own if it has none yet.
+    fn take_own(&self, id: MigrationId, peer: Option<CertificateDigest>) -> Result<(), LinkRefusal> {
+        let mut known = self.id.lock().unwrap_or_else(PoisonError::into_inner);
+        match *known.get_or_insert((id, peer)) {
+            (own, _) if own != id => Err(LinkRefusal::Busy),
+            (_, first) if first != peer => Err(LinkRefusal::OtherCertificate),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -150,7 +162,12 @@ fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<Option<Pe
         let is_taken = state.id.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         return dry_run::answer(stream, &state.criu, is_taken).map(|()| None);
     }
-    if let Some(earlier) = state.take_earlier(&id, stream.peer().map(certificate_digest))? {
+    let certificate = stream.peer().map(certificate_digest);
+    let earlier = match state.take_earlier(&id, certificate) {
+        Ok(earlier) => earlier,
+        Err(refusal) => return refuse(stream, refusal),
+    };
+    if let Some(earlier) = earlier {
         let answered = earlier.answer(stream);
         match &answered {
             Ok(()) => earlier.forget(),
@@ -158,13 +175,18 @@ fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<Option<Pe
         }
         return answered.map(|()| None);
     }
-    let certificate = stream.peer().map(certificate_digest);
-    let mut known = state.id.lock().unwrap_or_else(PoisonError::into_inner);
-    let (known, first) = known.get_or_insert_with(|| (id, certificate));
-    ensure!(*known == id, "another migration: this agent takes one program");
-    ensure!(*first == certificate, OTHER_CERTIFICATE);
+    if let Err(refusal) = state.take_own(id, certificate) {
+        return refuse(stream, refusal);
+    }
     stream.socket().set_read_timeout(None)?;
     Ok(Some(stream))
+}
+
+/// Sends the source why its connection is refused, and ends the connection with this error.
+fn refuse(stream: PeerStream, refusal: LinkRefusal) -> anyhow::Result<Option<PeerStream>> {
+    FrameWriter::new(stream.clone()).send(&Frame::Destination(FromDestination::Refused(refusal)))?;
+    stream.end_after_answer();
+    bail!("refused: {refusal}")
 }
 
 fn read_frames(

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rewake_migration::destination::{DestinationInput, DestinationOutput, MigrationDestination};
-use rewake_migration::message::{FromDestination, FromSource, VERSION};
+use rewake_migration::message::{FromDestination, FromSource, LinkRefusal, VERSION};
 use rewake_peer_stream::PeerStream;
 
 use crate::cgroup::{self, TreeCgroup};
@@ -84,7 +84,7 @@ pub(crate) fn answer(mut stream: PeerStream, criu: &CriuChoice, is_taken: bool) 
                 DestinationOutput::Compare(offer) => {
                     let mut refusals = HostOffer::refused_there(&offer, criu);
                     if is_taken {
-                        refusals.push("this agent has another migration: it takes one program".to_owned());
+                        refusals.push(LinkRefusal::Busy.to_string());
                     }
                     outputs = machine.step(DestinationInput::Compared(as_result(&refusals)));
                 }

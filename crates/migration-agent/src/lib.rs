@@ -2,7 +2,8 @@
 //! Live migration of a process tree: the agents of both hosts around CRIU. The protocol is in `rewake-migration`.
 //!
 //! * [`source`]: dumps and freezes the tree, serves its memory, kills it at the end. Start here.
-//!   `source_begin`: its group and its offer. `frozen_wait`: how long it may be frozen.
+//!   `source_options`: what the user wants. `source_begin`: its group and its offer. `frozen_wait`: how long it may be
+//!   frozen.
 //! * [`destination`]: restores the tree, and releases it after GRANT. `destination_place`: its folders, new or of an
 //!   agent that was killed. `lost_limit`: how long it waits for a connection. `page_client`: serves page faults.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
@@ -51,6 +52,7 @@ mod sockets;
 pub mod source;
 mod source_begin;
 mod source_link;
+mod source_options;
 mod strangers;
 mod tree_blocks;
 mod tree_memory;

@@ -4,16 +4,19 @@
 use std::time::Duration;
 
 use crate::host::HostOffer;
+use crate::source_options;
 
-/// Time without a connection before GRANT is asked for. It is longer for a source that accepts more.
-pub(crate) const LOST_LIMIT: Duration = Duration::from_secs(90);
+/// Time without a connection before GRANT is asked for, of a source without `--give-up-after`.
+pub(crate) const LOST_LIMIT: Duration = source_options::LOST_LIMIT.saturating_add(NOTICE_LIMIT);
 /// Time without a connection after which missing memory is given up, or GRANT, which the source may have
 /// written, or the confirmation of an answer. It is longer than the source's 300 s, by the time in which a lost
 /// connection is noticed.
 pub(crate) const GIVE_UP_LIMIT: Duration = Duration::from_secs(330);
 /// The most of it that a source may want.
 const LONGEST_LOST_LIMIT: Duration = Duration::from_secs(3600);
-/// Time in which a source notices that a connection is lost. Its own limit passes first, so it decides.
+/// Time in which a source notices that a connection is lost: 20 s, and 5 s for an attempt to connect. Its own limit
+/// begins then, and passes first, so it decides. A destination cannot wait for less: a connection that the peer has
+/// closed looks the same if the source is killed and if a proxy between them was restarted.
 const NOTICE_LIMIT: Duration = Duration::from_secs(30);
 
 /// Time without a connection before GRANT is asked for, longer than the limit that the offer's source has.
@@ -34,7 +37,7 @@ mod tests {
                     "size":{{"resident":0,"anonymous":0,"shared":0}},"give_up_after":{seconds}}}"#
             )
         };
-        for (source, limit) in [(5, 90), (60, 90), (600, 630), (u64::MAX, 3630)] {
+        for (source, limit) in [(0, 35), (5, 35), (60, 90), (600, 630), (u64::MAX, 3630)] {
             assert_eq!(lost_limit(&offer(source)), Duration::from_secs(limit));
         }
         assert_eq!(lost_limit(""), LOST_LIMIT);

@@ -7,12 +7,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_criu_tls::TlsClient;
 use rewake_migration::message::{FromDestination, FromSource};
 use rewake_migration::record::SourceRecord;
 use rewake_migration::source::{MigrationSource, SourceInput, SourceOutcome, SourceOutput};
 
-use crate::criu::CriuChoice;
 use crate::file_look::FILES_LIMIT;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
@@ -20,48 +18,20 @@ use crate::frozen_wait::FrozenWait;
 use crate::held_dump::HeldDump;
 use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
-use crate::pre_copy::PreCopyGoal;
 use crate::script::{AgentCall, CriuMoment, WaitingScript};
 use crate::source_begin::{begin, earlier, forward_aborts, listen_to_scripts, start_of};
 use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
+pub use crate::source_options::SourceOptions;
 use crate::tree_memory::TreeMemory;
 
-/// Time without a connection before GRANT, after which the program runs on here.
-const LOST_LIMIT: Duration = Duration::from_secs(5);
 /// Time from the offer until the destination has answered it. It is longer than that of its own comparison.
 const COMPARE_LIMIT: Duration = FILES_LIMIT.saturating_add(Duration::from_secs(40));
 /// Time without a connection after GRANT, after which the program is given up.
 const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
-/// Time that a destination has to end the connection on which its loss is confirmed.
+/// Time that a destination has to end the connection on which it gets the end of the migration.
 const CONFIRMATION_LIMIT: Duration = Duration::from_secs(10);
 /// Time between two looks at children and limits.
 const TICK: Duration = Duration::from_millis(20);
-
-/// A migration that a user wants.
-#[derive(Debug)]
-pub struct SourceOptions {
-    /// The root of the tree.
-    pub tree: i32,
-    /// The destination's agent, `ADDRESS:PORT`.
-    pub to: String,
-    /// Whether memory may travel unencrypted to another host.
-    pub insecure: bool,
-    /// This host's certificate, and which destination it accepts; none: in clear.
-    pub tls: Option<TlsClient>,
-    /// For `criu dump`.
-    pub criu: CriuChoice,
-    /// What is sent before the freeze, and how long the program may be frozen.
-    pub goal: PreCopyGoal,
-    /// Time without a connection before GRANT, after which the program runs on here; 5 s without it.
-    pub give_up_after: Option<Duration>,
-}
-
-impl SourceOptions {
-    /// Time without a connection before GRANT, after which the program runs on here.
-    pub(crate) fn lost_limit(&self) -> Duration {
-        self.give_up_after.unwrap_or(LOST_LIMIT)
-    }
-}
 
 /// What a migration came to.
 #[derive(Debug)]
@@ -93,6 +63,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
     listen_to_scripts(&folder, sender.clone())?;
     forward_aborts(aborts, sender.clone());
     let mut dialed = None;
+    let mut owes_end = false;
     let (machine, outputs, entry) = match earlier(&folder)? {
         Some(entry) => {
             ensure!(
@@ -104,6 +75,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
                 entry.to
             );
             let (machine, outputs) = MigrationSource::restarted(entry.record);
+            owes_end = !machine.has_granted();
             (machine, outputs, entry)
         }
         None => {
@@ -136,6 +108,7 @@ pub fn migrate(options: &SourceOptions, aborts: Receiver<()>) -> anyhow::Result<
         frozen_wait: None,
         lost_since: Some(Instant::now()),
         was_connected: false,
+        owes_end,
         gpu_on_demand: false,
         downtime: None,
         sent: 0,
@@ -167,6 +140,8 @@ struct SourceAgent<'a> {
     frozen_wait: Option<FrozenWait>,
     lost_since: Option<Instant>,
     was_connected: bool,
+    /// An agent was killed before GRANT, and its destination waits for a source: it is to get the end of the migration.
+    owes_end: bool,
     /// The destination's GPU memory may arrive while the program runs there.
     gpu_on_demand: bool,
     downtime: Option<Duration>,
@@ -193,8 +168,8 @@ impl SourceAgent<'_> {
             }
             self.look();
         };
-        if matches!(outcome, SourceOutcome::Lost(_)) {
-            self.let_confirmation_arrive();
+        if self.owes_end || matches!(outcome, SourceOutcome::Lost(_)) {
+            self.let_end_arrive();
         }
         self.use_link(None).inspect(|link| link.close());
         while let Ok(event) = self.events.try_recv() {
@@ -211,11 +186,11 @@ impl SourceAgent<'_> {
         SourceReport { outcome, downtime, sent, rounds: self.shared.pre_copy.rounds(), stays_frozen }
     }
 
-    /// Waits until the destination ends the connection. If this side did so while page requests arrive, what it sent
-    /// last could be lost.
-    fn let_confirmation_arrive(&mut self) {
+    /// Waits until the destination ends the connection, which is to be made before. If this side ended it while page
+    /// requests arrive, what it sent last could be lost.
+    fn let_end_arrive(&mut self) {
         let start = Instant::now();
-        while self.link.is_some() && start.elapsed() < CONFIRMATION_LIMIT {
+        while (self.owes_end || self.link.is_some()) && start.elapsed() < CONFIRMATION_LIMIT {
             if let Ok(event) = self.events.recv_timeout(TICK) {
                 self.handle(event);
             }
@@ -225,6 +200,7 @@ impl SourceAgent<'_> {
     fn handle(&mut self, event: SourceEvent) {
         match event {
             SourceEvent::Connected(link) => {
+                self.owes_end = false;
                 self.use_link(Some(link));
                 self.step(SourceInput::Connected);
             }
@@ -233,10 +209,12 @@ impl SourceAgent<'_> {
                 self.lost_since.get_or_insert_with(Instant::now);
                 self.step(SourceInput::Disconnected);
             }
-            SourceEvent::Unreachable(reason) if !self.was_connected && !self.machine.has_granted() => {
-                self.step(SourceInput::TimedOut(reason));
+            SourceEvent::Unreachable(reason) => {
+                self.owes_end = false;
+                if !self.was_connected && !self.machine.has_granted() {
+                    self.step(SourceInput::TimedOut(reason));
+                }
             }
-            SourceEvent::Unreachable(_) => {}
             SourceEvent::Received(message) => {
                 if let FromDestination::Hello { gpu_on_demand, .. } = message {
                     // A connection alone may be that of a tunnel, whose other end reaches no destination.

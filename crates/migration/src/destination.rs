@@ -459,7 +459,7 @@ mod tests {
     fn another_version_is_refused_by_name() {
         let mut destination = MigrationDestination::new();
         let outputs = received(&mut destination, FromSource::Hello { version: VERSION + 1 });
-        let reason = "the source speaks version 8 of the protocol, expected 7".to_owned();
+        let reason = "the source speaks version 9 of the protocol, expected 8".to_owned();
         assert!(
             outputs.contains(&DestinationOutput::End(DestinationOutcome::Aborted(reason))),
             "{outputs:?}"

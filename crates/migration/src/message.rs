@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What the sides send each other. Memory and files travel beside these messages, in the same order.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol. A side that gets another one ends the migration.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// A message of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +42,9 @@ pub enum FromSource {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromDestination {
+    /// The agent refuses the connection, and closes it. It sends this instead of all other messages, and before it
+    /// reads the source's `Hello`.
+    Refused(LinkRefusal),
     /// The answer to the source's `Hello`.
     Hello {
         /// The version that the destination speaks.
@@ -66,6 +71,26 @@ pub enum FromDestination {
         /// Why.
         String,
     ),
+}
+
+/// Why an agent refuses a connection. What it says is about the agent, and never about the program of the migration
+/// that the connection belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LinkRefusal {
+    /// The agent has another migration.
+    Busy,
+    /// The agent has this migration, whose source has shown another certificate.
+    OtherCertificate,
+}
+
+impl fmt::Display for LinkRefusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Busy => "this agent has another migration: it takes one program",
+            Self::OtherCertificate => "the source's certificate is not that of the connection before",
+        })
+    }
 }
 
 /// How far a destination is. The order is that of time.

@@ -221,10 +221,11 @@ impl MigrationSource {
 
     fn received(&mut self, message: FromDestination) -> Vec<SourceOutput> {
         match message {
-            FromDestination::Hello { version, .. } if version != VERSION => {
-                let reason =
-                    format!("the destination speaks version {version} of the protocol, expected {VERSION}");
-                if self.state == SourcePhase::Granted { self.keep_frozen(reason) } else { self.gone(reason) }
+            FromDestination::Hello { version, .. } if version != VERSION => self.not_served(format!(
+                "the destination speaks version {version} of the protocol, expected {VERSION}"
+            )),
+            FromDestination::Refused(refusal) => {
+                self.not_served(format!("the destination refuses the connection: {refusal}"))
             }
             FromDestination::Hello { progress, .. } => {
                 self.is_greeted = true;
@@ -307,6 +308,11 @@ impl MigrationSource {
         if self.is_greeted { vec![output] } else { Vec::new() }
     }
 
+    /// An agent answers that does not serve this migration, and knows nothing about its program.
+    fn not_served(&mut self, reason: String) -> Vec<SourceOutput> {
+        if self.state == SourcePhase::Granted { self.keep_frozen(reason) } else { self.gone(reason) }
+    }
+
     /// The program does not run at the destination.
     fn gone(&mut self, reason: String) -> Vec<SourceOutput> {
         match &self.state {
@@ -371,6 +377,7 @@ impl MigrationSource {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::LinkRefusal;
 
     #[test]
     fn after_grant_another_destination_changes_nothing() {
@@ -388,6 +395,24 @@ mod tests {
             let [SourceOutput::End(SourceOutcome::Frozen(_))] = &outputs[..] else {
                 panic!("{progress:?}: {outputs:?}");
             };
+            assert!(source.has_granted());
+        }
+    }
+
+    #[test]
+    fn a_refusal_leaves_the_program_where_it_is() {
+        for refusal in [LinkRefusal::Busy, LinkRefusal::OtherCertificate] {
+            let refused = || SourceInput::Received(FromDestination::Refused(refusal));
+            let reason = format!("the destination refuses the connection: {refusal}");
+            let mut source = MigrationSource::new(String::new());
+            let _ = source.step(SourceInput::Connected);
+            let end = SourceOutput::End(SourceOutcome::Aborted(reason.clone()));
+            let outputs = source.step(refused());
+            assert_eq!((outputs.first(), outputs.last()), (Some(&SourceOutput::Thaw), Some(&end)));
+
+            let (mut source, _) = MigrationSource::restarted(SourceRecord::Granted);
+            let _ = source.step(SourceInput::Connected);
+            assert_eq!(source.step(refused()), [SourceOutput::End(SourceOutcome::Frozen(reason))]);
             assert!(source.has_granted());
         }
     }

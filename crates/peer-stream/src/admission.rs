@@ -12,7 +12,10 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, bail};
-use rewake_criu_tls::{HANDSHAKE_LIMIT, HandshakeError, PeerCertificate, TlsClient, TlsLink, TlsServer};
+use rewake_criu_tls::{
+    HANDSHAKE_LIMIT, HandshakeError, PeerCertificate, REFUSAL_LIMIT, TlsClient, TlsLink, TlsServer,
+    end_after_answer,
+};
 
 use crate::{AllowedPeer, PeerRights, PeerStream};
 
@@ -55,6 +58,8 @@ impl Admission {
             Err(names) => {
                 // It may be gone.
                 let _ = answer(&mut link, &format!("its --allow names none of this certificate: {names}"));
+                // A fetcher sends its first requests before it has the answer.
+                end_after_answer(link.socket(), REFUSAL_LIMIT);
                 bail!("not admitted: --allow names none of its certificate: {names}")
             }
         }

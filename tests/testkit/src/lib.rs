@@ -2,6 +2,7 @@
 //! What tests of several packages use.
 //!
 //! * [`process`]: commands, waiting with a limit, what `/proc` shows, signals.
+//! * [`printed`]: the commands that the README and the pages in `docs` print.
 //! * [`programs`]: the programs that are built beside the tests.
 //! * [`daemon`]: `rewake serve`, and the commands that use it.
 //! * [`export`]: `rewake export`.
@@ -19,6 +20,7 @@ pub mod cgroup;
 pub mod daemon;
 pub mod export;
 pub mod hosts;
+pub mod printed;
 pub mod process;
 pub mod programs;
 pub mod random;

@@ -3,16 +3,17 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Command, Output};
 use std::thread::sleep;
 use std::time::{Duration, SystemTime};
 
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, getsid};
 use rewake_tests::limit::MemoryLimit;
 use rewake_tests::migration::{HostAgent, Migration, RECEIVER};
 use rewake_tests::process::{MINUTE, output, until};
 use rewake_tests::relay::SlowLink;
+use rewake_tests::server::rewake;
 use rewake_tests::{Criu, need};
 
 const MIB: usize = 32;
@@ -87,6 +88,63 @@ fn a_link_that_stays_cut_before_grant_leaves_the_program() {
     assert_eq!(migrated.status.code(), Some(1));
     assert!(said(&migrated).contains("runs here: no connection to 127.0.0.1:"), "{}", said(&migrated));
     assert!(said(&migrated).contains("for 2 s"), "{}", said(&migrated));
+    migration.expect_right_bytes().unwrap();
+}
+
+/// A program of its own on the source, whose migration is refused: one line says why.
+#[test]
+fn a_destination_that_has_another_program_refuses_one_by_name() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "active", 1).unwrap();
+    let mut receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    migration.restoring().unwrap();
+
+    let source = &migration.hosts.source;
+    let mut sleep = Command::new("sleep");
+    let mut other = source.apart(sleep.arg("1000")).spawn().unwrap();
+    let sleeper = until(MINUTE, || source.named("sleep").into_iter().find(|pid| is_leader(*pid))).unwrap();
+    let pid = source.own_number(sleeper).unwrap().to_string();
+    let mut refused = source.command(rewake().unwrap());
+    refused.args(["migrate", "--insecure", "--to", RECEIVER, "-t", &pid, "--criu"]).arg(path(&criu));
+    let refused = refused.output().unwrap();
+    let reason =
+        "the destination refuses the connection: this agent has another migration: it takes one program";
+    assert_eq!(said(&refused), format!("rewake: {pid} runs here: {reason}\n"));
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(other.try_wait().unwrap().is_none(), "the refused program runs on");
+    kill(sleeper, Signal::SIGKILL).unwrap();
+    other.wait().unwrap();
+
+    migration.proceed().unwrap();
+    let migrated = migrate.ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
+    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+    migration.expect_right_bytes().unwrap();
+}
+
+/// Whether a process leads its session.
+fn is_leader(pid: Pid) -> bool {
+    getsid(Some(pid)) == Ok(pid)
+}
+
+/// The same command reports the end to the destination, which would wait for its source.
+#[test]
+fn a_source_killed_before_grant_leaves_no_busy_destination() {
+    let criu = need!(Criu::main());
+    let migration = Migration::started(&criu, "random", MIB).unwrap();
+    let mut receive = migration.receive(&migration.criu_that_waits().unwrap()).unwrap();
+    let mut migrate = migration.migrate().unwrap();
+    migration.restoring().unwrap();
+    migrate.signal(Signal::SIGKILL).unwrap();
+    migrate.ended().unwrap();
+    let migrated = migration.migrate().unwrap().ended().unwrap();
+    assert_eq!(migrated.status.code(), Some(1));
+    let reason = "the source's agent ended before GRANT";
+    assert!(said(&migrated).contains(&format!("runs here: {reason}")), "{}", said(&migrated));
+    assert_eq!(receive.ended().unwrap().status.code(), Some(1));
+    assert!(migration.received().contains(reason), "{}", migration.received());
+    assert_eq!((migration.processes(), migration.source_record()), ((1, 0), None));
     migration.expect_right_bytes().unwrap();
 }
 

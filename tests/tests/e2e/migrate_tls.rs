@@ -8,8 +8,9 @@ use std::process::Output;
 use nix::sys::signal::Signal;
 use rewake_testkit::authority::Authority;
 use rewake_testkit::hosts::DESTINATION;
-use rewake_tests::migration::Migration;
+use rewake_tests::migration::{HostAgent, Migration};
 use rewake_tests::page_server::tls_options;
+use rewake_tests::printed::{HOST_B, Terminals, recipe};
 use rewake_tests::process::{MINUTE, soon, until};
 use rewake_tests::{Criu, need};
 
@@ -50,6 +51,15 @@ fn refused(migrate: Vec<String>, receive: Vec<String>, source_says: &str, destin
     assert_eq!(migration.processes(), (1, 0));
     migration.expect_right_bytes().unwrap();
     receiver.signal(Signal::SIGTERM).unwrap();
+}
+
+/// A source with another certificate than that of the migration's is refused, and its program stays frozen.
+fn expect_refused(migration: &Migration, stranger: &mut HostAgent) {
+    let migrated = stranger.ended().unwrap();
+    let text = said(&migrated);
+    let reason = "the source's certificate is not that of the connection before";
+    assert!(migrated.status.code() == Some(4) && text.contains(reason), "{text}");
+    assert!(soon(|| migration.received().contains(reason)), "{}", migration.received());
 }
 
 #[test]
@@ -104,10 +114,7 @@ fn all_connections_of_a_migration_have_one_certificate() {
 
     migration.secure_migrate(other);
     let mut stranger = migration.migrate().unwrap();
-    let reason = "its certificate is not that of the connection before";
-    assert!(soon(|| migration.received().contains(reason)), "{}", migration.received());
-    stranger.signal(Signal::SIGKILL).unwrap();
-    stranger.ended().unwrap();
+    expect_refused(&migration, &mut stranger);
 
     migration.secure_migrate(own);
     let migrated = migration.migrate().unwrap().ended().unwrap();
@@ -137,11 +144,8 @@ fn a_later_agent_answers_its_own_source_only() {
     let mut later = migration.receive(Path::new(criu.as_ref())).unwrap();
     migration.secure_migrate(other);
     let mut stranger = migration.migrate().unwrap();
-    let reason = "its certificate is not that of the connection before";
-    assert!(soon(|| migration.received().contains(reason)), "{}", migration.received());
+    expect_refused(&migration, &mut stranger);
     assert!(migration.is_frozen() && migration.is_granted());
-    stranger.signal(Signal::SIGKILL).unwrap();
-    stranger.ended().unwrap();
 
     migration.secure_migrate(own);
     let migrated = migration.migrate().unwrap().ended().unwrap();
@@ -163,4 +167,20 @@ fn a_program_moves_encrypted_with_every_byte() {
     assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
     assert_eq!(migration.processes(), (0, 1));
     migration.expect_right_bytes().unwrap();
+}
+
+#[test]
+fn the_printed_commands_move_a_program() {
+    let criu = need!(Criu::main());
+    let mut terminals = Terminals::open(&criu, 8).unwrap();
+    terminals.make_certificates().unwrap();
+    let pid = terminals.migration.pid().to_string();
+    let commands = recipe("migrate", &[("HOST-B", HOST_B), ("PID", &pid)]).commands();
+    let [receive, migrate] = &commands[..] else { panic!("{commands:?}") };
+    let mut receive = terminals.type_in(receive).unwrap();
+    terminals.listens(&mut receive, "hostB", 9000).unwrap();
+    let line = terminals.run(migrate).unwrap();
+    assert!(line.starts_with(&format!("{pid} runs at {HOST_B}:9000, downtime ")), "{line}");
+    assert_eq!(receive.ended().unwrap().code(), Some(0), "{}", receive.text());
+    terminals.migration.expect_right_bytes().unwrap();
 }

@@ -6,6 +6,7 @@ use std::process::Stdio;
 
 use nix::sys::wait::WaitStatus;
 use nix::unistd::Pid;
+use rewake_tests::printed::{PrintedCommand, Terminals, recipe};
 use rewake_tests::process::{children, kill_all, run, wait_pid};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need};
@@ -68,4 +69,56 @@ fn an_option_that_does_not_exist_is_refused() {
     let refusal = scene.setup().unwrap().with("--no-such-option").start().unwrap().expect_err("accepted");
     assert!(refusal.status.code().is_some_and(|code| code != 0), "{}", refusal.status);
     assert!(refusal.line_with(&["no-such-option"]), "{}", refusal.text);
+}
+
+/// The commands of the README and of the pages about one host, from top to bottom.
+#[test]
+fn the_printed_commands_of_one_host_work() {
+    let criu = need!(Criu::main());
+    let mut terminals = Terminals::open(&criu, 4).unwrap();
+    let (folder, pid) = (terminals.folder(""), terminals.migration.pid().to_string());
+    let place = |name: &str| folder.join(name).display().to_string();
+    fs::create_dir(folder.join("IMG")).unwrap();
+    let line = format!("criu dump -t {pid} -D IMG --leave-running");
+    terminals.run(&PrintedCommand { host: String::new(), line }).unwrap();
+
+    let names = [("PID", &pid[..]), ("/run/rewake.pid", &place("pid"))];
+    let commands = recipe("local", &names).commands();
+    let [mkdir, dump, restore, lazy, criu_restore, serve, recover] = &commands[..] else {
+        panic!("{commands:?}")
+    };
+    terminals.run(mkdir).unwrap();
+    terminals.run(dump).unwrap();
+    terminals.run(restore).unwrap();
+    assert_eq!(terminals.migration.processes(), (1, 0));
+    terminals.end("target").unwrap();
+    terminals.run(lazy).unwrap();
+    terminals.run(criu_restore).unwrap();
+    terminals.migration.expect_right_bytes().unwrap();
+    terminals.run(serve).unwrap();
+    terminals.run(recover).unwrap();
+    terminals.end("rewake").unwrap();
+
+    for command in recipe("inspect", &[]).commands().iter_mut().chain(&mut recipe("doctor", &[]).commands()) {
+        command.line = command.line.replace(['[', ']'], "");
+        let mut typed = terminals.type_in(command).unwrap();
+        let status = typed.ended().unwrap();
+        // `rewake doctor` ends with 1 where the machine lacks something.
+        assert!(matches!(status.code(), Some(0 | 1)), "{}", typed.text());
+        serde_json::from_str::<serde_json::Value>(&typed.text()).expect("JSON");
+    }
+    for command in &recipe("seal", &[]).commands() {
+        terminals.run(command).unwrap();
+    }
+    let store = format!("file://{}", place("store"));
+    for command in &recipe("store", &[("s3://bucket/models", &store)]).commands() {
+        terminals.run(command).unwrap();
+    }
+    let [serve, curl] = &recipe("metrics", &[("/var/lib/rewake/cache", &place("cache"))]).commands()[..]
+    else {
+        panic!("metrics")
+    };
+    terminals.run(serve).unwrap();
+    assert!(terminals.run(curl).unwrap().contains("# EOF"));
+    terminals.end("rewake").unwrap();
 }

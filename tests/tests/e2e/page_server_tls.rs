@@ -9,7 +9,9 @@ use std::process::{Command, Stdio};
 
 use nix::sys::signal::Signal;
 use rewake_testkit::authority::{Authority, Issued};
+use rewake_tests::lazy_source::PipeLimit;
 use rewake_tests::page_server::{PageServer, StockLazyPages, memory_files, tls_options};
+use rewake_tests::printed::{HOST_A, HOST_B, Terminals, recipe};
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, images, need};
 
@@ -258,4 +260,75 @@ fn certificates_of_the_manual_s_five_commands_are_accepted() {
     dump(&scene, &scene.images(), &server.client_options()).unwrap();
     scene.stop().unwrap();
     scene.play().unwrap();
+}
+
+/// The port of the printed commands.
+const PORT: u16 = 9000;
+
+/// Two users who have made certificates by the printed commands, and have a folder for an image each.
+fn terminals(criu: &Criu) -> Terminals {
+    let mut terminals = Terminals::open(criu, 8).unwrap();
+    terminals.make_certificates().unwrap();
+    for host in ["hostA", "hostB"] {
+        fs::create_dir(terminals.folder(host).join("IMG")).unwrap();
+    }
+    terminals
+}
+
+/// Copies an image from one user's folder into the other's, which keeps its own files.
+fn copy(terminals: &Terminals, from: &str, to: &str) {
+    let [from, to] = [from, to].map(|host| terminals.folder(host));
+    let copied = Command::new("cp").arg("-an").arg(from.join("IMG")).arg(to).status().unwrap();
+    assert!(copied.success());
+}
+
+#[test]
+fn the_printed_commands_restore_from_another_host() {
+    let _limit = need!(PipeLimit::raised());
+    let mut terminals = terminals(&need!(Criu::main()));
+    let pid = terminals.migration.pid().to_string();
+    let commands = recipe("restore-from-host", &[("HOST-A", HOST_A), ("PID", &pid)]).commands();
+    let [dump, lazy, restore] = &commands[..] else { panic!("{commands:?}") };
+    let mut dump = terminals.type_in(dump).unwrap();
+    terminals.listens(&mut dump, "hostA", PORT).unwrap();
+    copy(&terminals, "hostA", "hostB");
+    let mut lazy = terminals.type_in(lazy).unwrap();
+    lazy.makes(&terminals.folder("hostB").join("IMG/lazy-pages.socket")).unwrap();
+    let mut restore = terminals.type_in(restore).unwrap();
+    assert_eq!(dump.ended().unwrap().code(), Some(0), "{}\n{}\n{}", dump.text(), lazy.text(), restore.text());
+    assert_eq!(lazy.ended().unwrap().code(), Some(0), "{}", lazy.text());
+    terminals.migration.expect_right_bytes().unwrap();
+    assert_eq!(restore.ended().unwrap().code(), Some(0), "{}", restore.text());
+}
+
+#[test]
+fn the_printed_commands_receive_a_dump_and_serve_it() {
+    let mut terminals = terminals(&need!(Criu::main()));
+    let pid = terminals.migration.pid().to_string();
+    let commands = recipe("receive-dump", &[("HOST-B", HOST_B), ("PID", &pid)]).commands();
+    let [server, dump] = &commands[..] else { panic!("{commands:?}") };
+    let mut server = terminals.type_in(server).unwrap();
+    terminals.listens(&mut server, "hostB", PORT).unwrap();
+    terminals.run(dump).unwrap();
+    assert_eq!(server.ended().unwrap().code(), Some(0), "{}", server.text());
+    copy(&terminals, "hostB", "hostA");
+    copy(&terminals, "hostA", "hostB");
+
+    let commands = recipe("serve-image", &[("HOST-A", HOST_A)]).commands();
+    let [server, lazy, restore] = &commands[..] else { panic!("{commands:?}") };
+    let mut server = terminals.type_in(server).unwrap();
+    terminals.listens(&mut server, "hostA", PORT).unwrap();
+    let mut lazy = terminals.type_in(lazy).unwrap();
+    lazy.makes(&terminals.folder("hostB").join("IMG/lazy-pages.socket")).unwrap();
+    let mut restore = terminals.type_in(restore).unwrap();
+    assert_eq!(
+        lazy.ended().unwrap().code(),
+        Some(0),
+        "{}\n{}\n{}",
+        server.text(),
+        lazy.text(),
+        restore.text()
+    );
+    terminals.migration.expect_right_bytes().unwrap();
+    assert_eq!(restore.ended().unwrap().code(), Some(0), "{}", restore.text());
 }

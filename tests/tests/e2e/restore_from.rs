@@ -16,6 +16,7 @@ use rewake_tests::export::{
     workers,
 };
 use rewake_tests::page_server::tls_options;
+use rewake_tests::printed::{HOST_A, PrintedBlock, PrintedCommand, Terminals, recipe};
 use rewake_tests::process::{MINUTE, parent, until};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::ACT;
@@ -368,4 +369,46 @@ fn memory_travels_encrypted_and_only_from_the_right_host() {
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && message.contains("(192.0.2.9): expected 127.0.0.1"), "{message}");
     assert!(!empty.join("pages-1.img").exists());
+}
+
+/// The printed commands, with each host's own folder in the place of `/srv/images`.
+fn printed(block: &PrintedBlock, terminals: &Terminals) -> Vec<PrintedCommand> {
+    let mut commands = block.commands();
+    for PrintedCommand { host, line } in &mut commands {
+        *line = line.replace("/srv/images", &terminals.folder(host).join("images").display().to_string());
+    }
+    commands
+}
+
+#[test]
+fn the_printed_commands_bring_an_image_of_another_host() {
+    let criu = need!(Criu::main());
+    let mut terminals = Terminals::open(&criu, 8).unwrap();
+    terminals.make_certificates().unwrap();
+    let image = terminals.folder("hostA").join("images/web/1");
+    fs::create_dir_all(&image).unwrap();
+    let dump = format!("criu dump -t {} -D {}", terminals.migration.pid(), image.display());
+    terminals.run(&PrintedCommand { host: "hostA".into(), line: dump }).unwrap();
+
+    let values = [("HOST-A", HOST_A)];
+    let [seal, export, pull, restore] = &printed(&recipe("pull", &values), &terminals)[..] else {
+        panic!("pull")
+    };
+    terminals.run(seal).unwrap();
+    let mut server = terminals.type_in(export).unwrap();
+    terminals.listens(&mut server, "hostA", 7913).unwrap();
+    terminals.run(pull).unwrap();
+    terminals.run(restore).unwrap();
+    terminals.end("target").unwrap();
+    terminals.end("rewake").unwrap();
+    fs::remove_dir_all(terminals.folder("hostB").join("images")).unwrap();
+
+    let [allow] = &printed(&recipe("allow", &values), &terminals)[..] else { panic!("allow") };
+    let mut server = terminals.type_in(allow).unwrap();
+    terminals.listens(&mut server, "hostA", 7913).unwrap();
+    let [_, restore] = &printed(&recipe("restore-from", &values), &terminals)[..] else {
+        panic!("restore-from")
+    };
+    terminals.run(restore).unwrap();
+    terminals.migration.expect_right_bytes().unwrap();
 }

@@ -2,8 +2,9 @@
 //! `cargo xtask tidy`: the rules of style that neither rustfmt nor clippy checks. Also a test, at the end of this file.
 //!
 //! * [`rust`]: rules for `.rs` files. [`text`]: rules for every file, documents and manifests.
-//! * [`words`]: words that the glossary replaces.
+//! * [`words`]: words that the glossary replaces. [`printed`]: commands that pages print.
 
+mod printed;
 pub(crate) mod rust;
 mod text;
 mod words;
@@ -75,6 +76,7 @@ fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
         let document = Document { path: relative, text: String::from_utf8_lossy(&bytes).into_owned() };
         findings.extend(text::check(root, &document));
         findings.extend(words::check(&document));
+        findings.extend(printed::check(root, &document));
         if document.path.ends_with(".rs") {
             findings.extend(rust::check(&document));
         }
