@@ -80,7 +80,7 @@ fn axes(svg: &mut String, record: &Record) {
         );
         let _ = writeln!(
             svg,
-            "<text class=\"end\" x=\"{:.0}\" y=\"{:.1}\">{percent} %</text>",
+            "<text class=\"end\" x=\"{:.0}\" y=\"{:.1}\">{percent}%</text>",
             LEFT - 8.0,
             at + 5.0
         );
