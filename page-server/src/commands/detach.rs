@@ -106,9 +106,13 @@ fn pid(file: &[u8]) -> Option<Pid> {
     pid.filter(|pid| *pid >= 0 && file.len() <= MAX_PIDFILE).map(Pid::from_raw)
 }
 
-/// Whether a process runs. One of another user does, too.
+/// Whether a process runs. One of another user does, too; one that has ended and was not awaited yet does not.
 fn runs(pid: Pid) -> bool {
-    pid.as_raw() > 0 && kill(pid, None) != Err(nix::errno::Errno::ESRCH)
+    let has_ended = || {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with(['Z', 'X']))
+    };
+    pid.as_raw() > 0 && kill(pid, None) != Err(nix::errno::Errno::ESRCH) && !has_ended()
 }
 
 /// Becomes a background process. In the parent returns the exit code, once the daemon is ready or the child
@@ -183,6 +187,16 @@ mod tests {
             pidfile.write(Pid::from_raw(77)).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), "77", "after {content:?}");
         }
+    }
+
+    #[test]
+    fn a_process_that_nothing_has_awaited_does_not_run() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = Pid::from_raw(i32::try_from(child.id()).unwrap());
+        let (flags, all) = (nix::sys::wait::WaitPidFlag::WNOWAIT, nix::sys::wait::WaitPidFlag::WEXITED);
+        nix::sys::wait::waitid(nix::sys::wait::Id::Pid(pid), flags | all).unwrap();
+        assert!(!runs(pid), "it is a zombie");
+        child.wait().unwrap();
     }
 
     #[test]
