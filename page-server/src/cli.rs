@@ -104,7 +104,8 @@ pub struct CriuServerArgs {
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Log level: -v0 nothing but failures, -v1 errors, -v2 warnings, -v3 information, -v4 everything
-    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value_t = 2, default_missing_value = "1")]
     pub verbosity: u8,
     /// Go to the background once the socket is ready
     #[arg(short = 'd', long)]
@@ -236,7 +237,8 @@ pub struct StreamerArgs {
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Log level: as of `rewake lazy-pages`
-    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value_t = 2, default_missing_value = "1")]
     pub verbosity: u8,
     /// Write one zero byte to this descriptor once all sockets are ready, and close it
     #[arg(long, value_name = "FD")]
@@ -281,7 +283,8 @@ pub struct RecoverArgs {
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Log level: as of `rewake lazy-pages`
-    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value_t = 2, default_missing_value = "1")]
     pub verbosity: u8,
     /// Return once the processes are served, and load their memory in the background
     #[arg(short = 'd', long)]
@@ -336,7 +339,8 @@ pub struct ServeArgs {
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Log level: -v0 nothing but failures, -v1 errors, -v2 warnings, -v3 information, -v4 everything
-    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value_t = 2, default_missing_value = "1")]
     pub verbosity: u8,
     /// Go to the background once clients are answered
     #[arg(short = 'd', long)]

@@ -4,6 +4,7 @@
 use std::fs::DirBuilder;
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt as _;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use reqwest::Url;
 use crate::error::{ImageStoreError, Result, reason};
 use crate::profile::AwsProfile;
 use crate::registry::ImageRepository;
+use crate::store::{MARKER, inside_another};
 use crate::url::StoreUrl;
 
 /// The limits of one request.
@@ -54,7 +56,11 @@ pub(crate) const NO_PROXY: [&str; 2] = ["http://127.0.0.1:9", "*,0.0.0.0/0,::/0"
 #[derive(Debug)]
 pub(crate) enum Connected {
     /// A bucket or a directory.
-    Objects(Arc<dyn ObjectStore>),
+    Objects {
+        objects: Arc<dyn ObjectStore>,
+        /// The folders above it in its bucket, with their URLs. For a push; those of a directory were looked at.
+        above: Vec<(String, Arc<dyn ObjectStore>)>,
+    },
     /// A repository of a registry.
     Repository(Arc<ImageRepository>),
 }
@@ -70,6 +76,13 @@ pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Connected> {
         }
         StoreUrl::Directory(path) => {
             if create {
+                let is_store = |path: &Path| path.join(MARKER).is_file();
+                let mut above = path.ancestors().skip(1);
+                if !is_store(path)
+                    && let Some(outer) = above.find(|path| is_store(path))
+                {
+                    return Err(setup(inside_another(&format!("file://{}", outer.display()))));
+                }
                 // Memory may have secrets.
                 let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
                 made.map_err(|error| setup(format!("cannot make it: {error}")))?;
@@ -79,18 +92,36 @@ pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Connected> {
             }
             let objects =
                 LocalFileSystem::new_with_prefix(path).map_err(|error| setup(reason(&error.to_string())))?;
-            Ok(Connected::Objects(Arc::new(objects.with_fsync(true))))
+            Ok(Connected::Objects { objects: Arc::new(objects.with_fsync(true)), above: Vec::new() })
         }
         StoreUrl::S3 { bucket, prefix } => {
             let objects = builder(bucket)
                 .and_then(|builder| limited(builder, limits).build().map_err(|error| error.to_string()));
             let objects = objects.map_err(|what| setup(reason(&what)))?;
-            if prefix.is_empty() {
-                return Ok(Connected::Objects(Arc::new(objects)));
-            }
-            Ok(Connected::Objects(Arc::new(PrefixStore::new(objects, prefix.as_str()))))
+            let bucket_objects: Arc<dyn ObjectStore> = Arc::new(objects);
+            Ok(Connected::Objects {
+                objects: folder(&bucket_objects, prefix),
+                above: if create { above(&bucket_objects, bucket, prefix) } else { Vec::new() },
+            })
         }
     }
+}
+
+/// A folder of a bucket.
+fn folder(bucket: &Arc<dyn ObjectStore>, prefix: &str) -> Arc<dyn ObjectStore> {
+    match prefix {
+        "" => Arc::clone(bucket),
+        _ => Arc::new(PrefixStore::new(Arc::clone(bucket), prefix)),
+    }
+}
+
+/// The folders above one of a bucket, with their URLs.
+fn above(objects: &Arc<dyn ObjectStore>, bucket: &str, prefix: &str) -> Vec<(String, Arc<dyn ObjectStore>)> {
+    let ends = prefix.match_indices('/').map(|(end, _)| end).rev();
+    let outer = ends.map(|end| &prefix[..end]).chain((!prefix.is_empty()).then_some(""));
+    let url =
+        |prefix: &str| StoreUrl::S3 { bucket: bucket.to_owned(), prefix: prefix.to_owned() }.to_string();
+    outer.map(|prefix| (url(prefix), folder(objects, prefix))).collect()
 }
 
 /// Configures S3 by the environment, then by the profile files. Without credentials there, the host's are
@@ -232,6 +263,43 @@ mod tests {
         }
         assert!(is_plain("localhost:8333", false).unwrap_err().contains("expected https://HOST"));
         assert!(is_plain("no URL", false).unwrap_err().contains("no URL"));
+    }
+
+    #[test]
+    fn no_store_is_made_inside_another_one_of_the_bucket() {
+        let bucket: Arc<dyn ObjectStore> = Arc::new(object_store::memory::InMemory::new());
+        let store = |prefix: &str| {
+            let objects = folder(&bucket, prefix);
+            let url = StoreUrl::S3 { bucket: "b".to_owned(), prefix: prefix.to_owned() };
+            ImageStore::connected(Connected::Objects { objects, above: above(&bucket, "b", prefix) }, &url)
+        };
+        run(async {
+            for made in ["a", "x/y", "x/z", "a"] {
+                store(made).mark().await.unwrap();
+            }
+            for (inside, outer) in [("a/b", "s3://b/a"), ("a/b/c", "s3://b/a"), ("x/y/z", "s3://b/x/y")] {
+                let refused = store(inside).mark().await.unwrap_err().to_string();
+                let expected = format!("s3://b/{inside}: {outer} is a store, and no store is made inside");
+                assert!(refused.starts_with(&expected), "{refused}");
+                assert!(matches!(store(inside).require().await, Err(ImageStoreError::NoStore { .. })));
+            }
+            store("").mark().await.unwrap();
+            assert!(store("new").mark().await.unwrap_err().to_string().contains("s3://b is a store"));
+        });
+    }
+
+    #[test]
+    fn no_directory_is_made_for_a_store_inside_another_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let url = |name: &str| StoreUrl::Directory(folder.path().join(name));
+        run(async {
+            ImageStore::create(&url("store")).unwrap().mark().await.unwrap();
+            ImageStore::create(&url("store")).unwrap().mark().await.unwrap();
+            ImageStore::create(&url("beside")).unwrap().mark().await.unwrap();
+            let refused = ImageStore::create(&url("store/new/one")).unwrap_err().to_string();
+            assert!(refused.contains("/store is a store, and no store is made inside"), "{refused}");
+            assert!(!folder.path().join("store/new").exists());
+        });
     }
 
     #[test]

@@ -38,6 +38,12 @@ pub enum ImageStoreError {
         /// The place.
         url: String,
     },
+    /// The URL of an image is that of a store.
+    #[error("{url} is a store: add the image's name: {url}/NAME")]
+    NoName {
+        /// The store.
+        url: String,
+    },
     /// The store has no image of this name.
     #[error("{url}: no image of this name: `rewake ls` shows those of the store")]
     NoImage {

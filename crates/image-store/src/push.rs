@@ -562,6 +562,26 @@ mod tests {
     }
 
     #[test]
+    fn the_url_of_a_store_is_no_image_of_one_above_it() {
+        let image = TestImage::new(&random_bytes("memory", CHUNK));
+        run(async {
+            let (objects, above) = TestObjects::new();
+            objects.replace("store", "rewake-store", b"rewake-store 1\n".to_vec()).await;
+            let refused = |error: ImageStoreError| {
+                assert!(matches!(&error, ImageStoreError::NoName { url } if url == "test:/store"), "{error}");
+            };
+            refused(push(&above, &image.path(), "store").await.unwrap_err());
+            refused(above.image("store").await.unwrap_err());
+            refused(above.remove("store").await.unwrap_err());
+            assert!(
+                matches!(above.images().await, Err(ImageStoreError::NoStore { .. })),
+                "no second store is made"
+            );
+            push(&above, &image.path(), "web").await.unwrap();
+        });
+    }
+
+    #[test]
     fn a_manifest_that_changes_during_a_push_is_not_stored() {
         let image = TestImage::new(&random_bytes("memory", CHUNK));
         let other = TestImage::new(&random_bytes("other", CHUNK));

@@ -38,7 +38,7 @@ const HEAD_LIMIT: Duration = Duration::from_secs(10);
 /// The longest marker, in bytes.
 const MAX_MARKER: u64 = 64;
 /// The object that proves that a place is a store, and of which version. The first push writes it.
-const MARKER: &str = "rewake-store";
+pub(crate) const MARKER: &str = "rewake-store";
 const MARKER_BYTES: &[u8] = b"rewake-store 1\n";
 /// Bytes of one request that writes a long object. A longer object is written in parts.
 const PART: usize = 16 << 20;
@@ -52,6 +52,8 @@ pub struct ImageStore {
     repository: Option<Arc<ImageRepository>>,
     /// Bytes of objects that were received.
     received: Arc<AtomicU64>,
+    /// The folders above it in its bucket, with their URLs: no store is made inside another one.
+    above: Arc<[(String, Arc<dyn ObjectStore>)]>,
 }
 
 /// An object of a listing.
@@ -85,28 +87,54 @@ impl ImageStore {
         Ok(Self::connected(connect::connect(url, true)?, url))
     }
 
-    fn connected(connected: Connected, url: &StoreUrl) -> Self {
-        let (objects, repository): (Arc<dyn ObjectStore>, _) = match connected {
-            Connected::Objects(objects) => (objects, None),
-            Connected::Repository(repository) => (repository.objects(), Some(repository)),
+    pub(crate) fn connected(connected: Connected, url: &StoreUrl) -> Self {
+        let (objects, above, repository): (Arc<dyn ObjectStore>, _, _) = match connected {
+            Connected::Objects { objects, above } => (objects, above, None),
+            Connected::Repository(repository) => (repository.objects(), Vec::new(), Some(repository)),
         };
-        Self { objects, url: url.to_string(), repository, received: Arc::default() }
+        let (url, above) = (url.to_string(), above.into());
+        Self { objects, url, repository, received: Arc::default(), above }
     }
 
     #[cfg(test)]
     pub(crate) fn of(objects: Arc<dyn ObjectStore>) -> Self {
-        Self { objects, url: "test:".to_owned(), repository: None, received: Arc::default() }
+        let (url, above) = ("test:".to_owned(), Arc::default());
+        Self { objects, url, repository: None, received: Arc::default(), above }
     }
 
     /// Makes the place a store, if it is none.
+    ///
+    /// # Errors
+    /// A folder above is a store.
     pub(crate) async fn mark(&self) -> Result<()> {
         match self.require().await {
             Err(ImageStoreError::NoStore { .. }) => {
+                for (outer, objects) in self.above.iter() {
+                    // A place that may not be read is another's, and no reason to refuse this one.
+                    if objects.head(&Path::from(MARKER)).await.is_ok() {
+                        return Err(self.setup(&inside_another(outer)));
+                    }
+                }
                 let bytes = Bytes::from_static(MARKER_BYTES);
                 let written = self.objects.put(&Path::from(MARKER), bytes.into()).await;
                 written.map(drop).map_err(request("write", &self.image_url(MARKER)))
             }
             found => found,
+        }
+    }
+
+    /// Refuses a name that is a store: in `file:///srv/store` the image's name is missing, if that is a store.
+    pub(crate) async fn require_image_name(&self, name: &str) -> Result<()> {
+        if self.repository.is_some() {
+            return Ok(());
+        }
+        match self.objects.head(&path(name, MARKER)).await {
+            Ok(_) => Err(ImageStoreError::NoName { url: self.image_url(name) }),
+            // A store that may not be read is none that this command can use.
+            Err(Error::NotFound { .. } | Error::PermissionDenied { .. } | Error::Unauthenticated { .. }) => {
+                Ok(())
+            }
+            Err(error) => Err(request("read", &self.object(name, MARKER))(error)),
         }
     }
 
@@ -144,6 +172,7 @@ impl ImageStore {
         manifest: impl FnOnce() -> Result<ManifestReader>,
         name: &str,
     ) -> Result<()> {
+        self.require_image_name(name).await?;
         let Some(repository) = &self.repository else { return self.mark().await };
         repository.begin(images, manifest()?, name).await
     }
@@ -190,7 +219,13 @@ impl ImageStore {
     /// # Errors
     /// There is no image of this name, or its object is damaged.
     pub async fn image(&self, name: &str) -> Result<StoredImage> {
-        self.find(name).await?.ok_or_else(|| ImageStoreError::NoImage { url: self.image_url(name) })
+        match self.find(name).await? {
+            Some(image) => Ok(image),
+            None => {
+                self.require_image_name(name).await?;
+                Err(ImageStoreError::NoImage { url: self.image_url(name) })
+            }
+        }
     }
 
     pub(crate) async fn find(&self, name: &str) -> Result<Option<StoredImage>> {
@@ -201,26 +236,28 @@ impl ImageStore {
         StoredImage::decode(&bytes, name, &self.object(NAMES, name)).map(Some)
     }
 
-    /// Removes an image's name. `collect_garbage` removes its bytes later. The mark is written first: if the
-    /// name stays, `collect_garbage` removes the mark.
+    /// Removes an image's name, and returns the image's id unless its object is damaged. `collect_garbage` removes its
+    /// bytes later. The mark is written first: if the name stays, `collect_garbage` removes the mark.
     ///
     /// # Errors
     /// There is no image of this name, or no store; a push has replaced the image meanwhile; or the store refuses.
-    pub async fn remove(&self, name: &str) -> Result<()> {
+    pub async fn remove(&self, name: &str) -> Result<Option<Digest>> {
         self.require_removable()?;
+        self.require_image_name(name).await?;
         self.require().await?;
         let image = match self.image(name).await {
             // Its index has no name from now on, so `collect_garbage` finds it.
-            Err(ImageStoreError::Damaged { .. }) => return self.delete(NAMES, name).await,
+            Err(ImageStoreError::Damaged { .. }) => return self.delete(NAMES, name).await.map(|()| None),
             image => image?,
         };
         self.put(REMOVED, &image.version, Vec::new()).await?;
         match self.find(name).await? {
             // Another `rewake rm` was first.
-            None => Ok(()),
-            Some(found) if found.version == image.version => self.delete(NAMES, name).await,
-            Some(_) => Err(ImageStoreError::Replaced { url: self.image_url(name) }),
+            None => {}
+            Some(found) if found.version == image.version => self.delete(NAMES, name).await?,
+            Some(_) => return Err(ImageStoreError::Replaced { url: self.image_url(name) }),
         }
+        Ok(Some(image.id))
     }
 
     /// Reads an index; `None` if there is none of this name.
@@ -393,6 +430,13 @@ impl ImageStore {
         let separator = if self.repository.is_some() { ':' } else { '/' };
         format!("{}{separator}{name}", self.url)
     }
+}
+
+/// What is wrong with a new store inside another one.
+pub(crate) fn inside_another(outer: &str) -> String {
+    format!(
+        "{outer} is a store, and no store is made inside another one: push to {outer}/NAME, or use a folder beside it"
+    )
 }
 
 /// Refuses an object that is too long, before memory is taken for it.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Manifests of images. An image directory with a manifest is complete, and proves every byte of itself.
 //!
-//! * [`seal()`] reads an image and writes its manifest. [`verify()`] reads both and reports what differs.
+//! * [`seal()`] reads an image and writes its manifest. [`verify()`] reads both and reports what differs;
+//!   [`verify_files()`] reads the manifest only.
 //! * [`ManifestReader`] reads a manifest record by record: a manifest may be longer than memory is.
 //! * [`read_checksums`] gives a restore what it checks blocks of memory with.
 //!
@@ -28,4 +29,4 @@ pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 pub use names::{MANIFEST_NAME, MAX_WORKING_SET, PARTIAL_NAME, WORKING_SET_NAME};
 pub use seal::{SealReport, refuse_partial, seal};
 pub use segment::{SealedChunk, SealedSegment};
-pub use verify::{VerifyReport, verify};
+pub use verify::{VerifyReport, verify, verify_files};

@@ -40,6 +40,23 @@ pub struct VerifyReport {
 /// # Errors
 /// The image is not sealed, or a partial copy; the manifest is damaged, or the directory cannot be read.
 pub fn verify(directory: &Path, report: impl FnMut(&ImageDifference)) -> Result<VerifyReport> {
+    compare(directory, true, report)
+}
+
+/// Compares the files of an image directory with its manifest by their names and lengths, and its link to a parent: no
+/// file but the manifest is read.
+///
+/// # Errors
+/// As for [`verify`].
+pub fn verify_files(directory: &Path, report: impl FnMut(&ImageDifference)) -> Result<VerifyReport> {
+    compare(directory, false, report)
+}
+
+fn compare(
+    directory: &Path,
+    reads_files: bool,
+    report: impl FnMut(&ImageDifference),
+) -> Result<VerifyReport> {
     let images = ImageDir::open(directory)?;
     refuse_partial(&images)?;
     let manifest = ManifestReader::open(&images)?;
@@ -47,7 +64,7 @@ pub fn verify(directory: &Path, report: impl FnMut(&ImageDifference)) -> Result<
     let id = manifest.id();
     let mut differences =
         DifferenceReport { images: &images, names: &names, report, pending: None, count: 0 };
-    let mut jobs = VerifyJobs::new(&images, manifest);
+    let mut jobs = VerifyJobs::new(&images, manifest, reads_files);
     let (mut files, mut bytes) = (0, 0);
     let work = |job: &VerifyJob, buffer: &mut Vec<u8>| match job {
         VerifyJob::Segment(part) => part.compare(buffer),
@@ -133,6 +150,8 @@ impl Part {
 struct VerifyJobs<'a> {
     images: &'a ImageDir,
     manifest: ManifestReader,
+    /// Files are read, and compared by their bytes.
+    reads_files: bool,
     /// The names of all files so far.
     sealed: BTreeSet<String>,
     has_parent: bool,
@@ -148,10 +167,11 @@ struct VerifyJobs<'a> {
 }
 
 impl<'a> VerifyJobs<'a> {
-    fn new(images: &'a ImageDir, manifest: ManifestReader) -> Self {
+    fn new(images: &'a ImageDir, manifest: ManifestReader, reads_files: bool) -> Self {
         Self {
             images,
             manifest,
+            reads_files,
             sealed: BTreeSet::new(),
             has_parent: false,
             file: None,
@@ -179,10 +199,10 @@ impl<'a> VerifyJobs<'a> {
         }
     }
 
-    /// The part of the file that a segment is about; none if the file ends before it.
+    /// The part of the file that a segment is about; none if the file ends before it, or is not read.
     fn part(&self, sealed: SealedSegment) -> Option<Part> {
         let extent = sealed.extent(self.length, self.memory);
-        let file = self.file.clone().filter(|_| extent.read_end() <= self.found)?;
+        let file = self.file.clone().filter(|_| self.reads_files && extent.read_end() <= self.found)?;
         extent.prefetch(&file.1);
         Some(Part { file, extent, sealed })
     }

@@ -32,7 +32,8 @@ pub struct ExportArgs {
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Log level: -v0 nothing but failures, -v1 errors, -v2 warnings, -v3 information, -v4 everything
-    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value_t = 2, default_missing_value = "1")]
     pub verbosity: u8,
 }
 

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 
+use super::detach::{Pidfile, PidfileRule};
 use super::directory;
 use crate::cli::CriuServerArgs;
 use crate::logging;
@@ -32,6 +33,15 @@ pub(super) fn enter(options: &CriuServerArgs) -> anyhow::Result<Directories> {
         .with_context(|| format!("entering work directory {}", work.display()))?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     Ok(Directories { images, work })
+}
+
+/// Takes the pidfile of a daemon by CRIU's rule: a file that exists is refused before anything is started.
+///
+/// # Errors
+/// The file exists.
+pub(super) fn pidfile(options: &CriuServerArgs) -> anyhow::Result<Option<Pidfile>> {
+    let path = options.pidfile.as_deref().filter(|_| options.daemon);
+    path.map(|path| Pidfile::claim(path, PidfileRule::Criu)).transpose()
 }
 
 /// Writes a logged error for users too, unless the log is on their terminal already.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use tracing::warn;
 
-use super::criu_server::{Directories, complain, enter};
+use super::criu_server::{Directories, complain, enter, pidfile};
 use super::{detach, given, host, to_notify};
 use crate::cli::{LazyPagesArgs, Remote};
 use rewake_criu_tls::TlsOptions;
@@ -28,10 +28,11 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     }
     let server = &options.server;
     let Directories { images, work } = enter(server)?;
+    let pidfile = pidfile(server)?;
     let page_server = page_server(&options.remote, &work)?;
     let mut notify = to_notify(server.status_fd);
     if server.daemon
-        && let Some(code) = detach::background(server.pidfile.as_deref(), &mut notify)?
+        && let Some(code) = detach::background(pidfile.as_ref(), &mut notify)?
     {
         return Ok(code);
     }

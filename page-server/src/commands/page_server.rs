@@ -11,7 +11,7 @@ use rewake_criu_page_server::server::{self, PageService, Role};
 use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
-use super::criu_server::{complain, enter};
+use super::criu_server::{complain, enter, pidfile};
 use super::{detach, given, host, to_notify};
 use crate::cli::PageServerArgs;
 
@@ -22,6 +22,7 @@ use crate::cli::PageServerArgs;
 pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     let server = &options.server;
     let images = enter(server)?.images;
+    let pidfile = pidfile(server)?;
     let tls = options
         .tls
         .options()
@@ -49,7 +50,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     }
     let mut notify = to_notify(server.status_fd);
     if server.daemon
-        && let Some(code) = detach::background(server.pidfile.as_deref(), &mut notify)?
+        && let Some(code) = detach::background(pidfile.as_ref(), &mut notify)?
     {
         return Ok(code);
     }

@@ -47,6 +47,7 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
             }
         }
     }
+    let sessions = streamers.len();
     for streamer in streamers {
         if !streamer.is_ready() {
             code = LOST;
@@ -55,6 +56,13 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
         if !options.daemon && !matches!(waitpid(streamer.pid, None)?, WaitStatus::Exited(_, 0)) {
             code = LOST;
         }
+    }
+    if code == 0 {
+        say(&match (sessions, options.daemon) {
+            (0, _) => "no session waits for a streamer".to_owned(),
+            (sessions, true) => format!("sessions that are served again: {sessions}"),
+            (sessions, false) => format!("sessions whose memory is all resident: {sessions}"),
+        });
     }
     Ok(code)
 }

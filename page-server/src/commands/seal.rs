@@ -2,10 +2,11 @@
 //! `rewake seal`: writes the manifest of an image.
 
 use std::io::Write as _;
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
-use rewake_manifest::{MANIFEST_NAME, SealReport, seal};
+use rewake_manifest::{MANIFEST_NAME, ManifestError, SealReport, VerifyReport, seal, verify_files};
 use rewake_process::file_lock::DirectoryLock;
 use rewake_streamer::units;
 
@@ -14,7 +15,7 @@ use crate::cli::SealArgs;
 /// Runs the command; gives the exit code.
 ///
 /// # Errors
-/// The image cannot be sealed: it has no manifest then.
+/// The image cannot be sealed: it has no manifest then. Or it has one, and differs from it.
 pub fn run(options: &SealArgs) -> anyhow::Result<u8> {
     let start = Instant::now();
     let lock = match DirectoryLock::take(&options.images_dir) {
@@ -25,7 +26,10 @@ pub fn run(options: &SealArgs) -> anyhow::Result<u8> {
         // Remote file systems may have no locks of directories.
         lock => lock.ok().flatten(),
     };
-    let sealed = seal(&options.images_dir)?;
+    let sealed = match seal(&options.images_dir) {
+        Err(ManifestError::AlreadySealed { .. }) => return sealed_already(&options.images_dir),
+        sealed => sealed?,
+    };
     drop(lock);
     let SealReport { id, files, bytes, zero_bytes, duplicate_bytes, manifest_bytes, .. } = sealed;
     let [all, zeros, duplicates, manifest] =
@@ -41,5 +45,29 @@ pub fn run(options: &SealArgs) -> anyhow::Result<u8> {
         let parent = options.images_dir.join("parent");
         eprintln!("rewake: {} is not sealed: run `rewake seal` on it too", parent.display());
     }
+    Ok(0)
+}
+
+/// Reports an image that has a manifest: its files are those that were sealed, by name and length.
+///
+/// # Errors
+/// The manifest is damaged, or a file is missing, was added, or has another length.
+fn sealed_already(images: &Path) -> anyhow::Result<u8> {
+    let mut first = None;
+    let report = verify_files(images, |difference| {
+        first.get_or_insert_with(|| difference.clone());
+    })?;
+    let directory = images.to_owned();
+    if let Some(difference) = first {
+        return Err(ManifestError::Differs { directory, difference }.into());
+    }
+    let VerifyReport { id, files, bytes, .. } = report;
+    writeln!(
+        std::io::stdout(),
+        "{}: sealed already: {files} files, {}; image {id:.16}; `rewake verify` compares every byte",
+        images.display(),
+        units::bytes(bytes)
+    )
+    .context("writing the report")?;
     Ok(0)
 }

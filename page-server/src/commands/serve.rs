@@ -9,7 +9,8 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use tracing::{info, warn};
 
-use super::{control_socket, detach, to_notify};
+use super::detach::{self, Pidfile, PidfileRule};
+use super::{control_socket, to_notify};
 use crate::agent;
 use crate::cli::ServeArgs;
 use crate::logging;
@@ -22,7 +23,8 @@ use rewake_streamer::session::address;
 /// The socket cannot be bound, or the agent cannot be started.
 pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let socket = control_socket(options.socket.as_deref())?;
-    let pidfile = options.pidfile.as_deref().map(absolute).transpose()?;
+    let path = options.pidfile.as_deref().filter(|_| options.daemon).map(absolute).transpose()?;
+    let pidfile = path.map(|path| Pidfile::claim(&path, PidfileRule::Agent)).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     // Before the socket is bound: the processes that serve those sessions must not hold it.
     super::recover::start_all(options.status_fd);
@@ -32,7 +34,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let listener = address::bind(&socket)?;
     let mut notify = to_notify(options.status_fd);
     if options.daemon
-        && let Some(code) = detach::background(pidfile.as_deref(), &mut notify)?
+        && let Some(code) = detach::background(pidfile.as_ref(), &mut notify)?
     {
         return Ok(code);
     }
@@ -45,6 +47,8 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let cache = folder.map(NodeCache::start).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), metrics, || {
+        // Whatever the log level; with -d, before the command returns.
+        let _ = writeln!(std::io::stderr(), "rewake: listening on {}", socket.display());
         for pipe in notify {
             if let Err(error) = std::fs::File::from(pipe).write_all(&[0]) {
                 warn!(%error, "reporting that the agent is ready");
@@ -52,6 +56,9 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
         }
     }));
     remove(&socket);
+    if let Some(pidfile) = pidfile {
+        pidfile.release();
+    }
     // Threads that wait for a store or compare an image end with the process: an agent may be killed at any moment.
     runtime.shutdown_background();
     std::mem::forget(cache);

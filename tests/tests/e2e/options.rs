@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The command line is CRIU's.
+//! Command lines: CRIU's options, pidfiles of daemons, and the unit that is shipped.
 
 use std::fs;
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
 
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::WaitStatus;
 use nix::unistd::Pid;
+use rewake_tests::daemon::{has_namespaces, processes_naming};
 use rewake_tests::printed::{PrintedCommand, Terminals, recipe};
-use rewake_tests::process::{children, kill_all, run, wait_pid};
+use rewake_tests::process::{adopt_orphans, children, kill_all, run, wait_child, wait_pid};
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::{Criu, Scene, Verdict, need};
+use rewake_tests::server::rewake;
+use rewake_tests::{Criu, Scene, Verdict, need, skip};
 
 #[test]
 fn long_options_with_an_equals_sign_and_in_words_work() {
@@ -121,4 +125,148 @@ fn the_printed_commands_of_one_host_work() {
     terminals.run(serve).unwrap();
     assert!(terminals.run(curl).unwrap().contains("# EOF"));
     terminals.end("rewake").unwrap();
+}
+
+#[test]
+fn a_pidfile_that_exists_is_refused_before_a_server_is_started() {
+    let folder = tempfile::tempdir().unwrap();
+    let (images, pidfile) = (folder.path().to_str().unwrap(), folder.path().join("pid"));
+    // Of a process that has ended: CRIU refuses every file.
+    fs::write(&pidfile, "4194304").unwrap();
+    for server in ["lazy-pages", "page-server"] {
+        let mut command = Command::new(rewake().unwrap());
+        command.args([server, "-D", images, "-d", "--pidfile", "pid"]).stdin(Stdio::null());
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.starts_with("rewake: --pidfile pid: the file exists already"), "{said}");
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+        assert_eq!(processes_naming(images), [], "{server}");
+    }
+    assert_eq!(fs::read_to_string(&pidfile).unwrap(), "4194304");
+}
+
+/// `rewake serve -d` with its files in a folder.
+fn agent(folder: &Path, socket: &str) -> Output {
+    let mut command = Command::new(rewake().unwrap());
+    command
+        .args(["serve", "-d", "--socket"])
+        .arg(folder.join(socket))
+        .arg("--pidfile")
+        .arg(folder.join("pid"));
+    command.arg("-o").arg(folder.join("log")).stdin(Stdio::null()).output().unwrap()
+}
+
+#[test]
+fn an_agent_is_started_again_with_the_pidfile_of_one_that_has_ended() {
+    adopt_orphans().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let (folder, pidfile) = (folder.path(), folder.path().join("pid"));
+    let started = || {
+        let output = agent(folder, "socket");
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(said, format!("rewake: listening on {}\n", folder.join("socket").display()));
+        assert_eq!(output.status.code(), Some(0));
+        Pid::from_raw(fs::read_to_string(&pidfile).unwrap().parse().unwrap())
+    };
+    let ended = |pid, signal| {
+        kill(pid, signal).unwrap();
+        wait_pid(pid, END).unwrap().expect("it ends")
+    };
+    let killed = started();
+    assert_eq!(ended(killed, Signal::SIGKILL), WaitStatus::Signaled(killed, Signal::SIGKILL, false));
+    assert!(pidfile.exists());
+
+    let stopped = started();
+    assert_ne!(stopped, killed);
+    let second = agent(folder, "another");
+    let said = String::from_utf8(second.stderr).unwrap();
+    let expected = format!("rewake: --pidfile {}: it names process {stopped}, which runs", pidfile.display());
+    assert!(said.starts_with(&expected) && said.lines().count() == 1, "{said}");
+    assert_eq!((second.status.code(), folder.join("another").exists()), (Some(1), false));
+    assert_eq!(fs::read_to_string(&pidfile).unwrap(), stopped.to_string());
+
+    assert_eq!(ended(stopped, Signal::SIGTERM), WaitStatus::Exited(stopped, 0));
+    assert!(!pidfile.exists(), "a clean end removes it");
+    let last = started();
+    assert_eq!(ended(last, Signal::SIGTERM), WaitStatus::Exited(last, 0));
+}
+
+/// The unit that is shipped.
+fn unit() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../page-server/rewake.service")
+}
+
+#[test]
+fn the_command_line_of_the_unit_starts_an_agent() {
+    let text = fs::read_to_string(unit()).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("ExecStart=")).unwrap();
+    let (_, arguments) = line.split_once(' ').unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    let mut command = Command::new(rewake().unwrap());
+    command.args(arguments.split(' ')).arg("--socket").arg(&socket);
+    let (reader, writer) = std::io::pipe().unwrap();
+    let mut agent = command.stdin(Stdio::null()).stderr(writer).spawn().unwrap();
+    drop(command);
+    let line = std::io::BufRead::lines(std::io::BufReader::new(reader)).map_while(Result::ok);
+    let mut line = line.filter(|line| line.starts_with("rewake: "));
+    assert_eq!(line.next(), Some(format!("rewake: listening on {}", socket.display())));
+    kill(Pid::from_raw(agent.id().cast_signed()), Signal::SIGTERM).unwrap();
+    assert_eq!(wait_child(&mut agent, END).expect("it ends").code(), Some(0));
+}
+
+/// Runs the unit under a systemd of its own, in namespaces with an empty /run: the agent answers, is killed, is started
+/// again, and is stopped.
+const UNDER_SYSTEMD: &str = r#"
+mount -t tmpfs none /run && mkdir -p /run/systemd/system /run/units && mkdir -m 700 /run/user || exit
+for tree in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified; do
+    [ -e "$tree/cgroup.procs" ] || continue
+    mkdir "$tree/$GROUP" && echo $$ >"$tree/$GROUP/cgroup.procs" || { echo no cgroups; exit; }
+done
+export HOME=/run XDG_RUNTIME_DIR=/run/user SYSTEMD_UNIT_PATH=/run/units: SYSTEMD_LOG_TARGET=console
+sed "s|^ExecStart=[^ ]*|ExecStart=$REWAKE|" "$UNIT" >/run/units/rewake.service
+"$SYSTEMD" --user --unit=rewake.service </dev/null >/run/log 2>&1 &
+agent() {
+    for attempt in $(seq 600); do
+        "$REWAKE" status --json 2>/dev/null | sed -n 's/.*"pid": *\([0-9]*\).*/\1/p' | grep . && return
+        sleep 0.1
+    done
+    cat /run/log
+}
+show() { systemctl --user show -P "$1" rewake.service; }
+first=$(agent)
+[ "$first" = "$(show MainPID)" ] && echo "the agent answers"
+kill -9 "$first"
+second=$(agent)
+[ "$first" != "$second" ] && [ "$second" = "$(show MainPID)" ] && echo "it was started again: $(show NRestarts)"
+systemctl --user stop rewake.service
+echo "$(show Result) $(show ActiveState) $(show KillMode) $(show OOMPolicy)"
+"$REWAKE" status 2>/dev/null || echo "no agent answers"
+"#;
+
+#[test]
+fn the_unit_runs_under_systemd_and_again_after_a_kill() {
+    let places = ["/usr/lib/systemd/systemd", "/lib/systemd/systemd"].map(Path::new);
+    let Some(systemd) = places.into_iter().find(|path| path.exists()) else { skip!("there is no systemd") };
+    if !has_namespaces() {
+        skip!("this machine makes no namespaces");
+    }
+    let group = format!("rewake-unit-{}", std::process::id());
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", UNDER_SYSTEMD]);
+    command.env("SYSTEMD", systemd).env("REWAKE", rewake().unwrap()).env("UNIT", unit()).env("GROUP", &group);
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let remove = "find /sys/fs/cgroup -depth -type d -path \"*/$0*\" -exec rmdir {} + 2>/dev/null";
+    let _ = Command::new("sh").args(["-c", remove, &group]).status();
+    let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    if said.starts_with("no cgroups") {
+        skip!("this machine makes no cgroups");
+    }
+    let expected = [
+        "the agent answers",
+        "it was started again: 1",
+        "success inactive process continue",
+        "no agent answers",
+    ];
+    assert_eq!(said.lines().collect::<Vec<_>>(), expected);
 }

@@ -155,7 +155,10 @@ fn an_image_of_criu_alone_is_sealed_on_request() {
         assert!(succeeded && said.starts_with("sealed "), "{said}");
         verified(&images);
         let (succeeded, said) = run("seal", &images);
-        assert!(!succeeded && said.contains("already sealed"), "{said}");
+        assert!(succeeded && said.contains(": sealed already: ") && said.lines().count() == 1, "{said}");
+        fs::OpenOptions::new().write(true).open(images.join("pages-1.img")).unwrap().set_len(5000).unwrap();
+        let (succeeded, said) = run("seal", &images);
+        assert!(!succeeded && said.contains("pages-1.img: truncated: 5000"), "{said}");
     }
 }
 
@@ -195,9 +198,14 @@ fn a_dump_is_sealed_replaces_an_image_and_is_restored() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let mut site = Site::new(&criu);
-        site.dumped(&[]);
+        let output = site.dumped(&[]);
         let images = site.images();
         verified(&images);
+        let verified = run("verify", &images).1;
+        let (_, id) = verified.rsplit_once("; image ").unwrap();
+        let shown = String::from_utf8(output.stdout).unwrap();
+        let (begin, end) = (format!("{}: process ", images.display()), format!("; image {id}"));
+        assert!(shown.starts_with(&begin) && shown.ends_with(&end) && shown.lines().count() == 1, "{shown}");
         fs::write(images.join("notes.txt"), "of the user").unwrap();
         let (first, inode) = (inventory(&images), fs::metadata(&images).unwrap().ino());
         let _ = fs::remove_file(images.join("seccomp.img"));

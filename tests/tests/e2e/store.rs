@@ -143,6 +143,33 @@ fn wrong_bytes_in_a_store_are_named_and_never_restored() {
 }
 
 #[test]
+fn a_store_without_the_name_of_an_image_is_asked_for_the_name() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 4).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let (images, store) = (scene.images(), format!("file://{}/srv/store", folder.path().display()));
+    seal(&scene).unwrap();
+    done(&["push", text(&images), &format!("{store}/web")]);
+    let copy = folder.path().join("copy");
+    let asks = format!("rewake: {store} is a store: add the image's name: {store}/NAME\n");
+    for arguments in [
+        &["push", text(&images), &store][..],
+        &["pull", &store, text(&copy)],
+        &["verify", &store],
+        &["rm", &store],
+    ] {
+        let said = refused(arguments);
+        assert!(said.ends_with(asks.strip_prefix("rewake: ").unwrap()), "{arguments:?}: {said}");
+    }
+    let inside = format!("{store}/models/web");
+    assert!(refused(&["push", text(&images), &inside]).contains("no store is made inside another one"));
+    let names: Vec<_> =
+        fs::read_dir(folder.path().join("srv")).unwrap().map(|of| of.unwrap().file_name()).collect();
+    assert_eq!(names, ["store"]);
+    assert!(done(&["rm", &format!("{store}/web")]).contains("/srv/store/web: removed image "));
+}
+
+#[test]
 fn bad_input_gets_one_clear_line() {
     let folder = tempfile::tempdir().unwrap();
     let (dir, none) = (text(folder.path()), format!("file://{}/none", folder.path().display()));

@@ -12,6 +12,7 @@ use std::time::Duration;
 use rewake_criu_images::{Generation, Inventory, MemoryPlace, PageFlags, Pagemap, add_arriving_file, write};
 use rewake_manifest::{
     ImageDifference, MANIFEST_NAME, ManifestError, PARTIAL_NAME, SealReport, VerifyReport, seal, verify,
+    verify_files,
 };
 
 const PAGE: usize = 4096;
@@ -239,6 +240,33 @@ fn a_directory_without_an_inventory_and_a_sealed_one_are_refused() {
     let dir = sealed(4);
     let error = seal(dir.path()).unwrap_err();
     assert!(matches!(error, ManifestError::AlreadySealed { .. }), "{error}");
+}
+
+#[test]
+fn files_of_a_sealed_image_are_compared_by_names_and_lengths_without_being_read() {
+    let dir = sealed(4);
+    let found = || {
+        let mut found = Vec::new();
+        let report = verify_files(dir.path(), |difference| found.push(difference.to_string())).unwrap();
+        assert_eq!(report.differences, found.len() as u64);
+        (report, found)
+    };
+    let (report, differences) = found();
+    assert_eq!((report, differences), (verify(dir.path(), |_| ()).unwrap(), Vec::new()));
+    let path = dir.path().join("pages-1.img");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[0] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    assert_eq!(found().1, [""; 0], "a wrong byte is for `verify`");
+    assert_eq!(verify(dir.path(), |_| ()).unwrap().differences, 1);
+    fs::write(&path, &bytes[1..]).unwrap();
+    fs::write(dir.path().join("pagemap-9.img"), "").unwrap();
+    let differences = found().1;
+    assert!(
+        differences.len() == 2 && differences[0].starts_with("pages-1.img: truncated"),
+        "{differences:?}"
+    );
+    assert!(differences[1].starts_with("pagemap-9.img: not sealed"), "{differences:?}");
 }
 
 #[test]

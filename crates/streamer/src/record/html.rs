@@ -31,7 +31,7 @@ tspan.by-fault{stroke:none;fill:var(--fault)}tspan.by-set{stroke:none;fill:var(-
 th,td{padding:.25rem .6rem .25rem 0;text-align:right;white-space:nowrap;border-bottom:1px solid var(--grid)}
 th{font-weight:500;color:var(--soft)}th:first-child,td:first-child{text-align:left}
 i{display:inline-block;width:.75em;height:.75em;margin-right:.5em;border-radius:2px}i.cpus{height:.25em;vertical-align:.25em}
-@media(max-width:40rem){text{font-size:24px}.memory{stroke-width:5}.fault{stroke-width:6}}
+@media(max-width:40rem){text{font-size:24px}text.legend{font-size:18px}.memory{stroke-width:5}.fault{stroke-width:6}}
 ";
 
 /// Colours of lines in the plot and their marks in the table; the last is for all other lines.
@@ -189,6 +189,11 @@ fn latency(micros: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::{Path, PathBuf};
+    use std::process::{Command, Stdio};
+
+    use rewake_skip::need;
+
     use super::super::example;
     use super::*;
 
@@ -239,6 +244,51 @@ mod tests {
         let page = html(&record);
         assert!(page.contains("<p class=\"bad\">Failed: EIO &lt;at&gt; 5</p>"), "{page}");
         assert_eq!(unbalanced(&page), Vec::<String>::new());
+    }
+
+    /// Where Debian, Ubuntu and Fedora have a browser that draws without a display.
+    fn browser() -> Option<PathBuf> {
+        let names = ["chromium", "chromium-browser", "google-chrome"];
+        let folders = ["/usr/bin", "/usr/local/bin", "/snap/bin"];
+        let paths = folders.iter().flat_map(|folder| names.map(|name| Path::new(folder).join(name)));
+        paths.into_iter().find(|path| path.is_file())
+    }
+
+    /// Shows a page in a window of this width, and returns the texts that leave the drawing.
+    fn outside(browser: &Path, page: &str, width: u32) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("page.html");
+        let script = "<script>const s=document.querySelector('svg').getBoundingClientRect();\
+            document.title='OUTSIDE '+[...document.querySelectorAll('svg text')].filter(t=>{\
+            const b=t.getBoundingClientRect();\
+            return b.left<s.left||b.right>s.right||b.top<s.top||b.bottom>s.bottom}).map(t=>t.textContent).join('; ')\
+            +' OF '+document.querySelectorAll('svg text').length</script></body>";
+        std::fs::write(&path, page.replace("</body>", script)).unwrap();
+        let mut command = Command::new(browser);
+        command.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]);
+        command.args(["--disable-background-networking", "--disable-component-update", "--disable-sync"]);
+        command.args(["--virtual-time-budget=1000", "--dump-dom", &format!("--window-size={width},900")]);
+        command.arg(format!("--user-data-dir={}", folder.path().join("profile").display()));
+        command.arg(format!("file://{}", path.display())).stdin(Stdio::null()).stderr(Stdio::null());
+        let shown = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        let title = shown.split_once("<title>OUTSIDE ").and_then(|(_, rest)| rest.split_once("</title>"));
+        title.unwrap_or_else(|| panic!("the browser has not run the page: {shown}")).0.to_owned()
+    }
+
+    #[test]
+    fn no_text_leaves_the_drawing_in_a_browser() {
+        let browser = need!(browser(), "there is no Chromium");
+        let page = html(&example::record());
+        let texts = page.matches("<text").count();
+        for width in [1200, 500] {
+            assert_eq!(outside(&browser, &page, width), format!(" OF {texts}"), "{width} wide");
+        }
+        let long =
+            page.replace("in the background", "in the background of a drawing that is not as wide as that");
+        assert!(
+            outside(&browser, &long, 500).contains("128.0 MiB working set"),
+            "the check finds what is cut"
+        );
     }
 
     #[test]

@@ -13,7 +13,9 @@ use crate::units;
 /// Lines of memory that have a colour; all others are grey.
 pub(super) const COLOURS: usize = 7;
 
-/// In units of the drawing: 800 wide, 448 high.
+/// In units of the drawing.
+const WIDTH: f64 = 800.0;
+const HEIGHT: f64 = 512.0;
 const LEFT: f64 = 84.0;
 const RIGHT: f64 = 786.0;
 const TOP: f64 = 36.0;
@@ -21,6 +23,9 @@ const BOTTOM: f64 = 290.0;
 /// The strip of faults.
 const FLOOR: f64 = 386.0;
 const CEILING: f64 = 316.0;
+/// The lines of text below: the first, and their distance.
+const LEGEND: f64 = 436.0;
+const LEGEND_LINE: f64 = 22.0;
 /// Waits from the first number on are drawn, and those from the second on have the full height: microseconds.
 const SHORT: f64 = 10.0;
 const LONG: f64 = 10_000_000.0;
@@ -32,8 +37,9 @@ pub(super) fn class(place: usize, memory: &ProcessMemory) -> String {
 
 /// The drawing: one `svg` element.
 pub(super) fn plot(record: &Record) -> String {
-    let mut svg =
-        String::from("<svg viewBox=\"0 0 800 448\" role=\"img\" aria-label=\"Resident memory over time\">\n");
+    let mut svg = format!(
+        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"Resident memory over time\">\n"
+    );
     axes(&mut svg, record);
     for (class, what, when) in [
         ("runs", "runs", (|of| of.runs_us) as fn(&Process) -> Option<u64>),
@@ -46,6 +52,7 @@ pub(super) fn plot(record: &Record) -> String {
     }
     loads(&mut svg, record);
     faults(&mut svg, record);
+    legend(&mut svg, record);
     svg.push_str("</svg>\n");
     svg
 }
@@ -73,7 +80,7 @@ fn axes(svg: &mut String, record: &Record) {
         );
         let _ = writeln!(
             svg,
-            "<text class=\"end\" x=\"{:.0}\" y=\"{:.1}\">{percent} %</text>",
+            "<text class=\"end\" x=\"{:.0}\" y=\"{:.1}\">{percent}%</text>",
             LEFT - 8.0,
             at + 5.0
         );
@@ -146,8 +153,7 @@ fn line(svg: &mut String, record: &Record, place: usize, memory: &ProcessMemory)
     );
 }
 
-/// Draws how much of CPU memory was loaded for page faults and as the working set, and writes where all of it came
-/// from.
+/// Draws how much of CPU memory was loaded for page faults and as the working set.
 fn loads(svg: &mut String, record: &Record) {
     let all: u64 = record.memory.iter().filter(|of| of.minor.is_none()).map(|of| of.bytes).sum();
     if all == 0 {
@@ -179,16 +185,37 @@ fn loads(svg: &mut String, record: &Record) {
             millis(at),
         );
     }
-    let LoadedBytes { fault, working_set, background } = record.loaded;
-    let _ = writeln!(
-        svg,
-        "<text x=\"{LEFT}\" y=\"438\">CPU memory from the {}: <tspan class=\"by-fault\">{} for page faults</tspan>, <tspan \
-         class=\"by-set\">{} working set</tspan>, {} in the background</text>",
-        record.source.name(),
-        units::bytes(fault),
-        units::bytes(working_set),
-        units::bytes(background),
-    );
+}
+
+/// Writes how many faults there were, and what CPU memory was loaded for. A line is short enough for the large letters
+/// of narrow screens.
+fn legend(svg: &mut String, record: &Record) {
+    let faults = |(count, _, longest): (u64, u64, u64), whose: &str| match count {
+        0 => format!("no faults in {whose} memory"),
+        _ => {
+            let longest = units::latency(Duration::from_micros(longest));
+            format!("{count} faults in {whose} memory, {longest} at most")
+        }
+    };
+    let mut lines = vec![faults(record.faults(), "GPU"), faults(record.page_faults(), "CPU")];
+    if record.memory.iter().any(|of| of.minor.is_none() && of.bytes > 0) {
+        let LoadedBytes { fault, working_set, background } = record.loaded;
+        lines.push(format!(
+            "CPU memory from the {}: <tspan class=\"by-fault\">{} for page faults</tspan>,",
+            record.source.name(),
+            units::bytes(fault)
+        ));
+        lines.push(format!(
+            "<tspan class=\"by-set\">{} working set</tspan>, {} in the background",
+            units::bytes(working_set),
+            units::bytes(background)
+        ));
+    }
+    let mut y = LEGEND;
+    for line in lines {
+        let _ = writeln!(svg, "<text class=\"legend\" x=\"{LEFT}\" y=\"{y}\">{line}</text>");
+        y += LEGEND_LINE;
+    }
 }
 
 fn last(record: &Record) -> u64 {
@@ -198,18 +225,9 @@ fn last(record: &Record) -> u64 {
 /// Draws a bar for each fault that is kept; its height is the logarithm of the wait. Behind the bars it
 /// draws how many faults of both kinds there were.
 fn faults(svg: &mut String, record: &Record) {
-    let of = |(count, _, longest): (u64, u64, u64), whose: &str| match count {
-        0 => format!("no faults in {whose} memory"),
-        _ => {
-            let longest = units::latency(Duration::from_micros(longest));
-            format!("{count} faults in {whose} memory, {longest} at most")
-        }
-    };
-    let what = format!("{}; {}", of(record.faults(), "GPU"), of(record.page_faults(), "CPU"));
     let count = record.faults().0 + record.page_faults().0;
     let _ =
         writeln!(svg, "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{FLOOR}\" x2=\"{RIGHT}\" y2=\"{FLOOR}\"/>");
-    let _ = writeln!(svg, "<text x=\"{:.0}\" y=\"{:.0}\">{what}</text>", LEFT + 4.0, CEILING - 4.0);
     if count == 0 {
         return;
     }
@@ -240,7 +258,14 @@ fn faults(svg: &mut String, record: &Record) {
 #[cfg(test)]
 mod tests {
     use super::super::example;
+    use super::super::html::html;
     use super::*;
+
+    /// Sizes of the page's texts in units of the drawing: everywhere, and on narrow screens those of the drawing and
+    /// those of its legend.
+    const TEXT: u32 = 15;
+    const NARROW_TEXT: u32 = 24;
+    const NARROW_LEGEND: u32 = 18;
 
     /// The points of the memory at an index.
     fn points(svg: &str, place: usize) -> Vec<(f64, f64)> {
@@ -313,6 +338,91 @@ mod tests {
             .collect();
         assert_eq!(tops.len(), 12);
         assert!(tops.is_sorted_by(|one, two| one >= two), "{tops:?}");
+    }
+
+    /// The width of a character of `DejaVu Sans`, the widest of the common fonts, in parts of the font's size.
+    fn width(character: char) -> f64 {
+        match character {
+            ' ' | '.' | ',' | ':' | ';' | 'i' | 'j' | 'l' | '|' | '(' | ')' => 0.4,
+            'm' | 'w' | 'M' | 'W' | '%' => 1.0,
+            'A'..='Z' => 0.79,
+            _ => 0.64,
+        }
+    }
+
+    /// The texts that leave a drawing, by their ends and their height, at the sizes that the page gives them.
+    fn outside(svg: &str) -> Vec<String> {
+        let mut outside = Vec::new();
+        let (mut texts, mut rest) = (0, svg);
+        while let Some((_, text)) = rest.split_once("<text ") {
+            let (attributes, after) = text.split_once('>').unwrap();
+            let (content, after) = after.split_once("</text>").unwrap();
+            (texts, rest) = (texts + 1, after);
+            let mut is_tag = false;
+            let shown = content.chars().filter(|character| {
+                let is_shown = !is_tag && *character != '<';
+                is_tag = *character == '<' || is_tag && *character != '>';
+                is_shown
+            });
+            let parts: f64 = shown.map(width).sum();
+            let of = |name: &str| {
+                let (_, value) = attributes.split_once(&format!("{name}=\""))?;
+                Some(value.split('"').next().unwrap())
+            };
+            let (class, x, y): (_, f64, f64) = (
+                of("class").unwrap_or_default(),
+                of("x").unwrap().parse().unwrap(),
+                of(" y").unwrap().parse().unwrap(),
+            );
+            let sizes = if class.contains("legend") { [TEXT, NARROW_LEGEND] } else { [TEXT, NARROW_TEXT] };
+            for size in sizes.map(f64::from) {
+                let length = parts * size;
+                let begin = match class.split(' ').next().unwrap() {
+                    "end" => x - length,
+                    "middle" => x - length / 2.0,
+                    _ => x,
+                };
+                if begin < 0.0 || begin + length > WIDTH || y < size || y + size / 4.0 > HEIGHT {
+                    outside
+                        .push(format!("{size}px from {begin:.0} to {:.0} at {y}: {content}", begin + length));
+                }
+            }
+        }
+        assert!(texts > 5, "{svg}");
+        outside
+    }
+
+    #[test]
+    fn no_text_leaves_the_drawing() {
+        let mut record = example::record();
+        let page = html(&record);
+        for size in [
+            format!("text{{font-size:{TEXT}px"),
+            format!("40rem){{text{{font-size:{NARROW_TEXT}px}}text.legend{{font-size:{NARROW_LEGEND}px}}"),
+        ] {
+            assert!(page.contains(&size), "{size}");
+        }
+        assert_eq!(outside(&plot(&record)), [""; 0]);
+        let most = 1023 * (1 << 20) + (1 << 20) * 9 / 10;
+        record.loaded = LoadedBytes { fault: most, working_set: most, background: most };
+        for process in &mut record.processes {
+            (process.faults, process.page_faults) = (1 << 31, 1 << 31);
+            (process.longest_fault_us, process.longest_page_fault_us) = (999_900, 999_900);
+        }
+        let one = record.processes[0].clone();
+        for (moment, elapsed) in [(0, 5), (1, 4999), (3_000, 60_000), (4_000_000_000, 5_999_000_000)] {
+            record.elapsed_us = elapsed;
+            record.processes =
+                vec![Process { runs_us: Some(moment), gate_open_us: Some(moment), ..one.clone() }; 4096];
+            assert_eq!(outside(&plot(&record)), [""; 0], "{elapsed}");
+        }
+        let long = "<text x=\"84\" y=\"438\">CPU memory from the cache: <tspan class=\"by-fault\">4.0 MiB for page \
+                    faults</tspan>, 128.0 MiB working set, 636.0 MiB in the background</text>";
+        assert_eq!(
+            outside(&plot(&record).replace("</svg>", long)).len(),
+            2,
+            "the check finds what was cut once"
+        );
     }
 
     #[test]

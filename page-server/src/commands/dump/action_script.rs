@@ -52,7 +52,8 @@ impl ActionScript {
             ensure!(status.success(), "{} at {action}: {status}", script.display());
         }
         if action == POST_DUMP {
-            complete(&self.images)?;
+            // Into CRIU's log: `rewake dump` itself reports to the user.
+            eprintln!("rewake: {}", complete(&self.images)?);
             place::commit(&self.images, &self.target)?;
         }
         Ok(())

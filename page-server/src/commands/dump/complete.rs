@@ -10,17 +10,16 @@ use rewake_streamer::units;
 
 use crate::sparse;
 
-/// Completes the image of a dump. It is on the disk when this returns.
+/// Completes the image of a dump. It is on the disk when this returns. Gives a line for logs.
 ///
 /// # Errors
 /// The image cannot be sealed.
-pub(super) fn complete(images: &Path) -> anyhow::Result<()> {
+pub(super) fn complete(images: &Path) -> anyhow::Result<String> {
     if let Err(error) = sparse::punch_zero_blocks(images) {
         eprintln!("rewake: zeros in the image are not left out: {error:#}");
     }
     let start = Instant::now();
     let sealed = seal(images).context("sealing the image")?;
     let (bytes, time) = (units::bytes(sealed.bytes), units::seconds(start.elapsed()));
-    eprintln!("rewake: sealed {bytes} in {time}; image {:.16}", sealed.id);
-    Ok(())
+    Ok(format!("sealed {bytes} in {time}; image {:.16}", sealed.id))
 }

@@ -7,10 +7,13 @@ mod complete;
 mod place;
 
 use std::ffi::OsString;
+use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitStatus;
+use std::time::Instant;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
+use rewake_manifest::{VerifyReport, verify_files};
 use rewake_plugin_session::wait_for_tree;
 
 use self::action_script::ActionScript;
@@ -19,6 +22,7 @@ use super::criu::{CriuInvocation, CriuOptions, NO_PLUGIN, code, show_errors, sta
 use super::directory;
 use crate::cli::DumpArgs;
 use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::units;
 
 /// Options that are for `rewake dump` itself, not for CRIU.
 const OURS: [&str; 6] = ["-t", "--tree", "-D", "--images-dir", "-W", "--work-dir"];
@@ -28,6 +32,7 @@ const OURS: [&str; 6] = ["-t", "--tree", "-D", "--images-dir", "-W", "--work-dir
 /// # Errors
 /// Options or directories are wrong, there is no CRIU, or it failed: the last error lines of its log were shown.
 pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
+    let start = Instant::now();
     let target = directory(&options.images_dir, "-D")?;
     let work = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
     let given = CriuOptions::read(&options.criu_options, &OURS)?;
@@ -58,6 +63,7 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
         },
         target: &target,
         place: place.as_ref(),
+        start,
     };
     let done = dump.run();
     let hint = if gpu && plugins.is_none() && !given.plugins { NO_PLUGIN } else { "" };
@@ -73,6 +79,7 @@ struct CriuDump<'a> {
     target: &'a Path,
     /// None if CRIU writes no files.
     place: Option<&'a DumpPlace>,
+    start: Instant,
 }
 
 impl CriuDump<'_> {
@@ -139,7 +146,32 @@ impl CriuDump<'_> {
             ),
             Some(Err(error)) => eprintln!("rewake: the old image is not removed: {error:#}"),
         }
+        if let Err(error) = self.report() {
+            eprintln!("rewake: the dump has succeeded, and cannot be reported: {error:#}");
+        }
         Ok(code(exit))
+    }
+}
+
+impl CriuDump<'_> {
+    /// Writes the line of a dump that has succeeded.
+    fn report(&self) -> anyhow::Result<()> {
+        let (tree, time) = (self.options.tree, units::seconds(self.start.elapsed()));
+        let mut out = io::stdout();
+        if self.place.is_none() {
+            writeln!(
+                out,
+                "process {tree} was dumped in {time}; CRIU has sent its memory, so no image is sealed here"
+            )?;
+            return Ok(());
+        }
+        let VerifyReport { id, files, bytes, .. } = verify_files(self.target, |_| ())?;
+        let (images, bytes) = (self.target.display(), units::bytes(bytes));
+        writeln!(
+            out,
+            "{images}: process {tree} was dumped in {time}: {files} files, {bytes}; image {id:.16}"
+        )?;
+        Ok(())
     }
 }
 
