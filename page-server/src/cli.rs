@@ -207,6 +207,9 @@ pub struct StreamerArgs {
     /// CRIU's work directory (its -W, else its -D): CRIU, its plugin and clients connect there
     #[arg(short = 'W', long, default_value = ".", value_name = "DIR")]
     pub work_dir: PathBuf,
+    /// Remove the work directory at the end, unless the command that made it uses it, or memory was lost
+    #[arg(long)]
+    pub remove_work_dir: bool,
     /// Directory of the images: serve CPU memory, for a `criu restore --lazy-pages`
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: Option<PathBuf>,

@@ -4,12 +4,31 @@
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use crate::check;
 
 /// `PIDFD_THREAD` (Linux 6.9): a descriptor of one thread.
 const PIDFD_THREAD: libc::c_int = libc::O_EXCL;
+/// `PIDFD_INFO_EXIT` (Linux 6.15): the exit status is asked for, and known.
+const INFO_EXIT: u64 = 1 << 3;
+/// `PIDFD_GET_INFO`: `_IOWR(0xff, 11, struct pidfd_info)`.
+const GET_INFO: libc::c_ulong = 0xc040_ff0b;
+
+/// `struct pidfd_info`, as its first version ends.
+#[derive(Debug, Default)]
+#[repr(C)]
+struct Info {
+    mask: u64,
+    cgroup: u64,
+    /// The numbers of the process, its group and its parent, and eight ids of users and groups.
+    ids: [u32; 11],
+    exit_code: i32,
+}
+
+const _: () = assert!(size_of::<Info>() == 64);
 
 /// Opens a descriptor of process `pid` (`pidfd_open(2)`, Linux 5.3).
 ///
@@ -94,6 +113,16 @@ pub fn ends_within(pidfd: RawFd, limit: Duration) -> bool {
 #[must_use]
 pub fn has_ended(pidfd: RawFd) -> bool {
     ends_within(pidfd, Duration::ZERO)
+}
+
+/// Returns how a process ended that its parent has collected, as for wait(2) (`PIDFD_GET_INFO`, Linux 6.15). The
+/// pidfd was opened before that. None: it was not collected yet, or the kernel is older.
+#[must_use]
+pub fn exit_status(pidfd: BorrowedFd<'_>) -> Option<ExitStatus> {
+    let mut info = Info { mask: INFO_EXIT, ..Info::default() };
+    // SAFETY: the kernel writes as many bytes as the request's number says, which are those of `info`.
+    let result = unsafe { libc::ioctl(pidfd.as_raw_fd(), GET_INFO, &raw mut info) };
+    (result == 0 && info.mask & INFO_EXIT != 0).then(|| ExitStatus::from_raw(info.exit_code))
 }
 
 /// Takes over the descriptor that a system call has just made.

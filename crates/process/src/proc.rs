@@ -4,7 +4,9 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
+use std::process::ExitStatus;
 
 /// Fields of `/proc/TID/status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +60,24 @@ pub fn stat(pid: i32) -> io::Result<Vec<String>> {
     let stat = String::from_utf8_lossy(&stat);
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
     Ok(fields.split_whitespace().map(str::to_owned).collect())
+}
+
+/// Returns whether a process has ended, or is ending: its memory may be gone before its number is.
+#[must_use]
+pub fn is_ending(pid: i32) -> bool {
+    /// `PF_EXITING` (`include/linux/sched.h`), in field 9 of proc(5).
+    const EXITING: u64 = 0x4;
+    let Ok(fields) = stat(pid) else { return true };
+    let flags = fields.get(6).and_then(|flags| flags.parse::<u64>().ok()).unwrap_or_default();
+    flags & EXITING != 0 || fields.first().is_some_and(|state| matches!(state.as_str(), "Z" | "X"))
+}
+
+/// Returns how a process ended that its parent has not collected yet, as for wait(2) (field 52 of proc(5)); none: it
+/// has not ended, it was collected, or this process may not trace it.
+#[must_use]
+pub fn exit_status(pid: i32) -> Option<ExitStatus> {
+    let fields = stat(pid).ok().filter(|fields| fields.first().is_some_and(|state| state == "Z"))?;
+    fields.get(49)?.parse().ok().map(ExitStatus::from_raw)
 }
 
 /// Returns the CPU time that a process has used, in clock ticks (fields 14 and 15 of proc(5)).

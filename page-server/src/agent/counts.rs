@@ -17,6 +17,8 @@ pub(super) enum FailureKind {
     Restore,
     /// Memory could not be loaded.
     Load,
+    /// The program was killed, or failed, before all its memory was resident.
+    ProgramEnded,
     /// A block of the image is not what was sealed.
     WrongBlock,
     /// Every process of the streamer was killed.
@@ -27,8 +29,15 @@ pub(super) enum FailureKind {
 
 impl FailureKind {
     /// All kinds: each is reported, also if its count is 0.
-    pub(super) const ALL: [Self; 6] =
-        [Self::Refused, Self::Restore, Self::Load, Self::WrongBlock, Self::StreamerKilled, Self::Lost];
+    pub(super) const ALL: [Self; 7] = [
+        Self::Refused,
+        Self::Restore,
+        Self::Load,
+        Self::ProgramEnded,
+        Self::WrongBlock,
+        Self::StreamerKilled,
+        Self::Lost,
+    ];
 
     /// Why a session has failed that was in a state, as its streamer has reported.
     pub(super) fn of(reason: &str, state: State) -> Self {
@@ -36,6 +45,7 @@ impl FailureKind {
             _ if reason.contains(NOT_SEALED) => Self::WrongBlock,
             State::Unknown | State::Listening | State::Restoring => Self::Restore,
             State::Running | State::Complete | State::Failed => Self::Load,
+            State::Ended => Self::ProgramEnded,
         }
     }
 
@@ -45,6 +55,7 @@ impl FailureKind {
             Self::Refused => "refused",
             Self::Restore => "restore",
             Self::Load => "load",
+            Self::ProgramEnded => "program_ended",
             Self::WrongBlock => "wrong_block",
             Self::StreamerKilled => "streamer_killed",
             Self::Lost => "lost",

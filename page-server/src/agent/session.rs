@@ -19,14 +19,13 @@ use super::cache::AgentCache;
 use super::counts::{EndedCounts, FailureKind};
 use super::sessions_file::{self, SessionEntry, Sessions};
 use rewake_streamer::control::client::ClientError;
-use rewake_streamer::control::proto::{self, Ended, MemorySource, Streaming};
+use rewake_streamer::control::proto::{self, Ended, MemorySource, State, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED};
+use rewake_streamer::control::work_folder::{self, LOG};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{LaunchPlan, MemoryServer};
 use rewake_streamer::working_set::LoadingOptions;
 
-/// The streamer's log, in the work directory.
-const LOG: &str = "rewake-streamer.log";
 /// Sessions that have ended and are remembered.
 const REMEMBERED: usize = 64;
 
@@ -93,6 +92,7 @@ impl Registry {
             info!(session = entry.session, "found the session of an earlier agent");
             registry.follow(entry);
         }
+        registry.sweep();
         registry
     }
 
@@ -132,7 +132,7 @@ impl Registry {
         }
         let session = self.last.get() + 1;
         self.last.set(session);
-        streamer::start(&images, work, &plan, loading, Some(&work.join(LOG))).await?;
+        streamer::start(&images, work, &plan, loading, Some(&work.join(LOG)), false).await?;
         info!(session, "a streamer waits for a restore of {}", images.display());
         self.follow(SessionEntry::new(session, &images, work));
         self.save();
@@ -173,6 +173,17 @@ impl Registry {
         });
     }
 
+    /// Removes work directories of ended restores that no command has removed.
+    fn sweep(&self) {
+        let live: Vec<PathBuf> = self.live.borrow().values().map(|live| live.entry.work()).collect();
+        work_folder::sweep_own(self.folder(), &live);
+    }
+
+    /// The folder of the control socket, in which commands make work directories.
+    fn folder(&self) -> &Path {
+        self.socket.parent().unwrap_or_else(|| Path::new("/"))
+    }
+
     /// Notes how far a session is.
     fn report(&self, number: u64, mut progress: Streaming) {
         let mut sessions = self.live.borrow_mut();
@@ -199,6 +210,7 @@ impl Registry {
         let Some(live) = self.live.borrow_mut().remove(&number) else { return };
         self.counts.borrow_mut().add(&live.progress);
         let mut session = live.report();
+        let work = live.entry.work();
         let mut lost = None;
         match ended {
             Ok(Ended { ok: true, last, .. }) => {
@@ -210,7 +222,7 @@ impl Registry {
                 session.progress = last;
                 session.reason = reason;
             }
-            Err(ClientError::NotServed(_)) if live.entry.work().is_dir() => {
+            Err(ClientError::NotServed(_)) if work.is_dir() => {
                 session.reason = ABANDONED.to_owned();
                 lost = Some(FailureKind::StreamerKilled);
             }
@@ -231,6 +243,13 @@ impl Registry {
             self.failed.set(self.failed.get() + 1);
             let kind = lost.unwrap_or_else(|| FailureKind::of(&session.reason, live.progress.state()));
             self.counts.borrow_mut().failed(kind);
+        }
+        let memory_is_lost = !session.reason.is_empty() && live.progress.state() != State::Ended;
+        if memory_is_lost {
+            // Its log stays, and those of some earlier ones.
+            self.sweep();
+        } else if work_folder::is_of_agent(&work, self.folder()) {
+            work_folder::remove_unused(&work);
         }
         let mut recent = self.recent.borrow_mut();
         recent.push_back(session);
@@ -297,7 +316,7 @@ fn resident_bytes() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use rewake_streamer::control::proto::{LoadCounts, State};
+    use rewake_streamer::control::proto::LoadCounts;
 
     use super::super::counts::totals;
     use super::*;

@@ -25,6 +25,8 @@ const WITH_VALUE: &str = "tDovxrJLWM";
 const SHOWN: usize = 8;
 /// Bytes of the log's end that are searched.
 const LOOKED_AT: usize = 256 * 1024;
+/// The file that `criu restore` writes into its work directory when it has let the tree run.
+const RESUMED: &str = "stats-restore";
 
 /// Options for CRIU that matter here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -192,22 +194,30 @@ pub(super) struct Criu {
     child: Child,
     pidfd: AsyncFd<OwnedFd>,
     log: PathBuf,
+    resumed: PathBuf,
 }
 
 impl Criu {
     /// Starts it. With `stdout` false its output goes to stderr.
     ///
     /// # Errors
-    /// There is no such program.
+    /// There is no such program, or the statistics of an earlier restore cannot be removed.
     pub(super) fn start(program: &Path, act: &CriuInvocation<'_>, stdout: bool) -> anyhow::Result<Self> {
         let mut command = act.command(program);
         if !stdout {
             command.stdout(Stdio::from(sys::duplicate(io::stderr().as_fd())?));
         }
+        let resumed = act.work.join(RESUMED);
+        match fs::remove_file(&resumed) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("removing an old {}", resumed.display()));
+            }
+            _ => {}
+        }
         let child = command.spawn().with_context(|| starting(program))?;
         let pidfd =
             sys::pidfd_open(child.id().cast_signed()).and_then(sys::watch).context("watching criu")?;
-        Ok(Self { child, pidfd, log: act.log() })
+        Ok(Self { child, pidfd, log: act.log(), resumed })
     }
 
     /// Waits for its end. May be dropped and called again.
@@ -216,9 +226,9 @@ impl Criu {
         self.child.wait().context("waiting for criu")
     }
 
-    /// Sends a signal; an ended CRIU is no error.
-    pub(super) fn signal(&self, signal: Signal) {
-        let _ = kill(Pid::from_raw(self.child.id().cast_signed()), signal);
+    /// Returns whether CRIU has let the tree run.
+    pub(super) fn has_resumed(&self) -> bool {
+        self.resumed.exists()
     }
 
     /// Kills it and the tasks that it has made: they are parts of a tree that will never run.
@@ -228,7 +238,8 @@ impl Criu {
         if let Ok(pidfd) = rewake_streamer::sys::pidfd_open(pid) {
             processes::kill_descendants(pid, pidfd.as_raw_fd());
         }
-        self.signal(Signal::SIGKILL);
+        // It may have ended.
+        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
     }
 
     /// Shows the last error lines of its log.

@@ -22,6 +22,7 @@ pub(super) fn lines(picture: &Streaming) -> Vec<String> {
         State::Listening => return vec!["waiting for criu".to_owned()],
         State::Complete => return vec![format!("all memory is resident; {}", summary(picture))],
         State::Failed => return vec![format!("failed; {}", summary(picture))],
+        State::Ended => return vec![format!("the program has ended; {}", summary(picture))],
         _ if !is_loading(picture) => {
             return vec!["criu restores the processes".to_owned()];
         }
@@ -114,6 +115,7 @@ pub(super) fn state_name(state: State) -> &'static str {
         State::Running => "running",
         State::Complete => "complete",
         State::Failed => "failed",
+        State::Ended => "ended",
     }
 }
 

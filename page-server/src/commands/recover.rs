@@ -13,8 +13,10 @@ use tracing::{error, info, warn};
 
 use crate::cli::RecoverArgs;
 use crate::logging;
+use rewake_streamer::control::work_folder;
 use rewake_streamer::ledger::{Folder, Ledger};
-use rewake_streamer::restore::report;
+use rewake_streamer::session::address;
+use rewake_streamer::session::summary::report;
 use rewake_streamer::supervise::parking;
 use rewake_streamer::supervise::recover::take_up;
 use rewake_streamer::supervise::supervisor::{self, Start};
@@ -143,7 +145,14 @@ fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8
     }
     // Closed without a byte, it says that processes were killed.
     let notify = if found.killed.is_empty() { vec![tell] } else { Vec::new() };
+    let (_, work) = ledger.session().paths();
     let code = supervisor::supervise_ledger(folder, ledger, true, notify, worker_main)?;
+    let socket = address::default_socket();
+    if code == 0
+        && socket.is_ok_and(|socket| socket.parent().is_some_and(|of| work_folder::is_of_agent(&work, of)))
+    {
+        work_folder::remove_unused(&work);
+    }
     Ok(if found.killed.is_empty() { code } else { LOST })
 }
 
@@ -167,7 +176,12 @@ fn worker_main(start: &Start) -> u8 {
         let Some(mut session) = session else { return Ok(0) };
         let outcome = worker.serve(&mut session, None).await;
         worker.close(session).await;
-        outcome.map(|summary| report(&summary)).map(|()| 0)
+        let summary = outcome?;
+        report(&summary);
+        Ok(summary.lost_program().map_or(0, |line| {
+            say(&line);
+            LOST
+        }))
     });
     served.unwrap_or_else(|error| {
         error!("{error:#}");

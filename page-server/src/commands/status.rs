@@ -144,7 +144,11 @@ fn line(text: &mut String, session: &proto::Session) {
 /// The state of a session that may have ended before its streamer reported.
 fn state(session: &proto::Session) -> &'static str {
     let state = session.progress.as_ref().map_or(State::Unknown, proto::Streaming::state);
-    picture::state_name(if session.reason.is_empty() { state } else { State::Failed })
+    picture::state_name(if session.reason.is_empty() || state == State::Ended {
+        state
+    } else {
+        State::Failed
+    })
 }
 
 fn as_json(status: &proto::Status) -> Value {

@@ -10,10 +10,14 @@ use super::{directory, to_notify};
 use crate::cli::StreamerArgs;
 use crate::logging;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
+use rewake_streamer::control::work_folder;
 use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor;
 use rewake_streamer::working_set::LoadingOptions;
+
+/// The exit code when memory could not be loaded, or the restore has failed.
+const FAILED: u8 = 1;
 
 /// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was asked to
 /// stop and nothing depended on it.
@@ -22,9 +26,10 @@ use rewake_streamer::working_set::LoadingOptions;
 /// Options or directories are wrong, or another streamer serves there already.
 pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
     logging::start(options.log_file.as_deref(), options.verbosity)?;
+    let work = directory(&options.work_dir, "-W")?;
     let restore = StreamedRestore::new(RestoreOptions {
         images: options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?,
-        work: directory(&options.work_dir, "-W")?,
+        work: work.clone(),
         loading: LoadingOptions {
             record: options.record,
             on_demand_only: options.on_demand_only.map(Duration::from_secs),
@@ -33,7 +38,14 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         server: server(options),
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;
-    supervisor::supervise(to_notify(options.status_fd), |start| restore.serve(start).unwrap_or(1))
+    let code =
+        supervisor::supervise(to_notify(options.status_fd), |start| restore.serve(start).unwrap_or(FAILED))?;
+    if options.remove_work_dir && code != FAILED {
+        // A command that no streamer answers any more removes the directory itself.
+        drop(restore);
+        work_folder::remove_unused(&work);
+    }
+    Ok(code)
 }
 
 /// Returns what has missing memory of the image; none if all of it is here.

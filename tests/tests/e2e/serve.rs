@@ -92,6 +92,8 @@ fn a_restore_that_waits_for_alive_returns_before_the_load_ends() {
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
     let served = until(END, || session(&daemon.status().ok()?, "complete"));
     assert_eq!(served.expect("the load ends")["images_dir"], scene.images().to_str().unwrap());
+    let removed = || work_folders(&daemon).is_empty().then_some(());
+    until(END, removed).expect("the agent removes it: no command does");
 
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
     let refused = command.arg("--wait=alive").output().unwrap();
@@ -328,6 +330,51 @@ fn without_d_the_restore_lasts_as_long_as_the_tree() {
     assert_eq!(result["criu_exit_code"], 0);
     assert!(result["criu_ended_ms"].as_f64() >= result["all_resident_ms"].as_f64(), "{result}");
     assert_eq!(scene.written(), "OK\n");
+}
+
+#[test]
+fn a_program_that_is_killed_while_memory_is_missing_is_no_success() {
+    let criu = need!(Criu::main());
+    let (scene, daemon) = (Scene::dumped(&criu, "plain", 32).unwrap(), Daemon::start().unwrap());
+    let mut command = daemon.restore(&criu, &scene.images()).unwrap();
+    let restoring = command.args(["--on-demand-only=3600", "--", "-d"]).spawn().unwrap();
+    until(ACT, || session(&daemon.status().ok()?, "running")).expect("the program runs");
+    kill(scene.pid(), Signal::SIGKILL).unwrap();
+    let output = restoring.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    let line = "rewake: the program ended (killed by SIGKILL) before all its memory was resident: ";
+    assert!(said.lines().any(|of| of.starts_with(line)) && !said.contains("all memory"), "{said}");
+    let result: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let early = &result["ended_early"][0];
+    assert_eq!((&result["ok"], &early["pid"]), (&false.into(), &scene.pid().as_raw().into()), "{result}");
+    assert!(early["missing_bytes"].as_u64() >= Some(30 << 20), "{result}");
+    assert!(
+        result["lazy_bytes"].as_u64() >= Some(32 << 20) && result["all_resident_ms"].is_null(),
+        "{result}"
+    );
+    let status = daemon.status().unwrap();
+    assert_eq!(session(&status, "ended").unwrap()["images_dir"], scene.images().to_str().unwrap());
+    assert_eq!(
+        (&status["agent"]["sessions_served"], &status["agent"]["sessions_failed"]),
+        (&0.into(), &1.into())
+    );
+    assert_eq!(work_folders(&daemon), [""; 0]);
+}
+
+#[test]
+fn a_program_that_finishes_its_work_while_memory_is_missing_was_restored_well() {
+    let criu = need!(Criu::main());
+    let (scene, daemon) = (Scene::dumped(&criu, "plain", 8).unwrap(), Daemon::start().unwrap());
+    scene.go().unwrap();
+    let mut command = daemon.restore(&criu, &scene.images()).unwrap();
+    let output = command.args(["--on-demand-only=3600", "--", "-d"]).output().unwrap();
+    let result = timeline(&output).unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+    assert_eq!((&result["ok"], &result["reason"]), (&true.into(), &Value::Null), "{result}");
+    assert_eq!(result["ended_early"][0]["pid"], scene.pid().as_raw(), "{result}");
+    assert!(result["all_resident_ms"].is_null(), "{result}");
+    assert_eq!(daemon.status().unwrap()["agent"]["sessions_served"], 1);
 }
 
 #[test]

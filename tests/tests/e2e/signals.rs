@@ -6,7 +6,7 @@ use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::PathBuf;
 use std::process::{Child, Output};
 
-use nix::sys::signal::{Signal, killpg};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, detached, processes_naming, timeline};
 use rewake_tests::held::{Gate, latecomer};
@@ -265,4 +265,44 @@ fn restore(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: 
 #[test]
 fn to_rewake_restore() {
     table(2, restore);
+}
+
+/// The files of restores beside a daemon's socket, in the work directories that they have made.
+fn of_restores(daemon: &Daemon, name: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(daemon.socket().parent().unwrap()).unwrap().flatten();
+    let ours = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("restore-"));
+    ours.map(|entry| entry.path().join(name)).filter(|path| path.exists()).collect()
+}
+
+fn sessions(daemon: &Daemon, state: &str) -> usize {
+    let status = daemon.status().unwrap();
+    let all = ["sessions", "recent"].map(|of| status[of].as_array().unwrap().clone()).concat();
+    all.iter().filter(|session| session["state"] == state).count()
+}
+
+/// The program runs, and CRIU is its parent until it ends. The signal comes when all its memory is resident, which is
+/// before the command has had a report, or on demand when some is missing.
+fn in_the_foreground(criu: &Criu, signal: Signal, options: &[&str]) {
+    let (scene, daemon) = (Scene::dumped(criu, "plain", 4).unwrap(), Daemon::start().unwrap());
+    let restoring = daemon.restore(criu, &scene.images()).unwrap().args(options).spawn().unwrap();
+    let state = if options.is_empty() { "complete" } else { "running" };
+    let runs = || sessions(&daemon, state) == 1 && !of_restores(&daemon, "stats-restore").is_empty();
+    until(ACT, || runs().then_some(())).expect("the program runs");
+    kill(Pid::from_raw(restoring.id().cast_signed()), signal).unwrap();
+    let output = restoring.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(128 + signal as i32), "{said}");
+    assert!(said.ends_with(": the restored processes continue; so does their streamer\n"), "{said}");
+    scene.go().unwrap();
+    until(ACT, || (scene.written() == "OK\n").then_some(())).expect("it has all its memory");
+    until(END, || of_restores(&daemon, "").is_empty().then_some(())).expect("nothing of the restore is left");
+}
+
+#[test]
+fn to_a_rewake_restore_in_the_foreground() {
+    let criu = need!(Criu::main());
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        in_the_foreground(&criu, signal, &[]);
+        in_the_foreground(&criu, signal, &["--on-demand-only=3600"]);
+    }
 }

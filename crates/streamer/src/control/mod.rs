@@ -7,6 +7,7 @@
 //! * `accept`: clients, up to their first request.
 //! * [`status_server`]: a streamer answers its clients.
 //! * [`client`]: the other side; [`streamer`]: starts a streamer and follows it to its end.
+//! * [`work_folder`]: the directory that has a streamer's socket, where one is made for each restore.
 
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ pub mod frame;
 mod generated;
 pub mod status_server;
 pub mod streamer;
+pub mod work_folder;
 
 /// The messages of `proto/control.proto`.
 pub mod proto {

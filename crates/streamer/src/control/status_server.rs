@@ -215,6 +215,7 @@ pub fn streaming(record: &Record) -> proto::Streaming {
         model::State::Loading => State::Running,
         model::State::Complete => State::Complete,
         model::State::Failed => State::Failed,
+        model::State::Ended => State::Ended,
     };
     proto::Streaming {
         state: state.into(),
@@ -280,6 +281,7 @@ fn process(record: &Record, place: usize) -> proto::StreamedProcess {
         without_gate: !of.gate,
         page_faults: of.page_faults,
         longest_page_fault_us: of.longest_page_fault_us,
+        missing_at_end: memory().map(|of| of.missing_at_end).sum(),
     }
 }
 

@@ -34,7 +34,8 @@ pub const ABANDONED: &str = "every process of the streamer was killed: the resto
      run `rewake recover`, which kills those whose GPUs were not resumed";
 
 /// Starts a streamer, and returns when it listens. It writes to this log, else to this process's standard error. It
-/// outlives this process: the restored processes depend on it.
+/// outlives this process: the restored processes depend on it. `removes_work`: it removes its work directory at its end
+/// ([`super::work_folder`]).
 ///
 /// # Errors
 /// It cannot be started, or ends at once: with its last log line, if it has a log.
@@ -44,8 +45,12 @@ pub async fn start(
     plan: &LaunchPlan,
     loading: LoadingOptions,
     log: Option<&Path>,
+    removes_work: bool,
 ) -> anyhow::Result<()> {
     let mut command = launch::command(images, work, plan, loading)?;
+    if removes_work {
+        command.arg("--remove-work-dir");
+    }
     if let Some(log) = log {
         command.stderr(File::create(log).with_context(|| format!("making {}", log.display()))?);
     }
@@ -130,7 +135,9 @@ fn recorded(work: &Path) -> Option<Ended> {
     let last = Some(streaming(&record));
     match record.state {
         State::Complete => Some(Ended { ok: true, reason: String::new(), last }),
-        State::Failed => Some(Ended { ok: false, reason: record.reason.unwrap_or_default(), last }),
+        State::Failed | State::Ended => {
+            Some(Ended { ok: false, reason: record.reason.unwrap_or_default(), last })
+        }
         State::Waiting | State::Loading => None,
     }
 }

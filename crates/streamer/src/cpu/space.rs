@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rewake_image_io::ImageFile;
 use rewake_pager::{BlockIx, FileRun, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run, Sweeps};
+use rewake_process::proc;
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
 
@@ -204,12 +205,19 @@ impl AddressSpace {
         add(&self.counts.pages_dropped, pages);
     }
 
-    /// Counts the missing pages as dropped, because the memory does not exist any more. Waits for fills in
-    /// flight, which count their own pages.
+    /// Counts the missing pages, because the memory does not exist any more: the process has ended, or another program
+    /// runs in it. Waits for fills in flight, which count their own pages.
     pub fn ended(&self) {
         let missing = self.layout_mut().missing();
         // After a failure the missing pages are lost, not dropped.
-        if !self.session.has_failed() {
+        if missing == 0 || self.session.has_failed() {
+            return;
+        }
+        // The pid of a child that was forked after the restore is not known.
+        let pid = self.slot.host_pid.load(Ordering::Relaxed);
+        if pid > 0 && proc::is_ending(pid) {
+            add(&self.counts.pages_ended, missing);
+        } else {
             self.dropped(missing);
         }
     }
@@ -503,8 +511,9 @@ mod tests {
     use crate::ledger::Ledger;
     use crate::uffd_child::{self, PAGES, UffdChild};
 
-    /// The pages of a task whose process ended with one page resident: all, resident and dropped.
-    fn ended_early(fail: bool) -> [u64; 3] {
+    /// The pages of a task whose memory ended with one page resident: all, resident, dropped and missing at its end. Its
+    /// process was `killed`, or runs another program.
+    fn ended_early(killed: bool, fail: bool) -> [u64; 4] {
         let task = UffdChild::start(uffd_child::sleep);
         let session = Arc::new(Session::new(PathBuf::new()));
         let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), true));
@@ -515,6 +524,10 @@ mod tests {
         space.dropped(2);
         if fail {
             session.fail("a test");
+        }
+        if killed {
+            crate::sys::kill(task.pid);
+            uffd_child::until(|| proc::is_ending(task.pid));
         }
         space.ended();
         let tasks = session.tasks();
@@ -527,13 +540,15 @@ mod tests {
         let [of_task, of_session] =
             [of_task, of_session].map(|counts| counts.map(|count| count.load(Ordering::Relaxed)));
         assert_eq!(of_task, of_session);
-        of_task
+        let [all, resident, dropped] = of_task;
+        [all, resident, dropped, counts.pages_ended.load(Ordering::Relaxed)]
     }
 
     #[test]
-    fn an_ended_process_drops_its_missing_pages_unless_failed() {
-        assert_eq!(ended_early(false), [PAGES + 2, 1, PAGES + 1]);
-        assert_eq!(ended_early(true), [PAGES + 2, 1, 2]);
+    fn memory_of_an_ended_process_was_missing_and_of_a_replaced_program_it_is_dropped() {
+        assert_eq!(ended_early(false, false), [PAGES + 2, 1, PAGES + 1, 0]);
+        assert_eq!(ended_early(true, false), [PAGES + 2, 1, 2, PAGES - 1]);
+        assert_eq!(ended_early(true, true), [PAGES + 2, 1, 2, 0], "it was lost");
     }
 
     #[test]

@@ -78,8 +78,10 @@ pub struct TaskStats {
     pub pages_total: AtomicU64,
     /// Pages that reactors filled, with bytes or with the zero page.
     pub pages_back: AtomicU64,
-    /// Pages that need no load any more, those of a process that ended included.
+    /// Pages that need no load any more: the program unmapped, dropped or replaced them.
     pub pages_dropped: AtomicU64,
+    /// Pages that were missing when the process ended.
+    pub pages_ended: AtomicU64,
     /// Page faults served.
     pub faults: AtomicU64,
     /// The sum of their latencies, in microseconds.

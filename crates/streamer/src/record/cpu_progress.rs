@@ -11,6 +11,7 @@ use super::model::{LoadedBytes, MemoryOrigin};
 use super::printable;
 use crate::cpu::stats::{LoadCause, Stats, TaskStats};
 use crate::fault_latencies::LatencyCounts;
+use crate::session::root::{ProgramState, RootProcess};
 use crate::session::{Session, WorkingSetPart};
 
 /// The progress of one process's CPU memory.
@@ -22,6 +23,8 @@ pub(super) struct CpuProgress {
     /// children.
     pub(super) bytes: u64,
     pub(super) resident: u64,
+    /// The bytes that were missing when it ended.
+    pub(super) missing_at_end: u64,
     pub(super) faults: u64,
     pub(super) fault_wait_us: u64,
     pub(super) longest_fault_us: u64,
@@ -65,6 +68,11 @@ impl Cpus {
     /// Notes that the buffers of the working set are resident.
     pub(super) fn first_buffers_are_resident(&self) {
         self.session.note_working_set(WorkingSetPart::Gpus);
+    }
+
+    /// Returns what has become of the program, if its first process is known.
+    pub(super) fn program(&self) -> Option<ProgramState> {
+        self.session.root().map(RootProcess::state)
     }
 
     /// Returns `None` before all are in place: until then tasks have CRIU's name.
@@ -119,6 +127,7 @@ fn of(task: &TaskStats, name: String) -> CpuProgress {
         bytes,
         // The counts are not read at one moment.
         resident: resident.min(bytes),
+        missing_at_end: get(&task.pages_ended) * PAGE_SIZE,
         faults: get(&task.faults),
         fault_wait_us: get(&task.fault_wait_us),
         longest_fault_us: get(&task.longest_fault_us),

@@ -19,7 +19,8 @@ fn memory(
 ) -> ProcessMemory {
     let at = |at: &u64| u64::try_from(u128::from(bytes) * u128::from(*at) / u128::from(resident_us)).unwrap();
     let samples = sampled_us.iter().map(|time| at(time).min(bytes)).collect();
-    ProcessMemory { process, minor, bytes, resident: bytes, resident_us: Some(resident_us), samples }
+    let resident_us = Some(resident_us);
+    ProcessMemory { process, minor, bytes, resident: bytes, missing_at_end: 0, resident_us, samples }
 }
 
 /// What has filled CPU memory at a sample: 768 MiB after the last.

@@ -30,6 +30,11 @@ pub use self::follow::follow;
 use self::model::{Record, State};
 use self::recorder::Recorder;
 use crate::session::Session;
+use crate::session::root::ProgramState;
+use crate::units;
+
+/// Processes that one line names.
+const MOST_NAMED: usize = 4;
 
 /// Records the events of one restore; clones share it. Processes have the numbers of their load's
 /// [`LoadHandle`], buffers those of the image. No call waits longer than for a reader that copies at most
@@ -77,7 +82,7 @@ impl Timeline {
     pub fn look(&self) -> bool {
         let mut recorder = self.recorder();
         self.look_into(&mut recorder);
-        !matches!(recorder.state, State::Complete | State::Failed)
+        !matches!(recorder.state, State::Complete | State::Failed | State::Ended)
     }
 
     /// Samples under the lock: an earlier sample is never recorded later.
@@ -119,9 +124,29 @@ impl Timeline {
         self.recorder().note(process, |of, now| of.gone_us = Some(now));
     }
 
-    /// Notes that all gates are open and all memory is resident.
+    /// Notes that no memory is to be loaded any more, and no gate to be opened: all are resident and open, or the
+    /// program has ended. It blocks while the program is ending.
     pub fn ended(&self) {
-        self.end(State::Complete, None);
+        if !self.look() {
+            return;
+        }
+        let record = self.record();
+        let program =
+            if record.ended_early().is_empty() { ProgramState::Runs } else { self.program(&record) };
+        match program {
+            ProgramState::Runs | ProgramState::Finished => self.end(State::Complete, None),
+            ProgramState::Ended(_) => self.end(State::Ended, Some(ended_early(&record, program))),
+        }
+    }
+
+    /// Returns what has become of a program of which processes ended early.
+    fn program(&self, record: &Record) -> ProgramState {
+        let has_all = |of: &model::ProcessMemory| of.bytes > 0 && of.resident >= of.bytes;
+        match self.0.cpus.get().and_then(Cpus::program) {
+            Some(state) => state,
+            None if record.memory.iter().any(has_all) => ProgramState::Runs,
+            None => ProgramState::Ended(None),
+        }
     }
 
     /// Notes that the restore was given up.
@@ -138,6 +163,18 @@ impl Timeline {
     fn recorder(&self) -> MutexGuard<'_, Recorder> {
         self.0.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Says which processes ended early.
+fn ended_early(record: &Record, program: ProgramState) -> String {
+    let early = record.ended_early();
+    let one =
+        |(of, missing): &(&model::Process, u64)| format!("{} lacked {}", of.label(), units::bytes(*missing));
+    let mut list = early.iter().take(MOST_NAMED).map(one).collect::<Vec<_>>().join(", ");
+    if early.len() > MOST_NAMED {
+        list.push_str(&format!(", and {} more", early.len() - MOST_NAMED));
+    }
+    format!("the program ended{} before all its memory was resident: {list}", program.how())
 }
 
 /// Replaces control characters: a process chooses its name, and it must not command a terminal.
@@ -266,6 +303,45 @@ mod tests {
         add(&task.pages_total, 1);
         timeline.look();
         assert_eq!((timeline.record().resident_us(), timeline.record().totals()), (None, (8192, 4096)));
+    }
+
+    #[test]
+    fn memory_that_was_missing_when_its_program_was_killed_is_not_resident() {
+        let mut program = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
+        timeline.brings(&session);
+        let task = session.task_arrived(program.id().cast_signed(), 4);
+        session.find_root();
+        session.release();
+        add(&task.pages_back, 1);
+        timeline.look();
+        program.kill().unwrap();
+        add(&task.pages_ended, 3);
+        timeline.ended();
+        let record = timeline.record();
+        assert_eq!(
+            (record.state, record.totals(), record.resident_us()),
+            (State::Ended, (16384, 4096), None)
+        );
+        assert_eq!(record.ended_early()[0].1, 12288);
+        let reason = record.reason.unwrap();
+        let line = "the program ended (killed by SIGKILL) before all its memory was resident: ";
+        assert!(reason.starts_with(line) && reason.ends_with(" lacked 12.0 KiB"), "{reason}");
+        program.wait().unwrap();
+    }
+
+    #[test]
+    fn a_process_that_ends_early_in_a_tree_that_runs_is_no_failure() {
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
+        timeline.brings(&session);
+        session.task_arrived(nix::unistd::getpid().as_raw(), 1);
+        let worker = session.task_arrived(1 << 23, 2);
+        session.find_root();
+        session.release();
+        add(&worker.pages_ended, 2);
+        timeline.ended();
+        let record = timeline.record();
+        assert_eq!((record.state, record.ended_early().len()), (State::Complete, 1));
     }
 
     #[test]

@@ -28,6 +28,8 @@ pub enum State {
     Complete,
     /// The restore was given up.
     Failed,
+    /// The program ended before all its memory was resident, and not with exit code 0.
+    Ended,
 }
 
 /// Where missing memory comes from.
@@ -65,7 +67,7 @@ pub struct Record {
     pub elapsed_us: u64,
     /// The state of the restore.
     pub state: State,
-    /// Why it failed.
+    /// Why it failed, or how the program ended.
     pub reason: Option<String>,
     /// The processes; the rest of the record uses their indexes.
     pub processes: Vec<Process>,
@@ -162,10 +164,13 @@ pub struct ProcessMemory {
     /// N of the GPU's `/dev/dri/renderDN`; none: CPU memory.
     pub minor: Option<u32>,
     /// Bytes that were missing. CPU memory counts without what the process has unmapped, and with what its
-    /// forked children lacked.
+    /// forked children lacked, and what was missing when it ended.
     pub bytes: u64,
     /// How many of them are resident.
     pub resident: u64,
+    /// How many of them were missing when the process ended.
+    #[serde(default)]
+    pub missing_at_end: u64,
     /// When all were resident.
     pub resident_us: Option<u64>,
     /// The resident bytes at each sample.
@@ -246,6 +251,16 @@ impl Record {
     #[must_use]
     pub fn totals(&self) -> (u64, u64) {
         self.memory.iter().fold((0, 0), |(all, there), of| (all + of.bytes, there + of.resident))
+    }
+
+    /// Returns the processes that ended before all their memory was resident, with the bytes that were missing then.
+    #[must_use]
+    pub fn ended_early(&self) -> Vec<(&Process, u64)> {
+        let missing = |place| -> u64 {
+            self.memory.iter().filter(|of| of.process == place).map(|of| of.missing_at_end).sum()
+        };
+        let all = self.processes.iter().enumerate().map(|(place, of)| (of, missing(place)));
+        all.filter(|(of, missing)| *missing > 0 || of.gone_us.is_some()).collect()
     }
 
     /// The process's index.

@@ -199,7 +199,10 @@ impl Recorder {
         let (mut processes, mut memory) = (self.processes.clone(), Vec::new());
         for (place, of) in self.gpus.iter().enumerate() {
             let samples = samples(&|at| at.gpus.get(place).copied());
-            memory.push(ProcessMemory { samples, ..of.clone() });
+            let is_gone =
+                processes.get(of.process).is_some_and(|process: &Process| process.gone_us.is_some());
+            let missing_at_end = if is_gone { of.bytes.saturating_sub(of.resident) } else { 0 };
+            memory.push(ProcessMemory { samples, missing_at_end, ..of.clone() });
         }
         for (place, cpu_memory) in self.cpus.iter().enumerate() {
             let process = whose(&mut processes, self.processes.len(), cpu_memory);
@@ -208,6 +211,7 @@ impl Recorder {
                 minor: None,
                 bytes: cpu_memory.of.bytes,
                 resident: cpu_memory.of.resident,
+                missing_at_end: cpu_memory.of.missing_at_end,
                 resident_us: cpu_memory.resident_us,
                 samples: samples(&|at| at.cpus.get(place).copied()),
             });

@@ -83,9 +83,11 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
         let rate = units::rate(record.totals().0, took.saturating_mul(1000));
         moments.push((at, format!("all memory is resident, {rate}")));
     }
-    if record.state == State::Failed {
-        let why = record.reason.as_deref().unwrap_or("the reason is not known");
-        moments.push((record.elapsed_us, format!("failed: {why}")));
+    let why = || record.reason.as_deref().unwrap_or("the reason is not known");
+    match record.state {
+        State::Failed => moments.push((record.elapsed_us, format!("failed: {}", why()))),
+        State::Ended => moments.push((record.elapsed_us, why().to_owned())),
+        State::Waiting | State::Loading | State::Complete => {}
     }
     // Stable: what happened at one moment stays in this order.
     moments.sort_by_key(|(at, _)| *at);

@@ -27,7 +27,8 @@ use crate::ledger::{Ledger, SessionOutcome, SessionState};
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
 use crate::session::complete;
-use crate::session::serve::{SessionSummary, Worker};
+use crate::session::serve::Worker;
+use crate::session::summary::report;
 use crate::supervise::supervisor::{STOPPED, Start};
 use crate::supervise::worker::{self, AskedToStop};
 use crate::sys;
@@ -129,7 +130,9 @@ impl StreamedRestore {
         let record = timeline.record();
         let reason = match loaded {
             Err(error) => format!("{error:#}"),
-            Ok(_) if record.state == State::Failed => record.reason.clone().unwrap_or_default(),
+            Ok(_) if matches!(record.state, State::Failed | State::Ended) => {
+                record.reason.clone().unwrap_or_default()
+            }
             Ok(code) if record.state == State::Waiting => self.unconnected(*code),
             Ok(_) => String::new(),
         };
@@ -337,19 +340,6 @@ impl StreamedRestore {
             warn!("{error:#}");
         }
     }
-}
-
-/// Logs that all CPU memory of a session is resident.
-pub fn report(summary: &SessionSummary) {
-    let pages = summary.pages_copied + summary.pages_zero;
-    info!(
-        tasks = summary.tasks,
-        pages,
-        zero_pages = summary.pages_zero,
-        faults = summary.faults,
-        seconds = format!("{:.3}", summary.elapsed.as_secs_f64()),
-        "all CPU memory is resident"
-    );
 }
 
 /// Checks that GPU memory of a migration was loaded: the plugin has handed it to the worker that died, or

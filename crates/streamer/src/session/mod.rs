@@ -7,8 +7,10 @@ pub mod gpu_pinned;
 pub mod image;
 pub mod open;
 pub(crate) mod peer;
+pub mod root;
 pub mod serve;
 pub mod socket;
+pub mod summary;
 
 use std::io;
 use std::path::PathBuf;
@@ -24,6 +26,7 @@ use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
 use crate::record::model::MemoryOrigin;
+use crate::session::root::RootProcess;
 use crate::working_set::LoadingOptions;
 use crate::working_set::access_log::AccessLog;
 
@@ -48,6 +51,7 @@ pub struct Session {
     /// Notes what is accessed, if the working set is recorded.
     log: Option<AccessLog>,
     running_ns: AtomicU64,
+    root: OnceLock<RootProcess>,
     /// The parts of the working set that are missing: bits of [`WorkingSetPart`].
     working_set: AtomicU8,
     /// When the last of them was resident, as [`Stats::elapsed`] counts. 0: not yet, or there was none.
@@ -82,6 +86,7 @@ impl Session {
             on_demand: AtomicBool::new(false),
             log: None,
             running_ns: AtomicU64::new(0),
+            root: OnceLock::new(),
             working_set: AtomicU8::new(0),
             working_set_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
@@ -206,6 +211,20 @@ impl Session {
         if !self.released.swap(true, Ordering::AcqRel) {
             self.running_ns.store(self.stats.elapsed(), Ordering::Relaxed);
         }
+    }
+
+    /// Finds the root of the tree, whose end is the program's: when all tasks have reported, and none has run yet, or in
+    /// a successor.
+    pub(crate) fn find_root(&self) {
+        if let Some(root) = RootProcess::of(&self.tasks().iter().map(|task| task.pid).collect::<Vec<_>>()) {
+            // It is set once.
+            let _ = self.root.set(root);
+        }
+    }
+
+    /// Returns the root of the tree, if its pid is known here.
+    pub(crate) fn root(&self) -> Option<&RootProcess> {
+        self.root.get()
     }
 
     /// Returns when the restore finished, in nanoseconds as [`Stats::elapsed`] counts. 0: not yet.

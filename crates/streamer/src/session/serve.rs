@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rewake_image_io::{BlockCache, DEFAULT_BUDGET, FetchReader};
@@ -27,6 +26,8 @@ use crate::ledger::{
 use crate::session::image::{Image, TaskPlan};
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
+use crate::session::root::{ProgramState, RootProcess};
+use crate::session::summary::SessionSummary;
 use crate::session::{Session, complete, socket};
 use crate::supervise::parking;
 use crate::sys;
@@ -51,21 +52,6 @@ pub struct Worker {
     gpu_waker: Notifier,
     /// Whether it received SIGTERM while processes depend on it.
     pub(crate) asked_to_stop: Cell<bool>,
-}
-
-/// The result of a session that has ended well.
-#[derive(Debug, Clone)]
-pub struct SessionSummary {
-    /// Tasks restored, zombies included.
-    pub tasks: usize,
-    /// Pages that reactors filled with bytes.
-    pub pages_copied: u64,
-    /// Pages that reactors filled with the zero page.
-    pub pages_zero: u64,
-    /// Page faults served.
-    pub faults: u64,
-    /// The time from the opening of the session to the last page.
-    pub elapsed: Duration,
 }
 
 impl Worker {
@@ -298,12 +284,17 @@ impl Worker {
             fetch => open.fetches_rest = fetch.is_some(),
         }
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let pages_ended = session.tasks().iter().map(|task| count(&task.pages_ended)).sum();
+        let program =
+            session.root().filter(|_| pages_ended > 0).map_or(ProgramState::Runs, RootProcess::state);
         Ok(SessionSummary {
             tasks: open.tasks() as usize,
             pages_copied: count(&session.stats.pages_copied),
             pages_zero: count(&session.stats.pages_zero),
+            pages_ended,
             faults: count(&session.stats.faults),
             elapsed: session.since.elapsed(),
+            program,
         })
     }
 
@@ -335,6 +326,7 @@ impl Worker {
         if open.slot.state() != SessionState::Running {
             self.handshake(open).await?;
         }
+        open.session.find_root();
         open.session.release();
         self.pool.look_again();
         let session = &open.session;

@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The work directory of a restore, and its streamer: one that the agent starts, or this command.
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use tempfile::TempDir;
 
 use super::view::View;
 use super::{RestoreRequest, loading_options};
 use crate::commands::{control_socket, directory};
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::streamer;
+use rewake_streamer::control::work_folder::WorkFolder;
 use rewake_streamer::supervise::launch::LaunchPlan;
 
 /// A streamer that waits for the restore. Dropping this removes the work directory if it was made for the restore.
@@ -24,7 +22,7 @@ pub(super) struct WaitingStreamer {
     pub(super) session: Option<u64>,
     /// Whether CRIU is to be called with `--lazy-pages`.
     pub(super) lazy_pages: bool,
-    own: Option<TempDir>,
+    own: Option<WorkFolder>,
 }
 
 const NOT_SERVED: &str = "this image cannot be served; nothing was started";
@@ -63,10 +61,10 @@ impl WaitingStreamer {
         Self::alone(request, plan, given).await
     }
 
-    /// Keeps the work directory: the streamer and the agent still use it.
-    pub(super) fn keep_work(&mut self) {
+    /// Leaves the work directory to the streamer and the agent, which still use it.
+    pub(super) async fn leave_work(&mut self) {
         if let Some(own) = self.own.take() {
-            let _ = own.keep();
+            own.leave().await;
         }
     }
 
@@ -88,7 +86,8 @@ impl WaitingStreamer {
         given: Option<PathBuf>,
     ) -> anyhow::Result<Self> {
         let (work, own) = work(given, &std::env::temp_dir())?;
-        streamer::start(request.images, &work, &plan, loading_options(request.options), None).await?;
+        streamer::start(request.images, &work, &plan, loading_options(request.options), None, own.is_some())
+            .await?;
         Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), own })
     }
 }
@@ -97,13 +96,11 @@ fn alone(socket: &Path, error: &impl std::fmt::Display) -> String {
     format!("{}: {error:#}: this command starts the streamer itself\n", socket.display())
 }
 
-/// The work directory that was given, or a private one in this folder, which is removed with it.
-fn work(given: Option<PathBuf>, parent: &Path) -> anyhow::Result<(PathBuf, Option<TempDir>)> {
+/// The work directory that was given, or a private one in this folder.
+fn work(given: Option<PathBuf>, parent: &Path) -> anyhow::Result<(PathBuf, Option<WorkFolder>)> {
     if let Some(given) = given {
         return Ok((given, None));
     }
-    let private = fs::Permissions::from_mode(0o700);
-    let own = tempfile::Builder::new().prefix("restore-").permissions(private).tempdir_in(parent);
-    let own = own.with_context(|| format!("making a work directory in {}", parent.display()))?;
+    let own = WorkFolder::make(parent)?;
     Ok((own.path().to_owned(), Some(own)))
 }

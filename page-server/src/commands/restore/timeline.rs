@@ -8,6 +8,17 @@ use serde::Serialize;
 use rewake_streamer::control::proto::Streaming;
 use rewake_streamer::record::model::{ProcessMemory, Record, State};
 
+/// A process that ended before all its memory was resident.
+#[derive(Debug, Serialize, PartialEq, Eq)]
+pub(super) struct EndedEarly {
+    /// Its pid.
+    pub(super) pid: i32,
+    /// Its name.
+    pub(super) name: String,
+    /// The bytes that were missing then.
+    pub(super) missing_bytes: u64,
+}
+
 /// One restore. Times are milliseconds since CRIU was started.
 #[derive(Debug, Default, Serialize, PartialEq)]
 pub(super) struct RestoreTimeline {
@@ -15,8 +26,8 @@ pub(super) struct RestoreTimeline {
     pub(super) session: Option<u64>,
     /// What differs between restores of one image.
     pub(super) generation_id: String,
-    /// All memory is resident, or the processes dropped it, and all gates are open. With `--wait=alive` or
-    /// `--wait=working-set`: the processes run.
+    /// All memory is resident, or the processes dropped it, and all gates are open; or the program finished its work
+    /// before. With `--wait=alive` or `--wait=working-set`: the processes run.
     pub(super) ok: bool,
     /// Why not.
     pub(super) reason: Option<String>,
@@ -42,6 +53,8 @@ pub(super) struct RestoreTimeline {
     pub(super) tasks: u64,
     /// Memory that was missing when the processes ran, without what they dropped.
     pub(super) lazy_bytes: u64,
+    /// The processes that ended before all their memory was resident.
+    pub(super) ended_early: Vec<EndedEarly>,
     /// Of it, loaded from the image.
     pub(super) copied_bytes: u64,
     /// Of it, filled with zeros.
@@ -101,6 +114,10 @@ impl RestoreTimeline {
         let complete = record.state == State::Complete;
         self.all_resident_ms = resident.filter(|_| complete).map(|at| clock.at(at));
         self.tasks = record.processes.len() as u64;
+        let early = record.ended_early().into_iter();
+        let early =
+            early.map(|(of, missing_bytes)| EndedEarly { pid: of.pid, name: of.name.clone(), missing_bytes });
+        self.ended_early = early.collect();
         let (all, loaded) = record.totals();
         self.lazy_bytes = all;
         self.zero_bytes = faults.zero_bytes;
@@ -148,6 +165,7 @@ mod tests {
             minor: None,
             bytes: GIB,
             resident: GIB,
+            missing_at_end: 0,
             resident_us: Some(2_950_000),
             samples,
         };

@@ -205,7 +205,7 @@ pub struct AskStreaming {}
 pub struct Ended {
     #[prost(bool, tag = "1")]
     pub ok: bool,
-    /// Why it failed.
+    /// Why it failed, or how the program ended: which of both, the state of `last` says.
     #[prost(string, tag = "2")]
     pub reason: ::prost::alloc::string::String,
     /// How far it was. LISTENING: there was nothing to load.
@@ -372,6 +372,9 @@ pub struct StreamedProcess {
     pub page_faults: u64,
     #[prost(uint64, tag = "12")]
     pub longest_page_fault_us: u64,
+    /// Bytes that were missing when it ended.
+    #[prost(uint64, tag = "13")]
+    pub missing_at_end: u64,
 }
 /// A process's memory of one GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -402,6 +405,8 @@ pub enum State {
     Complete = 4,
     /// The restored processes were killed, or never ran.
     Failed = 5,
+    /// The program ended before all its memory was resident, and not with exit code 0.
+    Ended = 6,
 }
 impl State {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -416,6 +421,7 @@ impl State {
             Self::Running => "STATE_RUNNING",
             Self::Complete => "STATE_COMPLETE",
             Self::Failed => "STATE_FAILED",
+            Self::Ended => "STATE_ENDED",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -427,6 +433,7 @@ impl State {
             "STATE_RUNNING" => Some(Self::Running),
             "STATE_COMPLETE" => Some(Self::Complete),
             "STATE_FAILED" => Some(Self::Failed),
+            "STATE_ENDED" => Some(Self::Ended),
             _ => None,
         }
     }
