@@ -10,9 +10,9 @@ use rustls::pki_types::CertificateDer;
 use rustls::{CertificateError, Connection};
 use webpki::EndEntityCert;
 
+use super::peer_name::PeerName;
 use crate::HANDSHAKE_LIMIT;
 use crate::error::HandshakeError;
-use crate::peer_name::PeerName;
 
 /// Encrypted bytes that are read from the socket at a time: two records.
 const ARRIVED: usize = 33 << 10;
