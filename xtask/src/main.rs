@@ -79,7 +79,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["stress", name, more @ ..] => commands::stress::run(name, more)?,
         ["test", filter] => commands::test::run(Some(filter))?,
         ["demo"] => commands::demo::gpu::run()?,
-        ["demo", "--migrate"] => commands::bench::migrate(&["--demo"])?,
+        ["demo", "--migrate"] => commands::bench::migrate_demo()?,
         ["demo", "--replicas"] => commands::demo::replicas::run()?,
         ["demo", "--cpu"] => commands::demo::cpu::run()?,
         // Inside the machine.

@@ -44,6 +44,29 @@ pub(crate) fn build_release(package: &str, program: &str) -> anyhow::Result<Path
     release(program)
 }
 
+/// Cargo's options for the programs of a demo, for which a visitor waits: without optimisation where nothing is hot,
+/// and with no feature of `rewake` but those that the demo names.
+pub(crate) const FOR_DEMO: [&str; 3] = ["--profile", "demo", "--no-default-features"];
+
+/// Programs of this workspace, built now for a demo: package and name of each. One run of cargo builds them: in two
+/// runs, libraries that both use would be compiled twice, with different features.
+pub(crate) fn build_for_demo<const N: usize>(
+    programs: [(&str, &str); N],
+    features: &[&str],
+) -> anyhow::Result<[PathBuf; N]> {
+    let mut cargo = cargo();
+    cargo.arg("build").args(FOR_DEMO);
+    for feature in features {
+        cargo.args(["--features", feature]);
+    }
+    for (package, program) in programs {
+        cargo.args(["--package", package, "--bin", program]);
+    }
+    program::run(&mut cargo)?;
+    let folder = target()?.join("demo");
+    Ok(programs.map(|(_, program)| folder.join(program)))
+}
+
 /// The path of a release program, built or not.
 pub(crate) fn release(program: &str) -> anyhow::Result<PathBuf> {
     Ok(target()?.join("release").join(program))

@@ -11,7 +11,7 @@ const GENERATED: &[(&str, &str, &str)] = &[
     ("rewake_gpu.proto", "rewake.gpu", "crates/criu-images/src/generated/gpu.rs"),
     ("handover.proto", "rewake.handover", "crates/plugin-protocol/src/generated/handover.rs"),
     ("manifest.proto", "rewake.manifest", "crates/manifest/src/generated/manifest.rs"),
-    ("store.proto", "rewake.store", "crates/image-store/src/generated/store.rs"),
+    ("store.proto", "rewake.store", "crates/image-store/src/stores/generated/store.rs"),
     ("image.proto", "rewake.image", "crates/image-protocol/src/generated/image.rs"),
     ("control.proto", "rewake.control", "crates/streamer/src/control/generated/control.rs"),
 ];

@@ -3,8 +3,6 @@
 
 use std::io;
 
-use rustls::{AlertDescription, CertificateError, Error, OtherError};
-
 use crate::HANDSHAKE_LIMIT;
 
 /// Why a handshake failed, and what to do.
@@ -89,45 +87,7 @@ impl HandshakeError {
     /// Explains an error of a stream, if TLS made it.
     #[must_use]
     pub fn of(error: &io::Error) -> Option<Self> {
-        let error = error.get_ref()?.downcast_ref::<Error>()?;
-        Some(match error {
-            Error::InvalidMessage(_) => Self::NotTls,
-            Error::NoCertificatesPresented => Self::NoCertificate,
-            Error::InvalidCertificate(reason) => Self::of_certificate(reason),
-            Error::AlertReceived(alert) => Self::of_alert(*alert),
-            other => Self::Other(other.to_string()),
-        })
-    }
-
-    fn of_certificate(reason: &CertificateError) -> Self {
-        match reason {
-            CertificateError::UnknownIssuer => Self::UnknownCa,
-            CertificateError::Expired => Self::Expired,
-            CertificateError::NotValidYet => Self::NotValidYet,
-            CertificateError::Revoked => Self::Revoked,
-            CertificateError::UnknownRevocationStatus => Self::NoRevocationList,
-            CertificateError::ExpiredRevocationList => Self::OldRevocationList,
-            CertificateError::InvalidPurpose => Self::WrongPurpose,
-            CertificateError::NotValidForNameContext { expected, presented } => Self::WrongName {
-                expected: expected.to_str().into_owned(),
-                found: if presented.is_empty() { "no name".to_owned() } else { presented.join(", ") },
-            },
-            CertificateError::Other(OtherError(reason)) => match reason.downcast_ref::<webpki::Error>() {
-                Some(webpki::Error::CaUsedAsEndEntity) => Self::IsCa,
-                Some(webpki::Error::UnsupportedCertVersion) => Self::OldVersion,
-                _ => Self::Other(format!("the peer's certificate is not accepted: {reason}")),
-            },
-            other => Self::Other(format!("the peer's certificate is not accepted: {other}")),
-        }
-    }
-
-    fn of_alert(alert: AlertDescription) -> Self {
-        match alert {
-            AlertDescription::HandshakeFailure | AlertDescription::ProtocolVersion => {
-                Self::Other(format!("the peer and this side have no algorithms in common ({alert:?})"))
-            }
-            other => Self::Refused(format!("{other:?}")),
-        }
+        crate::explained(error)
     }
 }
 

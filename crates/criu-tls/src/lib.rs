@@ -5,8 +5,8 @@
 //! * [`TlsServer`] and [`TlsClient`]: make an encrypted stream of a connected one. Towards CRIU, a client's is an
 //!   [`EncryptedStream`] over a blocking socket. Between Rewakes, both sides have a [`TlsLink`], whose other side is a
 //!   [`PeerCertificate`].
-//! * `certificates`: reads the files. `verifier`: which certificates are accepted. `peer_name`: whose they
-//!   must be.
+//! * `tls`: all that needs the feature `tls`. `absent`: the same names in a program without it, where `--tls` is
+//!   refused, with what to build.
 //! * [`HandshakeError`]: why a connection was not made, and what to do. [`end_after_answer`]: so that the peer gets the
 //!   reason.
 //!
@@ -21,37 +21,30 @@
 //! - After the last message both sides send a closing alert, and wait for the peer's.
 #![forbid(unsafe_code)]
 
-mod certificates;
-mod client;
-mod encrypted;
 mod ending;
 mod error;
-mod link;
-mod peer_name;
-mod server;
-mod verifier;
+mod options;
 
-pub use certificates::TlsOptions;
-pub use client::TlsClient;
-pub use encrypted::EncryptedStream;
-pub use ending::end_after_answer;
-pub use error::HandshakeError;
-pub use link::{PeerCertificate, TlsLink};
-pub use peer_name::PeerName;
-pub use server::TlsServer;
+#[cfg(not(feature = "tls"))]
+mod absent;
+#[cfg(feature = "tls")]
+mod tls;
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use rustls::crypto::CryptoProvider;
+#[cfg(not(feature = "tls"))]
+use absent as built;
+pub use built::{EncryptedStream, PeerCertificate, PeerName, TlsClient, TlsLink, TlsServer};
+pub use ending::end_after_answer;
+pub use error::HandshakeError;
+pub use options::TlsOptions;
+#[cfg(feature = "tls")]
+use tls as built;
+
+use built::explained;
 
 /// Time that a peer has for its part of a handshake.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(30);
 
 /// Time that a peer has to read a refusal, and to close the connection.
 pub const REFUSAL_LIMIT: Duration = Duration::from_secs(10);
-
-/// The algorithms of both sides.
-fn provider() -> Arc<CryptoProvider> {
-    Arc::new(rustls::crypto::ring::default_provider())
-}

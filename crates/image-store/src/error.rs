@@ -6,7 +6,8 @@ use std::time::Duration;
 use rewake_criu_images::ImageError;
 use rewake_manifest::ManifestError;
 
-use crate::names::PACKS;
+/// The folder of a store's packs: what helps against damage in it helps nowhere else.
+pub(crate) const PACKS: &str = "packs";
 
 /// Why something could not be done with a store. Every message has the object, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +29,14 @@ pub enum ImageStoreError {
         /// The store.
         url: String,
         /// What is wrong, and what to do.
+        what: String,
+    },
+    /// This program cannot use stores.
+    #[error(
+        "{what}: this rewake was built without stores: `cargo build --release -p rewake` builds one that has them"
+    )]
+    NotBuilt {
+        /// What needs a store.
         what: String,
     },
     /// The place has no store. So nothing in it is read as one, or removed.
@@ -155,12 +164,6 @@ pub enum ImageStoreError {
     Manifest(#[from] ManifestError),
 }
 
-/// Where hosts of a cloud get credentials.
-const METADATA: &str = "169.254.169.254";
-
-/// The most characters of a text that a store has sent.
-const MAX_TEXT: usize = 300;
-
 /// What to do about a damaged object.
 fn advice(object: &str) -> &'static str {
     if object.starts_with("oci://") {
@@ -174,79 +177,3 @@ fn advice(object: &str) -> &'static str {
 
 /// The result of this crate's functions.
 pub type Result<T, E = ImageStoreError> = std::result::Result<T, E>;
-
-/// Returns a closure for `map_err` that adds the request and the object.
-pub(crate) fn request(
-    act: &'static str,
-    object: &str,
-) -> impl FnOnce(object_store::Error) -> ImageStoreError {
-    let object = object.to_owned();
-    move |error| ImageStoreError::Request { act, object, reason: reason(&error.to_string()) }
-}
-
-/// Returns what a store answered, in one line. An answer of S3 may have the id of the key and the text that was signed:
-/// of its XML, only code and message are kept.
-pub(crate) fn reason(text: &str) -> String {
-    let line = bounded(&without_xml(text));
-    if !text.contains(METADATA) {
-        return line;
-    }
-    format!(
-        "no credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or in a profile (~/.aws), and the \
-         host has none: {line}"
-    )
-}
-
-/// Returns a text of a store as one line that a terminal can show, of [`MAX_TEXT`] characters at most.
-pub(crate) fn bounded(text: &str) -> String {
-    let printable = |char: char| if char.is_control() { ' ' } else { char };
-    // What follows is not looked at: it may be long.
-    let mut chars = text.chars().map(printable);
-    let mut line: String = chars.by_ref().take(MAX_TEXT).collect();
-    if chars.next().is_some() {
-        line.push_str("...");
-    }
-    line.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-fn without_xml(text: &str) -> String {
-    let start = text.find("<?xml").or_else(|| text.find("<Error"));
-    let Some(start) = start else { return text.to_owned() };
-    let (before, xml) = text.split_at(start);
-    let tag = |name: &str| {
-        let (_, rest) = xml.split_once(&format!("<{name}>"))?;
-        Some(rest.split_once(&format!("</{name}>"))?.0)
-    };
-    let parts = [Some(before.trim()), tag("Code"), tag("Message")];
-    parts.into_iter().flatten().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_answer_of_s3_is_shown_without_the_key_and_what_was_signed() {
-        let answer = "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?>\n<Error>\n\
-                      <Code>SignatureDoesNotMatch</Code><Message>The signature is wrong</Message>\
-                      <AWSAccessKeyId>AKIAEXAMPLE</AWSAccessKeyId><StringToSign>AWS4 x</StringToSign></Error>";
-        assert_eq!(
-            reason(answer),
-            "Server returned non-2xx status code: 403 Forbidden: SignatureDoesNotMatch The signature is wrong"
-        );
-    }
-
-    #[test]
-    fn other_answers_are_one_line() {
-        assert_eq!(reason("no\n  route to\thost"), "no route to host");
-    }
-
-    #[test]
-    fn a_long_answer_with_control_characters_is_short_and_printable() {
-        let shown =
-            reason(&format!("404: <html>\u{1b}[2J\u{7}{}</html>", "a page of a proxy ".repeat(100_000)));
-        assert!(shown.starts_with("404: <html> [2J a page of a proxy "), "{shown}");
-        assert!(shown.ends_with("...") && shown.chars().count() <= MAX_TEXT + 3, "{shown}");
-        assert!(!shown.contains(char::is_control), "{shown:?}");
-    }
-}

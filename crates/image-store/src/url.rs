@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::error::ImageStoreError;
-use crate::names::is_image_name;
+
+/// The longest name of an image.
+const MAX_NAME: usize = 128;
 
 /// Where a store is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,6 +97,12 @@ impl StoreUrl {
             Self::S3 { .. } | Self::Directory(_) => '/',
         }
     }
+}
+
+/// Whether an image may have this name.
+pub(crate) fn is_image_name(name: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(allowed) && !name.starts_with('.')
 }
 
 /// Whether a text is a host, or a host and a port.

@@ -28,6 +28,9 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     // Before the socket is bound: the processes that serve those sessions must not hold it.
     super::recover::start_all(options.status_fd);
+    if options.cache.is_some() {
+        rewake_image_store::need_stores("--cache")?;
+    }
     let folder =
         options.cache.as_deref().map(|path| CacheFolder::open(path, options.cache_size)).transpose()?;
     let metrics = options.metrics.map(listen).transpose()?;

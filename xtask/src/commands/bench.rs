@@ -41,6 +41,16 @@ pub(crate) fn migrate(more: &[&str]) -> anyhow::Result<()> {
     with_criu("migrate", more)
 }
 
+/// Ends as `rewake-bench migrate --demo`.
+pub(crate) fn migrate_demo() -> anyhow::Result<()> {
+    root::become_root()?;
+    setup::install(&NETWORK)?;
+    let criu = setup::run()?;
+    let programs = [("rewake", "rewake"), ("rewake-bench", "rewake-bench")];
+    let [rewake, bench] = repository::build_for_demo(programs, &[])?;
+    compare(&bench, &rewake, &criu.path, "migrate", &["--demo"])
+}
+
 /// Ends as `rewake-bench programs`, with `more` passed through.
 pub(crate) fn programs(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
@@ -72,8 +82,13 @@ fn with_criu(comparison: &str, more: &[&str]) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let rewake = repository::build_release("rewake", "rewake")?;
     let bench = repository::build_release("rewake-bench", "rewake-bench")?;
-    let mut command = Command::new(&bench);
-    command.arg(comparison).arg("--criu").arg(&criu.path).arg("--rewake").arg(rewake).args(more);
+    compare(&bench, &rewake, &criu.path, comparison, more)
+}
+
+/// Ends as this comparison.
+fn compare(bench: &Path, rewake: &Path, criu: &Path, comparison: &str, more: &[&str]) -> anyhow::Result<()> {
+    let mut command = Command::new(bench);
+    command.arg(comparison).arg("--criu").arg(criu).arg("--rewake").arg(rewake).args(more);
     Err(command.exec()).with_context(|| format!("start {}", bench.display()))
 }
 

@@ -19,6 +19,8 @@ const FOLDER: &str = "criu-plugin";
 pub(crate) enum Profile {
     Debug,
     Release,
+    /// As [`repository::FOR_DEMO`].
+    Demo,
 }
 
 impl Profile {
@@ -27,6 +29,16 @@ impl Profile {
         match self {
             Self::Debug => "debug",
             Self::Release => "release",
+            Self::Demo => "demo",
+        }
+    }
+
+    /// Cargo's options for it.
+    fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Debug => &[],
+            Self::Release => &["--release"],
+            Self::Demo => &repository::FOR_DEMO,
         }
     }
 }
@@ -41,12 +53,9 @@ pub(crate) fn run(profile: Profile) -> anyhow::Result<()> {
 /// cargo: in two runs, libraries that both use would be compiled twice, with different features.
 pub(crate) fn make(profile: Profile, others: &[&str]) -> anyhow::Result<PathBuf> {
     let mut cargo = repository::cargo();
-    cargo.arg("build");
+    cargo.arg("build").args(profile.options());
     for package in PACKAGES.iter().chain(others) {
         cargo.args(["--package", package]);
-    }
-    if profile == Profile::Release {
-        cargo.arg("--release");
     }
     program::run(&mut cargo)?;
     place_all(profile)

@@ -22,8 +22,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// Runs the demo, and prints its steps.
 pub(crate) fn run() -> anyhow::Result<()> {
     let criu = setup::run()?;
-    let rewake = repository::build_release("rewake", "rewake")?;
-    let program = repository::build_release("rewake-tests", "target")?;
+    let programs = [("rewake", "rewake"), ("rewake-tests", "target")];
+    let [rewake, program] = repository::build_for_demo(programs, &[])?;
     let stage = Stage::new(repository::scratch().join("demo"), criu.path)?;
     let story = stage.play(&program, &rewake);
     story.with_context(|| format!("the demo's images and logs are left in {}", stage.home.display()))?;

@@ -5,14 +5,13 @@
 use anyhow::{Context as _, ensure};
 
 use crate::commands::plugin::{self, Profile};
-use crate::{repository, root, vm};
+use crate::{root, vm};
 
 /// Builds everything, and runs [`super::scene`] in a virtual machine.
 pub(crate) fn run() -> anyhow::Result<()> {
     root::become_root()?;
-    let plugin = plugin::make(Profile::Release, &["gpu-app", "rewake"])?;
-    let [app, rewake] = ["gpu-app", "rewake"].map(repository::release);
-    let (app, rewake) = (app?, rewake?);
+    let plugin = plugin::make(Profile::Demo, &["gpu-app", "rewake"])?;
+    let [app, rewake] = ["gpu-app", "rewake"].map(|program| plugin.with_file_name(program));
     if !vm::is_made() {
         println!("The first time, a virtual machine is made from Debian's packages: about three minutes.");
     }

@@ -25,8 +25,8 @@ const READ_ONCE: f64 = 1.1;
 /// Runs the demo, and prints its steps.
 pub(crate) fn run() -> anyhow::Result<()> {
     let criu = setup::run()?;
-    let rewake = repository::build_release("rewake", "rewake")?;
-    let program = repository::build_release("rewake-tests", "target")?;
+    let programs = [("rewake", "rewake"), ("rewake-tests", "target")];
+    let [rewake, program] = repository::build_for_demo(programs, &["rewake/stores"])?;
     let stage = ReplicasStage::new(repository::scratch().join("demo-replicas"), rewake, criu.path)?;
     let story = stage.play(&program);
     story.with_context(|| format!("the demo's images and logs are left in {}", stage.home.display()))?;

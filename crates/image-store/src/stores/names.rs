@@ -6,11 +6,13 @@ use std::io::{self, Read as _};
 
 use rewake_criu_images::Digest;
 
+pub(crate) use crate::error::PACKS;
+use crate::url::is_image_name;
+
 /// Folders of a store.
 pub(crate) const NAMES: &str = "names";
 pub(crate) const INDEXES: &str = "indexes";
 pub(crate) const MANIFESTS: &str = "manifests";
-pub(crate) const PACKS: &str = "packs";
 /// Recorded working sets: an image's name says which is its own.
 pub(crate) const WORKING_SETS: &str = "working-sets";
 /// An index with an object of its name here is removed later.
@@ -24,8 +26,6 @@ pub(crate) const CLOCK: &str = "clock";
 const HASH_DIGITS: usize = 32;
 /// Bytes of a random number in a name.
 const RANDOM: usize = 8;
-/// The longest name of an image.
-const MAX_NAME: usize = 128;
 
 /// Returns a random number in hexadecimal digits.
 pub(crate) fn random() -> io::Result<String> {
@@ -75,10 +75,4 @@ fn is_random(text: &str) -> bool {
 
 fn is_hex(text: &str) -> bool {
     text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
-}
-
-/// Whether an image may have this name.
-pub(crate) fn is_image_name(name: &str) -> bool {
-    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
-    (1..=MAX_NAME).contains(&name.len()) && name.bytes().all(allowed) && !name.starts_with('.')
 }

@@ -4,8 +4,8 @@
 use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
-use crate::format::StoredImage;
 use crate::reader::ChunkReader;
+use crate::report::StoredImage;
 use crate::served::StoredFiles;
 use crate::store::ImageStore;
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The files of `--tls`: the CA, its revocation lists, this side's certificate and key.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context as _, bail, ensure};
 use rustls::pki_types::pem::{Error as PemError, PemObject};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, TrustAnchor};
 use webpki::{CertRevocationList, OwnedCertRevocationList};
+
+use crate::options::TlsOptions;
 
 /// CRIU's files, which are used where an option names none.
 const CA: &str = "/etc/pki/CA/cacert.pem";
@@ -15,22 +17,6 @@ const CERTIFICATE: &str = "/etc/pki/criu/cert.pem";
 const KEY: &str = "/etc/pki/criu/private/key.pem";
 /// Certificates, or revocation lists, in one file.
 const MAX_IN_FILE: usize = 1024;
-
-/// What the options `--tls-*` say. Paths are relative to the process's working directory.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TlsOptions {
-    /// Certificates of the CAs that issued the peers' certificates [default: `/etc/pki/CA/cacert.pem`].
-    pub ca: Option<PathBuf>,
-    /// Revocation lists of these CAs [default: `/etc/pki/CA/cacrl.pem`, if it exists].
-    pub crl: Option<PathBuf>,
-    /// This side's certificate, and after it those of CAs between it and the peer's CA [default:
-    /// `/etc/pki/criu/cert.pem`].
-    pub certificate: Option<PathBuf>,
-    /// Its key [default: `/etc/pki/criu/private/key.pem`].
-    pub key: Option<PathBuf>,
-    /// Any certificate of the CA is accepted, whatever its name.
-    pub any_name: bool,
-}
 
 /// Whom this side trusts.
 #[derive(Debug)]

@@ -23,11 +23,11 @@ use tracing::warn;
 
 use crate::blocks::{self, StoredBlocks};
 use crate::error::{ImageStoreError, Result};
-use crate::format::{ChunkLocation, ImageIndex, StoredImage};
-use crate::garbage::GRACE;
+use crate::format::{ChunkLocation, ImageIndex};
 use crate::manifest_bytes::ManifestBytes;
 use crate::names::{INDEXES, MANIFESTS, PACKS, REMOVED, hash_part, random};
 use crate::pack::{PackedChunk, Packs};
+use crate::report::{GRACE, StorePushReport, StoredImage};
 use crate::store::{ImageStore, ListedObject, MAX_INDEX, MAX_INDEXES};
 use crate::working_set;
 
@@ -44,27 +44,6 @@ const _: () =
 const MAX_THREADS: usize = 8;
 /// Chunks of a thread that wait for others before them.
 const CHUNKS_PER_THREAD: usize = 2;
-
-/// What was stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct StorePushReport {
-    /// The image id.
-    pub id: Digest,
-    /// The files of the image.
-    pub files: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Bytes of chunks that the store had, of this image and of others.
-    pub shared: u64,
-    /// Bytes that were written: packs, manifest and index.
-    pub written: u64,
-    /// Bytes of packs that an earlier push had written before it ended.
-    pub kept: u64,
-    /// Bytes of the recorded working set, if it was written.
-    pub working_set: u64,
-    /// The store had this image under this name: at most its working set was written.
-    pub had: bool,
-}
 
 /// Stores the image of a directory under a name. An image of that name is replaced at the end.
 ///

@@ -2,7 +2,6 @@
 //! Compares an image of a store with its manifest, to the last byte.
 
 use std::collections::{HashSet, VecDeque};
-use std::fmt;
 use std::fs::File;
 use std::io::{Seek as _, SeekFrom, Write as _};
 use std::sync::Arc;
@@ -14,48 +13,13 @@ use tokio::task::JoinHandle;
 use tracing::warn;
 
 use crate::error::{ImageStoreError, Result};
-use crate::format::StoredImage;
 use crate::names::MANIFESTS;
 use crate::reader::ChunkReader;
+use crate::report::{StoreVerifyReport, StoredImage, WrongChunk};
 use crate::store::{ImageStore, MAX_REQUESTS, limited};
 
 /// Bytes of the manifest that are read at once.
 const MANIFEST_PART: u64 = 2 << 20;
-
-/// What was compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct StoreVerifyReport {
-    /// The image id.
-    pub id: Digest,
-    /// Files in the manifest.
-    pub files: u64,
-    /// The sum of their lengths.
-    pub bytes: u64,
-    /// Bytes of the chunks that were read: each once.
-    pub read: u64,
-    /// Number of wrong chunks: 0 if the image is as it was sealed.
-    pub wrong: u64,
-}
-
-/// A chunk that the store does not have, or that is not as it was sealed.
-#[derive(Debug)]
-pub struct WrongChunk {
-    /// The first file that has the chunk.
-    pub file: String,
-    /// Where the chunk is in it, in bytes.
-    pub offset: u64,
-    /// The length of the chunk in bytes.
-    pub length: u32,
-    /// What is wrong, and with which object.
-    pub error: ImageStoreError,
-}
-
-impl fmt::Display for WrongChunk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { file, offset, length, error } = self;
-        write!(f, "{file}: wrong bytes in the {length} from offset {offset}: {error}")
-    }
-}
 
 /// Compares each chunk of an image with its hash, and gives each wrong one to `report`. Its pack is marked:
 /// the next push of any image stores the pack's chunks again instead of using it.

@@ -14,7 +14,8 @@ use object_store::prefix::PrefixStore;
 use object_store::{BackoffConfig, ClientConfigKey, ObjectStore, RetryConfig};
 use reqwest::Url;
 
-use crate::error::{ImageStoreError, Result, reason};
+use crate::answer::reason;
+use crate::error::{ImageStoreError, Result};
 use crate::profile::AwsProfile;
 use crate::registry::ImageRepository;
 use crate::store::{MARKER, inside_another};

@@ -28,8 +28,8 @@ use ring::digest::{Context, SHA256};
 use tokio::sync::OnceCell;
 use tokio::time::{sleep, timeout};
 
+use crate::answer::bounded;
 use crate::connect::{NO_PROXY, PAUSE, RETRIES, RequestLimits};
-use crate::error::bounded;
 
 use super::artifact::Blob;
 

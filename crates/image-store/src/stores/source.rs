@@ -12,10 +12,10 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use crate::error::Result;
-use crate::format::StoredImage;
 use crate::names::MANIFESTS;
 use crate::pinned::PinnedImage;
 use crate::reader::ChunkReader;
+use crate::report::StoredImage;
 use crate::store::{ImageStore, MAX_REQUESTS};
 
 /// An image of a store. Its reads run in a runtime that must have threads of its own.

@@ -24,10 +24,11 @@ use rewake_criu_images::ImageDir;
 use rewake_manifest::ManifestReader;
 use tracing::warn;
 
+use crate::answer::bounded;
 use crate::connect::RequestLimits;
-use crate::error::{ImageStoreError, Result, bounded};
-use crate::format::StoredImage;
+use crate::error::{ImageStoreError, Result};
 use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS};
+use crate::report::StoredImage;
 
 use artifact::{Artifact, Blob, Tagged};
 use client::{RegistryClient, RegistryError, blob_of};

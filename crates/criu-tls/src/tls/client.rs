@@ -11,13 +11,13 @@ use rustls::client::Resumption;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection};
 
-use crate::certificates::TlsOptions;
-use crate::encrypted::EncryptedStream;
+use super::encrypted::EncryptedStream;
+use super::link::TlsLink;
+use super::peer_name::PeerName;
+use super::provider;
+use super::verifier::PeerVerifier;
 use crate::error::HandshakeError;
-use crate::link::TlsLink;
-use crate::peer_name::PeerName;
-use crate::provider;
-use crate::verifier::PeerVerifier;
+use crate::options::TlsOptions;
 
 /// A client's certificate, and which server it accepts.
 #[derive(Clone)]

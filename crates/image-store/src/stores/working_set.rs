@@ -11,8 +11,8 @@ use rewake_manifest::{MAX_WORKING_SET, WORKING_SET_NAME};
 use tracing::warn;
 
 use crate::error::{ImageStoreError, Result};
-use crate::format::StoredImage;
 use crate::names::{WORKING_SETS, hash_of, hash_part, random};
+use crate::report::StoredImage;
 use crate::store::ImageStore;
 
 /// Reads the working set of an image's directory.

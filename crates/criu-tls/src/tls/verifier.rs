@@ -16,8 +16,8 @@ use webpki::{
     UnknownStatusPolicy,
 };
 
-use crate::certificates::Trust;
-use crate::peer_name::PeerName;
+use super::certificates::Trust;
+use super::peer_name::PeerName;
 
 /// Verifies the certificates of peers, for a server and for a client.
 #[derive(Debug)]

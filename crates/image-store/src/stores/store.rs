@@ -18,11 +18,13 @@ use tokio::io::AsyncWriteExt as _;
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_manifest::ManifestReader;
 
+use crate::answer::request;
 use crate::connect::{self, Connected};
-use crate::error::{ImageStoreError, Result, request};
-use crate::format::{ChunkLocation, ImageIndex, StoredImage};
+use crate::error::{ImageStoreError, Result};
+use crate::format::{ChunkLocation, ImageIndex};
 use crate::names::{CLOCK, DAMAGED, INDEXES, NAMES, PACKS, REMOVED, is_object, random};
 use crate::registry::ImageRepository;
+use crate::report::StoredImage;
 use crate::url::StoreUrl;
 
 /// Requests that are outstanding at once, of one command.
@@ -393,7 +395,7 @@ impl ImageStore {
         let failed = |error: std::io::Error| ImageStoreError::Request {
             act: "write",
             object: object.clone(),
-            reason: crate::error::reason(&error.to_string()),
+            reason: crate::answer::reason(&error.to_string()),
         };
         let writer = BufWriter::with_capacity(Arc::clone(&self.objects), path(folder, name), PART);
         let mut writer = writer.with_max_concurrency(1);

@@ -11,10 +11,12 @@ use prost::Message as _;
 use rewake_criu_images::{CHUNK, Digest};
 use rewake_image_io::BLOCK;
 
-use crate::error::{ImageStoreError, Result, bounded};
+use crate::answer::bounded;
+use crate::error::{ImageStoreError, Result};
 use crate::generated as raw;
 use crate::generated::{Kind, Record, record::What};
 use crate::names::{is_pack, is_version, is_working_set};
+use crate::report::StoredImage;
 
 const MAGIC: [u8; 8] = *b"RWKSTORE";
 const VERSION: u32 = 1;
@@ -22,25 +24,6 @@ const VERSION: u32 = 1;
 const HASH: usize = 32;
 /// The longest pack, in bytes.
 pub(crate) const MAX_PACK: u32 = 64 << 20;
-
-/// An image in a store.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StoredImage {
-    /// Its name in the store.
-    pub name: String,
-    /// The name of its index and manifest: other for each push.
-    pub version: String,
-    /// The image id.
-    pub id: Digest,
-    /// The length of its manifest in bytes.
-    pub manifest_length: u64,
-    /// Its files.
-    pub files: u64,
-    /// The sum of their lengths.
-    pub bytes: u64,
-    /// The object with its recorded working set; none in an index, as a later push may bring another one.
-    pub(crate) working_set: Option<String>,
-}
 
 /// Where a chunk is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]

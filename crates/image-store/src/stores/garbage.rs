@@ -6,6 +6,8 @@
 //!   once. A push uses no chunk of a marked index.
 //! * An index whose mark is older than [`GRACE`] is removed: each push that has used its chunks has ended.
 //! * A pack that no index uses is removed, when it is older than [`GRACE`].
+//!
+//! [`GRACE`]: crate::GRACE
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, SystemTime};
@@ -14,33 +16,13 @@ use futures::{StreamExt as _, TryStreamExt as _};
 use tracing::warn;
 
 use crate::error::{ImageStoreError, Result};
-use crate::format::{ImageIndex, StoredImage};
-use crate::names::{CLOCK, DAMAGED, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, WORKING_SETS, is_image_name};
+use crate::format::ImageIndex;
+use crate::names::{CLOCK, DAMAGED, INDEXES, MANIFESTS, NAMES, PACKS, REMOVED, WORKING_SETS};
+use crate::report::{GarbageReport, StoredImage};
 use crate::store::{ImageStore, MAX_INDEXES, MAX_REQUESTS};
+use crate::url::is_image_name;
 
-/// The age from which what no image uses is removed: a push and the packs that it may reuse are younger.
-pub const GRACE: Duration = Duration::from_secs(24 * 3600);
-
-/// What was removed, and what is left.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct GarbageReport {
-    /// Indexes that were removed.
-    pub removed_images: u64,
-    /// Packs that were removed.
-    pub removed_packs: u64,
-    /// Their bytes.
-    pub removed_bytes: u64,
-    /// Packs that are left.
-    pub packs: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Bytes of them that no image uses: in packs of which images use other bytes.
-    pub unused: u64,
-    /// Bytes of packs that no image uses, and that are too young to be removed.
-    pub waiting: u64,
-}
-
-/// Removes what no image uses, if it is older than `grace`: [`GRACE`], or less where no push runs. All is
+/// Removes what no image uses, if it is older than `grace`: [`GRACE`](crate::GRACE), or less where no push runs. All is
 /// planned before the first removal.
 ///
 /// # Errors
@@ -232,6 +214,7 @@ async fn delete_all(store: &ImageStore, folder: &str, names: Vec<String>) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::GRACE;
     use crate::testing::{TestImage, TestObjects, random_bytes, run};
     use crate::{push, verify};
 

@@ -11,8 +11,9 @@ use rewake_manifest::SealedChunk;
 
 use crate::blocks;
 use crate::error::{ImageStoreError, Result};
-use crate::format::{ChunkLocation, StoredImage};
+use crate::format::ChunkLocation;
 use crate::names::{DAMAGED, INDEXES, PACKS};
+use crate::report::StoredImage;
 use crate::store::ImageStore;
 
 /// Times that a chunk is read which is not what it was: the store may have answered with other bytes once.

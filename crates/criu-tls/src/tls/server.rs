@@ -12,12 +12,13 @@ use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-use crate::certificates::TlsOptions;
+use super::link::TlsLink;
+use super::peer_name::PeerName;
+use super::provider;
+use super::verifier::PeerVerifier;
+use crate::HANDSHAKE_LIMIT;
 use crate::error::HandshakeError;
-use crate::link::TlsLink;
-use crate::peer_name::PeerName;
-use crate::verifier::PeerVerifier;
-use crate::{HANDSHAKE_LIMIT, provider};
+use crate::options::TlsOptions;
 
 /// A server's certificate, and whom it accepts.
 #[derive(Clone)]

@@ -10,9 +10,9 @@ use rustls::pki_types::CertificateDer;
 use rustls::{CertificateError, Connection};
 use webpki::EndEntityCert;
 
+use super::peer_name::PeerName;
 use crate::ending::end_after_answer;
 use crate::error::HandshakeError;
-use crate::peer_name::PeerName;
 use crate::{HANDSHAKE_LIMIT, REFUSAL_LIMIT};
 
 /// Encrypted bytes that are read from the socket at a time: two records.

@@ -26,11 +26,12 @@ use tokio::task::JoinHandle;
 
 use crate::blocks;
 use crate::error::Result;
-use crate::format::{ChunkLocation, StoredImage};
+use crate::format::ChunkLocation;
 use crate::pack_run::{self, PackRun};
 use crate::pinned::PinnedImage;
 use crate::read_ahead::{PIECE, ReadAhead};
 use crate::reader::ChunkReader;
+use crate::report::StoredImage;
 use crate::shared_reads::SharedReads;
 use crate::store::{ImageStore, MAX_REQUESTS};
 use crate::stored_range::{BlockLoader, ChunkPart, RangePart, StoredRange};
