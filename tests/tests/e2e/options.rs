@@ -157,7 +157,7 @@ fn agent(folder: &Path, socket: &str) -> Output {
 }
 
 #[test]
-fn an_agent_is_started_again_with_the_pidfile_of_one_that_has_ended() {
+fn an_agent_takes_over_the_pidfile_of_one_that_has_ended() {
     adopt_orphans().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let (folder, pidfile) = (folder.path(), folder.path().join("pid"));

@@ -201,8 +201,8 @@ fn a_dump_is_sealed_replaces_an_image_and_is_restored() {
         let output = site.dumped(&[]);
         let images = site.images();
         verified(&images);
-        let verified = run("verify", &images).1;
-        let (_, id) = verified.rsplit_once("; image ").unwrap();
+        let said = run("verify", &images).1;
+        let (_, id) = said.rsplit_once("; image ").unwrap();
         let shown = String::from_utf8(output.stdout).unwrap();
         let (begin, end) = (format!("{}: process ", images.display()), format!("; image {id}"));
         assert!(shown.starts_with(&begin) && shown.ends_with(&end) && shown.lines().count() == 1, "{shown}");

@@ -333,7 +333,7 @@ fn without_d_the_restore_lasts_as_long_as_the_tree() {
 }
 
 #[test]
-fn a_program_that_is_killed_while_memory_is_missing_is_no_success() {
+fn a_program_killed_while_memory_is_missing_is_no_success() {
     let criu = need!(Criu::main());
     let (scene, daemon) = (Scene::dumped(&criu, "plain", 32).unwrap(), Daemon::start().unwrap());
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
@@ -363,7 +363,7 @@ fn a_program_that_is_killed_while_memory_is_missing_is_no_success() {
 }
 
 #[test]
-fn a_program_that_finishes_its_work_while_memory_is_missing_was_restored_well() {
+fn a_program_that_finishes_its_work_early_is_restored_well() {
     let criu = need!(Criu::main());
     let (scene, daemon) = (Scene::dumped(&criu, "plain", 8).unwrap(), Daemon::start().unwrap());
     scene.go().unwrap();

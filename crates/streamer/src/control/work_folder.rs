@@ -90,8 +90,8 @@ pub fn remove_unused(work: &Path) {
     }
 }
 
-/// Removes the directories in an agent's folder whose restores have ended, but not those that are `live`, nor the latest
-/// of those that failed. `sessions` has the notes of sessions that are served, or wait for a streamer.
+/// Removes the directories in an agent's folder whose restores have ended, but not those that are `live`, nor the
+/// latest of those that failed. `sessions` has the notes of sessions that are served, or wait for a streamer.
 ///
 /// # Errors
 /// The folder or the notes cannot be read: nothing is removed.

@@ -27,6 +27,7 @@ mod reactor;
 mod shared;
 pub mod space;
 pub mod stats;
+mod zero_pages;
 
 pub use pool::ReactorPool;
 pub use shared::ReactorRequest;

@@ -15,6 +15,7 @@ use tracing::{info, warn};
 
 use super::enomem_retry::{ENOMEM_LIMIT, EnomemRetry, Refused};
 use super::stats::{LoadCause, TaskStats, add};
+use super::zero_pages::{PAGE_LEN, is_zero, leading_stretch};
 use crate::ledger::{NO_FD, SpaceSlot};
 use crate::session::Session;
 use crate::working_set::access_log::NotedBlocks;
@@ -476,9 +477,6 @@ impl AddressSpace {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "4096")]
-const PAGE_LEN: usize = PAGE_SIZE as usize;
-
 pub(super) fn pages_len(pages: u64) -> usize {
     bytes_len(pages * PAGE_SIZE)
 }
@@ -489,20 +487,6 @@ fn bytes_len(bytes: u64) -> usize {
     bytes as usize
 }
 
-/// Returns whether the first page is zero, and the bytes of the leading whole pages that share this property.
-fn leading_stretch(bytes: &[u8]) -> (bool, usize) {
-    let mut pages = bytes.chunks(PAGE_LEN);
-    let zero = pages.next().is_some_and(is_zero);
-    let more = pages.take_while(|page| is_zero(page) == zero).count();
-    (zero, (more + 1) * PAGE_LEN)
-}
-
-/// Returns whether every byte is zero. Most other pages differ in the first words.
-fn is_zero(page: &[u8]) -> bool {
-    page.iter().take(16).all(|byte| *byte == 0)
-        && page.chunks(256).all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
@@ -511,8 +495,8 @@ mod tests {
     use crate::ledger::Ledger;
     use crate::uffd_child::{self, PAGES, UffdChild};
 
-    /// The pages of a task whose memory ended with one page resident: all, resident, dropped and missing at its end. Its
-    /// process was `killed`, or runs another program.
+    /// The pages of a task whose memory ended with one page resident: all, resident, dropped and missing at its end.
+    /// Its process was `killed`, or runs another program.
     fn ended_early(killed: bool, fail: bool) -> [u64; 4] {
         let task = UffdChild::start(uffd_child::sleep);
         let session = Arc::new(Session::new(PathBuf::new()));
@@ -591,26 +575,5 @@ mod tests {
         let stats = &session.stats;
         let loaded = [LoadCause::Fault, LoadCause::Background].map(|cause| stats.pages_loaded(cause));
         assert_eq!((loaded, stats.pages_copied.load(Ordering::Relaxed)), ([0, PAGES - 1], PAGES));
-    }
-
-    #[test]
-    fn a_page_with_one_byte_set_anywhere_is_not_zero() {
-        let mut page = vec![0; PAGE_LEN];
-        assert!(is_zero(&page));
-        for at in [0, 15, 16, 255, 256, 2048, 4095] {
-            page[at] = 1;
-            assert!(!is_zero(&page), "{at}");
-            page[at] = 0;
-        }
-    }
-
-    #[test]
-    fn leading_zero_and_other_pages_are_distinguished() {
-        let mut bytes = vec![0; 5 * PAGE_LEN];
-        bytes[2 * PAGE_LEN] = 1;
-        bytes[4 * PAGE_LEN - 1] = 1;
-        assert_eq!(leading_stretch(&bytes), (true, 2 * PAGE_LEN));
-        assert_eq!(leading_stretch(&bytes[2 * PAGE_LEN..]), (false, 2 * PAGE_LEN));
-        assert_eq!(leading_stretch(&bytes[4 * PAGE_LEN..]), (true, PAGE_LEN));
     }
 }

@@ -213,8 +213,8 @@ impl Session {
         }
     }
 
-    /// Finds the root of the tree, whose end is the program's: when all tasks have reported, and none has run yet, or in
-    /// a successor.
+    /// Finds the root of the tree, whose end is the program's: when all tasks have reported, and none has run yet, or
+    /// in a successor.
     pub(crate) fn find_root(&self) {
         if let Some(root) = RootProcess::of(&self.tasks().iter().map(|task| task.pid).collect::<Vec<_>>()) {
             // It is set once.

@@ -194,7 +194,7 @@ async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
     let session = waiting.session;
     let timeline = RestoreTimeline { session, generation_id, ..RestoreTimeline::default() };
     let run = RestoreRun { request, waiting, started, criu, latest, view, timeline, exit: None, ended: None };
-    run.to_its_end(&mut followed, &mut signals).await
+    run.follow_to_the_end(&mut followed, &mut signals).await
 }
 
 /// Receives SIGINT and SIGTERM.

@@ -54,7 +54,7 @@ pub(super) type Followed = tokio::task::JoinHandle<Result<Ended, ClientError>>;
 impl RestoreRun<'_> {
     /// Follows the restore until CRIU and the streamer have ended, the user waits for nothing else, or a signal ends
     /// this command. Gives the exit code.
-    pub(super) async fn to_its_end(
+    pub(super) async fn follow_to_the_end(
         mut self,
         followed: &mut Followed,
         signals: &mut mpsc::Receiver<Signal>,
@@ -133,8 +133,8 @@ impl RestoreRun<'_> {
         }
     }
 
-    /// Whether the restored processes run at this moment. Reports of the streamer are older: a tree may run, and all its
-    /// memory be resident, before the first of them shows that.
+    /// Whether the restored processes run at this moment. Reports of the streamer are older: a tree may run, and all
+    /// its memory be resident, before the first of them shows that.
     async fn tree_runs(&mut self) -> bool {
         let asked = async { streamer::connect(&self.waiting.work).await?.streaming().await };
         let before = || self.latest.borrow().state();
