@@ -117,7 +117,7 @@ mod tests {
             assert!(pidfd::ends_within(root.pidfd.as_raw_fd(), Duration::from_secs(60)));
             match (root.state(), ended) {
                 (ProgramState::Ended(status), ProgramState::Ended(_)) => {
-                    assert_eq!(status.unwrap().code(), Some(3))
+                    assert_eq!(status.unwrap().code(), Some(3));
                 }
                 (state, ended) => assert_eq!(state, ended),
             }
