@@ -24,8 +24,16 @@ pub(crate) fn scratch() -> PathBuf {
 pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let mut command = Command::new(program);
-    // Set by `cargo run` for this program alone; they would be wrong for its commands.
-    command.env_remove("CARGO_MANIFEST_DIR").env_remove("CARGO_PKG_NAME").current_dir(root());
+    // Set by `cargo run` for this program alone. Build scripts of other packages read some of them, so that these
+    // packages would be compiled again after each `cargo build` of a user's.
+    let of_this_package = |name: &OsString| {
+        let name = name.to_string_lossy();
+        name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
+    };
+    for (name, _) in std::env::vars_os().filter(|(name, _)| of_this_package(name)) {
+        command.env_remove(name);
+    }
+    command.current_dir(root());
     command
 }
 

@@ -172,6 +172,7 @@ mod tests {
             ("refused", 0),
             ("restore", 1),
             ("load", 2),
+            ("program_ended", 0),
             ("wrong_block", 1),
             ("streamer_killed", 1),
             ("lost", 0),

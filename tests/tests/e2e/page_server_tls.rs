@@ -226,42 +226,6 @@ fn options_of_tls_without_tls_are_refused() {
     assert!(refused.text.contains("--tls-cacert /none: No such file"), "{}", refused.text);
 }
 
-/// The commands of the manual: the block that makes certificates.
-fn commands_of_the_manual() -> String {
-    let manual = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/remote.md");
-    let text = fs::read_to_string(manual).unwrap();
-    let blocks = text.split("```sh\n").skip(1).filter_map(|block| block.split("```").next());
-    let block = blocks.filter(|block| block.contains("openssl")).collect::<Vec<_>>();
-    assert_eq!(block.len(), 1);
-    block[0].to_owned()
-}
-
-#[test]
-fn certificates_of_the_manual_s_five_commands_are_accepted() {
-    let criu = need!(Criu::main());
-    let commands = commands_of_the_manual();
-    assert_eq!(commands.lines().count(), 5);
-    let folder = tempfile::tempdir().unwrap();
-    // The manual's host B is the server.
-    let commands = commands.replace("192.0.2.2", HOST);
-    let made = Command::new("sh").args(["-ec", &commands]).current_dir(folder.path()).output().unwrap();
-    assert!(made.status.success(), "{made:?}");
-    let file = |name: &str| folder.path().join(name).display().to_string();
-    let options = |host: &str| {
-        ["--tls".into(), "--tls-cacert".into(), file("cacert.pem"), "--tls-cert".into()]
-            .into_iter()
-            .chain([file(&format!("{host}.pem")), "--tls-key".into(), file(&format!("{host}-key.pem"))])
-            .collect::<Vec<String>>()
-    };
-    let scene = Scene::started(&criu, "plain", 1).unwrap();
-    let own = [options("host-b"), vec!["--tls-no-cn-verify".into()]].concat();
-    let own: Vec<&str> = own.iter().map(String::as_str).collect();
-    let server = PageServer::ours(&scene.images(), &own).unwrap().with_clients(&options("host-a"));
-    dump(&scene, &scene.images(), &server.client_options()).unwrap();
-    scene.stop().unwrap();
-    scene.play().unwrap();
-}
-
 /// The port of the printed commands.
 const PORT: u16 = 9000;
 

@@ -65,7 +65,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let mut ran = Record::default();
     // End to end tests mostly wait, and leave a processor to clippy.
     thread::scope(|scope| {
-        let style = filter.is_none().then(|| scope.spawn(clippy));
+        let style = filter.is_none().then(|| scope.spawn(lints));
         if built {
             report.step("tests on this machine", || host(&programs, filter, &environment, &mut ran));
         }
@@ -110,10 +110,25 @@ fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
     (report, variables)
 }
 
-fn clippy() -> Report {
+/// Checks that compile something else than the tests do.
+fn lints() -> Report {
     let mut report = Report::default();
     report.step("cargo clippy", || {
         cargo(&["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"])
+    });
+    report.step("a rewake without stores and TLS", || {
+        cargo(&[
+            "clippy",
+            "--quiet",
+            "--package",
+            "rewake",
+            "--no-default-features",
+            "--",
+            "-D",
+            "warnings",
+        ])?;
+        let packages = ["--package", "rewake-image-store", "--package", "rewake-criu-tls"];
+        cargo(&[&["test", "--quiet", "--no-default-features", "--lib"][..], &packages].concat())
     });
     report
 }
@@ -128,7 +143,7 @@ pub(crate) fn quick() -> anyhow::Result<()> {
     let mut report = Report::default();
     report.step("tidy", tidy::check);
     report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"]));
-    report.add(clippy());
+    report.add(lints());
     let mut ran = Record::default();
     report.step("unit tests of every crate", || {
         let programs = programs::build(Targets::Unit)?;

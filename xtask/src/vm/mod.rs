@@ -39,20 +39,29 @@ pub(crate) fn test(wanted: &Wanted<'_>) -> anyhow::Result<()> {
 
 /// Makes missing or stale parts, then starts the machine; returns the command's exit code.
 pub(crate) fn boot(options: &Options) -> anyhow::Result<u8> {
-    let (parts, accelerator) = {
+    let parts = parts(options.series)?;
+    let accelerator = {
         let _lock = lock()?;
-        setup::install(&system::HOST_PACKAGES)?;
-        let system = system::ready()?;
-        let parts = machine::Parts {
-            kernel: system::kernel(options.series)?,
-            disk: disk::ready(&system)?,
-            initramfs: initramfs::ready(&system, options.series)?,
-            module: module::ready(&system, options.series)?,
-        };
-        let accelerator = accelerator::arguments(&parts)?;
-        (parts, accelerator)
+        accelerator::arguments(&parts)?
     };
     machine::run(options, &parts, accelerator)
+}
+
+/// Makes missing or stale parts of the machine that [`Options::new`] asks for.
+pub(crate) fn prepare() -> anyhow::Result<()> {
+    parts(Options::new(Vec::new()).series).map(drop)
+}
+
+fn parts(series: options::Series) -> anyhow::Result<machine::Parts> {
+    let _lock = lock()?;
+    setup::install(&system::HOST_PACKAGES)?;
+    let system = system::ready()?;
+    Ok(machine::Parts {
+        kernel: system::kernel(series)?,
+        disk: disk::ready(&system)?,
+        initramfs: initramfs::ready(&system, series)?,
+        module: module::ready(&system, series)?,
+    })
 }
 
 /// Whether a machine was made here before, so that the next starts at once.

@@ -24,6 +24,9 @@ use crate::record::model::State;
 
 /// The log of a streamer that an agent has started, in the work directory.
 pub const LOG: &str = "rewake-streamer.log";
+/// A directory inside, whose lock the command has. The streamer locks the work directory itself while it binds its
+/// socket there.
+const IN_USE: &str = "command";
 /// How the names of such directories begin.
 const PREFIX: &str = "restore-";
 /// Directories of restores that failed, or whose streamer was killed, that an agent keeps for their logs.
@@ -46,7 +49,9 @@ impl WorkFolder {
             let mut builder = tempfile::Builder::new();
             let private = Permissions::from_mode(0o700);
             let directory = builder.prefix(PREFIX).permissions(private).tempdir_in(parent)?;
-            let lock = DirectoryLock::take(directory.path())?.ok_or(io::ErrorKind::WouldBlock)?;
+            let inside = directory.path().join(IN_USE);
+            fs::create_dir(&inside)?;
+            let lock = DirectoryLock::take(&inside)?.ok_or(io::ErrorKind::WouldBlock)?;
             Ok(Self { directory, lock })
         };
         make().with_context(|| format!("making a work directory in {}", parent.display()))
@@ -78,7 +83,7 @@ pub fn is_of_agent(work: &Path, folder: &Path) -> bool {
 
 /// Removes the directory of a restore that has ended, unless its command still uses it: then the command does that.
 pub fn remove_unused(work: &Path) {
-    let removed = DirectoryLock::take(work).and_then(|lock| match lock {
+    let removed = DirectoryLock::take(&work.join(IN_USE)).and_then(|lock| match lock {
         Some(_lock) => fs::remove_dir_all(work),
         None => Ok(()),
     });
@@ -102,8 +107,10 @@ pub fn sweep(folder: &Path, sessions: &Path, live: &[PathBuf]) -> anyhow::Result
             || FileId::of(work).map_or(true, |id| notes.notes.iter().any(|note| note.work == id))
     };
     let found = Leftover::all(folder, is_one).with_context(|| folder.display().to_string())?.into_iter();
-    let found =
-        found.filter(|of| is_of_agent(&of.path, folder) && !live.contains(&of.path) && !is_noted(&of.path));
+    let is_used = |work: &Path| matches!(DirectoryLock::take(&work.join(IN_USE)), Ok(None));
+    let found = found.filter(|of| {
+        is_of_agent(&of.path, folder) && !live.contains(&of.path) && !is_noted(&of.path) && !is_used(&of.path)
+    });
     let (well, mut failed): (Vec<Leftover>, Vec<Leftover>) = found.partition(|of| has_ended_well(&of.path));
     failed
         .sort_by_key(|of| of.path.metadata().and_then(|of| of.modified()).unwrap_or(SystemTime::UNIX_EPOCH));

@@ -91,12 +91,6 @@ impl Timeline {
         recorder.sample(&gpus, self.0.cpus.get().and_then(Cpus::look));
     }
 
-    fn end(&self, state: State, reason: Option<String>) {
-        let mut recorder = self.recorder();
-        self.look_into(&mut recorder);
-        recorder.end(state, reason);
-    }
-
     /// Notes a page fault in GPU memory that was served: at this address of a process, in this buffer, after
     /// this wait.
     pub fn fault(&self, process: usize, buffer: usize, address: u64, waited: Duration) {
@@ -133,10 +127,11 @@ impl Timeline {
         let record = self.record();
         let program =
             if record.ended_early().is_empty() { ProgramState::Runs } else { self.program(&record) };
-        match program {
-            ProgramState::Runs | ProgramState::Finished => self.end(State::Complete, None),
-            ProgramState::Ended(_) => self.end(State::Ended, Some(ended_early(&record, program))),
-        }
+        let (state, reason) = match program {
+            ProgramState::Runs | ProgramState::Finished => (State::Complete, None),
+            ProgramState::Ended(_) => (State::Ended, Some(ended_early(&record, program))),
+        };
+        self.recorder().end(state, reason);
     }
 
     /// Returns what has become of a program of which processes ended early.
@@ -151,7 +146,9 @@ impl Timeline {
 
     /// Notes that the restore was given up.
     pub fn failed(&self, reason: &str) {
-        self.end(State::Failed, Some(reason.to_owned()));
+        let mut recorder = self.recorder();
+        self.look_into(&mut recorder);
+        recorder.end(State::Failed, Some(reason.to_owned()));
     }
 
     /// Returns the record so far.
@@ -316,6 +313,7 @@ mod tests {
         add(&task.pages_back, 1);
         timeline.look();
         program.kill().unwrap();
+        crate::uffd_child::until(|| rewake_process::proc::is_ending(program.id().cast_signed()));
         add(&task.pages_ended, 3);
         timeline.ended();
         let record = timeline.record();
