@@ -148,12 +148,17 @@ fn a_pidfile_that_exists_is_refused_before_a_server_is_started() {
 /// `rewake serve -d` with its files in a folder.
 fn agent(folder: &Path, socket: &str) -> Output {
     let mut command = Command::new(rewake().unwrap());
+    // The agent keeps standard error open: a pipe would not end.
+    let said = folder.join("said");
     command
         .args(["serve", "-d", "--socket"])
         .arg(folder.join(socket))
         .arg("--pidfile")
         .arg(folder.join("pid"));
-    command.arg("-o").arg(folder.join("log")).stdin(Stdio::null()).output().unwrap()
+    command.arg("-o").arg(folder.join("log")).stdin(Stdio::null());
+    command.stdout(Stdio::null()).stderr(fs::File::create(&said).unwrap());
+    let status = command.status().unwrap();
+    Output { status, stdout: Vec::new(), stderr: fs::read(said).unwrap() }
 }
 
 #[test]

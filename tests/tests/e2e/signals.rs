@@ -2,15 +2,16 @@
 //! Signals to a process group: each kind of signal, in each phase of a restore, for each command. [`TABLE`] is the
 //! specification.
 
+use std::fs::File;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::PathBuf;
-use std::process::{Child, Output};
+use std::process::{Child, Output, Stdio};
 
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, detached, processes_naming, timeline};
 use rewake_tests::held::{Gate, latecomer};
-use rewake_tests::process::until;
+use rewake_tests::process::{until, wait_child};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::sessions::parked;
 use rewake_tests::{Criu, Scene, Verdict, need};
@@ -284,14 +285,18 @@ fn sessions(daemon: &Daemon, state: &str) -> usize {
 /// before the command has had a report, or on demand when some is missing.
 fn in_the_foreground(criu: &Criu, signal: Signal, options: &[&str]) {
     let (scene, daemon) = (Scene::dumped(criu, "plain", 4).unwrap(), Daemon::start().unwrap());
-    let restoring = daemon.restore(criu, &scene.images()).unwrap().args(options).spawn().unwrap();
+    // CRIU has the command's standard error, too, for as long as the program runs: a pipe would not end.
+    let said = scene.work().join("restore.out");
+    let mut command = daemon.restore(criu, &scene.images()).unwrap();
+    command.args(options).stdout(Stdio::null()).stderr(File::create(&said).unwrap());
+    let mut restoring = command.spawn().unwrap();
     let state = if options.is_empty() { "complete" } else { "running" };
     let runs = || sessions(&daemon, state) == 1 && !of_restores(&daemon, "stats-restore").is_empty();
     until(ACT, || runs().then_some(())).expect("the program runs");
     kill(Pid::from_raw(restoring.id().cast_signed()), signal).unwrap();
-    let output = restoring.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(128 + signal as i32), "{said}");
+    let status = wait_child(&mut restoring, ACT).expect("the command ends");
+    let said = std::fs::read_to_string(said).unwrap();
+    assert_eq!(status.code(), Some(128 + signal as i32), "{said}");
     assert!(said.ends_with(": the restored processes continue; so does their streamer\n"), "{said}");
     scene.go().unwrap();
     until(ACT, || (scene.written() == "OK\n").then_some(())).expect("it has all its memory");

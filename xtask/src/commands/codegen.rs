@@ -13,7 +13,7 @@ const KERNEL: &str = "rewake-amdgpu-uapi";
 /// it. The headers are those of the virtual machine's Debian, which is made first if it is missing.
 pub(crate) fn run() -> anyhow::Result<()> {
     program::run(generate(PROTO).env("REWAKE_BLESS", "1"))?;
-    let headers = vm::headers()?;
+    let headers = vm::prepare_all()?;
     program::run(generate(KERNEL).env("REWAKE_BLESS", "1").env("REWAKE_UAPI", headers))
 }
 

@@ -92,7 +92,7 @@ fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
     });
     report.step("set-up of the virtual machines", || {
         // The generated code is compared with these headers.
-        let headers = vm::headers()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
+        let headers = vm::prepare_all()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
         variables.push(("REWAKE_UAPI", headers));
         Ok(())
     });

@@ -13,8 +13,8 @@ use super::budget::Budget;
 use super::programs::{self, TestProgram};
 use super::record::Record;
 
-/// Time limit of a job. The longest takes two minutes on a quiet machine; one that hangs must not hang the suite.
-pub(crate) const LIMIT: Duration = Duration::from_secs(900);
+/// Time limit of a job. The longest takes three minutes on a quiet machine; one that hangs must not hang the suite.
+pub(crate) const LIMIT: Duration = Duration::from_secs(600);
 
 /// Some tests of one program, which one process runs one after the other.
 #[derive(Debug, Clone)]

@@ -40,11 +40,12 @@ pub(crate) fn test(wanted: &Wanted<'_>) -> anyhow::Result<()> {
 /// Makes missing or stale parts, then starts the machine; returns the command's exit code.
 pub(crate) fn boot(options: &Options) -> anyhow::Result<u8> {
     let parts = parts(options.series)?;
-    let accelerator = {
-        let _lock = lock()?;
-        accelerator::arguments(&parts)?
-    };
-    machine::run(options, &parts, accelerator)
+    machine::run(options, &parts, accelerator(&parts)?)
+}
+
+fn accelerator(parts: &machine::Parts) -> anyhow::Result<[&'static str; 2]> {
+    let _lock = lock()?;
+    accelerator::arguments(parts)
 }
 
 /// Makes missing or stale parts of the machine that [`Options::new`] asks for.
@@ -69,12 +70,14 @@ pub(crate) fn is_made() -> bool {
     home().join("disk.ext4.stamp").exists()
 }
 
-/// The folder of the kernel's headers for users, of Debian's newest.
-pub(crate) fn headers() -> anyhow::Result<PathBuf> {
+/// Makes what all machines of the suite need, and finds out whether KVM works, which decides how many run at once;
+/// returns the folder of the kernel's headers for users, of Debian's newest.
+pub(crate) fn prepare_all() -> anyhow::Result<PathBuf> {
     root::become_root()?;
-    let _lock = lock()?;
-    setup::install(&system::HOST_PACKAGES)?;
-    Ok(system::ready()?.join("usr/include"))
+    for series in options::Series::ALL {
+        accelerator(&parts(series)?)?;
+    }
+    Ok(home().join("system/usr/include"))
 }
 
 /// All parts of the machine.
