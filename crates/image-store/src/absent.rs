@@ -73,7 +73,7 @@ impl ImageStore {
     ///
     /// # Errors
     /// None.
-    pub async fn remove(&self, _name: &str) -> Result<()> {
+    pub async fn remove(&self, _name: &str) -> Result<Option<Digest>> {
         match self.0 {}
     }
 }
