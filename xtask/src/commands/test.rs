@@ -65,7 +65,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let mut ran = Record::default();
     // End to end tests mostly wait, and leave a processor to clippy.
     thread::scope(|scope| {
-        let style = filter.is_none().then(|| scope.spawn(lints));
+        let style = filter.is_none().then(|| scope.spawn(|| documented(lints())));
         if built {
             report.step("tests on this machine", || host(&programs, filter, &environment, &mut ran));
         }
@@ -108,6 +108,12 @@ fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
         Ok(())
     });
     (report, variables)
+}
+
+/// Adds the tests in the documentation of crates, which rustdoc builds.
+fn documented(mut report: Report) -> Report {
+    report.step("tests in documentation", || cargo(&["test", "--quiet", "--workspace", "--doc"]));
+    report
 }
 
 /// Checks that compile something else than the tests do.
