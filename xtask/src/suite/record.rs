@@ -3,8 +3,11 @@
 //! run. A job that succeeds is one line on the screen; of one that fails, all that it printed is shown.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{BufRead as _, BufReader, Read};
-use std::process::{Command, ExitStatus};
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -15,6 +18,15 @@ const SKIPPED: &str = "skipped: ";
 pub(crate) const JOB: &str = "job: ";
 /// Begins the line that a script prints after a job that failed.
 pub(crate) const FAILED: &str = "failed: ";
+
+/// Lines that wait for their reader; a program that prints more waits as well.
+const LINES: usize = 1024;
+/// How long a job's output is waited for before its process is looked at.
+const GLANCE: Duration = Duration::from_millis(200);
+/// Time for a job's last processes to end after it.
+const LEFT: Duration = Duration::from_secs(10);
+/// The exit code of a job that succeeded and left processes.
+const LEFT_CODE: i32 = 70;
 
 /// Tests that take longer are listed by name.
 const SLOW: Duration = Duration::from_secs(5);
@@ -207,23 +219,40 @@ fn show(text: &str, prefix: &str) {
 }
 
 /// Runs a command to its end, each of its lines given to `read`; standard output and error are one.
+///
+/// Processes that it leaves fail it if they hold its output, and are killed if they are in its process group: a test
+/// that fails may leave a program that sleeps for minutes.
 fn read_lines(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Result<ExitStatus> {
     let (output, end) = std::io::pipe().context("make a pipe")?;
-    command.stdout(end.try_clone().context("share the pipe")?).stderr(end);
+    command.stdout(end.try_clone().context("share the pipe")?).stderr(end).process_group(0);
     let name = command.get_program().to_string_lossy().into_owned();
     let mut child = command.spawn().with_context(|| format!("start `{name}`"))?;
     // The pipe ends when its last writer has ended: this process does not write.
-    command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
-    each_line(output, &mut read)?;
-    child.wait().with_context(|| format!("wait for `{name}`"))
-}
-
-fn each_line(output: impl Read, read: &mut impl FnMut(&str)) -> anyhow::Result<()> {
-    for line in BufReader::new(output).split(b'\n') {
-        let line = line.context("read what tests print")?;
-        read(&String::from_utf8_lossy(&line));
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let (send, lines) = mpsc::sync_channel(LINES);
+    thread::spawn(move || {
+        // A line that nobody receives is one of a process that was left.
+        BufReader::new(output).split(b'\n').try_for_each(|line| send.send(line))
+    });
+    let mut ended: Option<(ExitStatus, Instant)> = None;
+    loop {
+        match lines.recv_timeout(GLANCE) {
+            Ok(line) => read(&String::from_utf8_lossy(&line.context("read what tests print")?)),
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        match ended {
+            None => ended = child.try_wait().context("wait for a job")?.map(|status| (status, Instant::now())),
+            Some((status, since)) if since.elapsed() > LEFT => {
+                read("processes that it left hold its output: those of its process group are killed");
+                let group = format!("-{}", child.id());
+                Command::new("kill").args(["-KILL", "--", &group]).status().context("start `kill`")?;
+                return Ok(if status.success() { ExitStatus::from_raw(LEFT_CODE << 8) } else { status });
+            }
+            Some(_) => {}
+        }
     }
-    Ok(())
+    child.wait().with_context(|| format!("wait for `{name}`"))
 }
 
 /// How a script ended.
@@ -243,6 +272,8 @@ fn test(line: &str) -> Option<(&str, &str)> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn record_of(job: &str, output: &str) -> Record {
@@ -320,6 +351,21 @@ mod tests {
         let jobs: Vec<&str> = record.jobs.iter().map(|job| job.name.as_str()).collect();
         assert_eq!(jobs, ["e2e::a", "e2e::c"]);
         assert_eq!((record.skipped.len(), record.failed_jobs.len()), (1, 1));
+    }
+
+    #[test]
+    fn a_job_that_leaves_a_process_fails_and_the_process_is_killed() {
+        let mut record = Record::default();
+        let mut command = Command::new("sh");
+        record.of_job("e2e::a", command.args(["-c", "sleep 1000 & echo its pid: $!"])).unwrap();
+        assert_eq!(Vec::from_iter(&record.failed_jobs), ["e2e::a"]);
+        let pid = record.printed.lines().find_map(|line| line.strip_prefix("its pid: ")).unwrap();
+        let runs =
+            || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "));
+        let start = Instant::now();
+        while runs() {
+            assert!(start.elapsed() < Duration::from_secs(60), "{pid} runs");
+        }
     }
 
     #[test]

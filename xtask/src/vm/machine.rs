@@ -38,7 +38,7 @@ pub(super) struct Parts {
 
 /// Boots, runs the command, returns its exit code. An error if the machine failed, or its kernel reported an
 /// error.
-pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 2]) -> anyhow::Result<u8> {
+pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 4]) -> anyhow::Result<u8> {
     let folder = home().join("runs").join(std::process::id().to_string());
     clear_runs()?;
     cache::create(&folder)?;
@@ -84,7 +84,7 @@ fn clear_runs() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn supervise(options: &Options, parts: &Parts, accelerator: [&str; 2], folder: &Path) -> anyhow::Result<u8> {
+fn supervise(options: &Options, parts: &Parts, accelerator: [&str; 4], folder: &Path) -> anyhow::Result<u8> {
     let interactive = std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
     let shares = shares()?;
     let initrd = initrd(options, parts, folder, &shares, interactive)?;
@@ -157,8 +157,6 @@ fn arguments(options: &Options, parts: &Parts, folder: &Path, shares: &[(String,
         "-display",
         "none",
         "-no-reboot",
-        "-cpu",
-        "max",
         "-machine",
         "q35",
         "-device",

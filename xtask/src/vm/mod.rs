@@ -43,7 +43,7 @@ pub(crate) fn boot(options: &Options) -> anyhow::Result<u8> {
     machine::run(options, &parts, accelerator(&parts)?)
 }
 
-fn accelerator(parts: &machine::Parts) -> anyhow::Result<[&'static str; 2]> {
+fn accelerator(parts: &machine::Parts) -> anyhow::Result<[&'static str; 4]> {
     let _lock = lock()?;
     accelerator::arguments(parts)
 }
