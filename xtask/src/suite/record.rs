@@ -242,7 +242,9 @@ fn read_lines(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Resu
             Err(RecvTimeoutError::Timeout) => {}
         }
         match ended {
-            None => ended = child.try_wait().context("wait for a job")?.map(|status| (status, Instant::now())),
+            None => {
+                ended = child.try_wait().context("wait for a job")?.map(|status| (status, Instant::now()))
+            }
             Some((status, since)) if since.elapsed() > LEFT => {
                 read("processes that it left hold its output: those of its process group are killed");
                 let group = format!("-{}", child.id());
