@@ -72,6 +72,11 @@ impl App {
         })
     }
 
+    /// A server that was dumped, with its files in `folder`.
+    pub(crate) fn dumped(pid: u32, shape: &Shape, folder: &Path) -> Self {
+        Self { pid, child: None, socket: folder.join(SOCKET), right: Answers::of(shape), quit: false }
+    }
+
     /// A server in pid and mount namespaces of its own, whose files are in `folder` there, too.
     #[must_use]
     pub fn in_copy(shape: &Shape, folder: &Path) -> Self {

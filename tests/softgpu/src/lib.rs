@@ -13,6 +13,7 @@ pub mod failing_disk;
 pub mod faults;
 pub mod hold;
 pub mod judge;
+mod kept;
 pub mod left;
 pub mod machine;
 pub mod pair;
