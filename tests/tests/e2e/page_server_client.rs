@@ -82,11 +82,6 @@ fn restored_from_stock(scenario: &str) {
 }
 
 #[test]
-fn a_process_is_restored_from_criu_s_page_server() {
-    restored_from_stock("random");
-}
-
-#[test]
 fn a_tree_is_restored_from_criu_s_page_server() {
     restored_from_stock("tree");
 }
@@ -101,11 +96,6 @@ fn restored_from_dump(scenario: &str) {
         let mut client = client(&scene, &options.map(str::to_owned)).listening().unwrap();
         take_over(&scene, &mut dump, &mut client);
     }
-}
-
-#[test]
-fn a_process_is_restored_from_a_dump_that_waits() {
-    restored_from_dump("random");
 }
 
 #[test]

@@ -74,11 +74,6 @@ fn restored_lazily(scenario: &str) {
 }
 
 #[test]
-fn a_process_is_restored_from_another_host_s_image() {
-    restored_lazily("random");
-}
-
-#[test]
 fn a_tree_is_restored_from_another_host_s_image() {
     restored_lazily("tree");
 }

@@ -67,11 +67,6 @@ fn restored_from_ours(scenario: &str) {
 }
 
 #[test]
-fn a_process_is_restored_from_our_page_server() {
-    restored_from_ours("random");
-}
-
-#[test]
 fn a_tree_is_restored_from_our_page_server() {
     restored_from_ours("tree");
 }
@@ -86,11 +81,6 @@ fn restored_from_stock(scenario: &str) {
         let server = PageServer::stock(&criu, &moved(&scene), &serving(&tls)).unwrap();
         restored(&scene, server, &tls_options(&authority, &own(&authority)));
     }
-}
-
-#[test]
-fn a_process_is_restored_from_criu_s_page_server() {
-    restored_from_stock("random");
 }
 
 #[test]
@@ -109,11 +99,6 @@ fn restored_from_dump(scenario: &str) {
         let mut client = client(&scene, &options).listening().unwrap();
         take_over(&scene, &mut dump, &mut client);
     }
-}
-
-#[test]
-fn a_process_is_restored_from_a_dump_that_waits() {
-    restored_from_dump("random");
 }
 
 #[test]
