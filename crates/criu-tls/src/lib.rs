@@ -25,7 +25,9 @@ mod ending;
 mod error;
 mod options;
 
-#[cfg(not(feature = "tls"))]
+// Its tests run in every build of tests.
+#[cfg(any(test, not(feature = "tls")))]
+#[cfg_attr(feature = "tls", allow(dead_code, unreachable_pub))]
 mod absent;
 #[cfg(feature = "tls")]
 mod tls;

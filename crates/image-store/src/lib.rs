@@ -19,7 +19,9 @@ mod error;
 mod report;
 mod url;
 
-#[cfg(not(feature = "stores"))]
+// Its tests run in every build of tests.
+#[cfg(any(test, not(feature = "stores")))]
+#[cfg_attr(feature = "stores", allow(dead_code, unreachable_pub))]
 mod absent;
 #[cfg(feature = "stores")]
 mod stores;
