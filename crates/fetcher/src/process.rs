@@ -205,8 +205,9 @@ impl Fetcher {
             }
             self.clients.take_orders(socket, &ready.clients, &mut self.queue);
             let mut requests: [Vec<FlightPages>; LANES] = Default::default();
-            let (now, with_rest) =
-                (Instant::now(), self.clients.is_empty() && self.time_for_client().is_zero());
+            // Read once: if it were over only in the wait below, nothing would be requested, and nothing end the wait.
+            let (now, for_client) = (Instant::now(), self.time_for_client());
+            let with_rest = self.clients.is_empty() && for_client.is_zero();
             while let Some(flight) = self.queue.next(self.presence.map(), now, with_rest)? {
                 requests[self.queue.lane(flight.class)].push(flight);
             }
@@ -217,7 +218,7 @@ impl Fetcher {
             if self.finishing && with_rest && self.queue.is_idle() {
                 return self.close(socket);
             }
-            ready = self.wait(socket)?;
+            ready = self.wait(socket, for_client)?;
         }
     }
 
@@ -312,9 +313,10 @@ impl Fetcher {
         Ok(Connection { wire, alive: Instant::now() })
     }
 
-    /// Waits for streamers and the peer, and takes what the peer has sent. Returns which streamers have sent orders.
-    fn wait(&mut self, socket: BorrowedFd<'_>) -> Result<ReadySockets, FetchEnd> {
-        let mut limit = Some(self.time_for_client()).filter(|left| self.finishing && !left.is_zero());
+    /// Waits for streamers and the peer, and takes what the peer has sent. `for_client` is left for the first streamer
+    /// to connect. Returns which streamers have sent orders.
+    fn wait(&mut self, socket: BorrowedFd<'_>, for_client: Duration) -> Result<ReadySockets, FetchEnd> {
+        let mut limit = Some(for_client).filter(|left| self.finishing && !left.is_zero());
         let (mut descriptors, mut lanes) = (vec![socket], Vec::new());
         for (lane, connection) in self.connections.iter().enumerate() {
             let Some(connection) = connection else { continue };
