@@ -16,6 +16,7 @@ use crate::suite::jobs;
 use crate::suite::programs::{self, Targets, TestProgram};
 use crate::suite::record::Record;
 use crate::suite::selection::{self, Selection};
+use crate::suite::versions;
 use crate::{program, repository, tidy, vm};
 
 /// Files that one test run keeps open at most: userfaultfds, sockets and images of many processes, with some
@@ -82,11 +83,13 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
 /// What tests need besides the first CRIU, and the tests' environment.
 fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
     let mut report = Report::default();
-    let mut variables = Vec::new();
+    let (mut variables, mut unknown) = (Vec::new(), Vec::new());
     report.step("set-up of runc, numpy, redis and skopeo", || setup::install(&PACKAGES));
     report.step("set-up of a second CRIU", || {
         let other = setup::run_other_than(criu);
         describe_machine(criu, other.as_ref().ok())?;
+        let found = [Some(criu), other.as_ref().ok()].into_iter().flatten();
+        unknown.extend(found.filter_map(|criu| versions::CRIU.unknown(&criu.version.to_string())));
         variables.extend(environment(criu, other.as_ref().ok())?);
         other.map(drop)
     });
@@ -94,6 +97,7 @@ fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
         // The generated code is compared with these headers.
         let headers = vm::prepare_all()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
         variables.push(("REWAKE_UAPI", headers));
+        unknown.extend(vm::kernels()?.iter().filter_map(|release| versions::KERNEL.unknown(release)));
         Ok(())
     });
     report.step("set-up of docker-registry and nginx", || {
@@ -107,6 +111,7 @@ fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
         variables.extend(program);
         Ok(())
     });
+    report.unknown = unknown;
     (report, variables)
 }
 
@@ -123,16 +128,7 @@ fn lints() -> Report {
         cargo(&["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"])
     });
     report.step("a rewake without stores and TLS", || {
-        cargo(&[
-            "clippy",
-            "--quiet",
-            "--package",
-            "rewake",
-            "--no-default-features",
-            "--",
-            "-D",
-            "warnings",
-        ])
+        cargo(&["clippy", "--quiet", "--package", "rewake", "--no-default-features", "--", "-D", "warnings"])
     });
     report
 }
@@ -247,6 +243,8 @@ fn open_files(limits: &str) -> Option<(u64, u64)> {
 #[derive(Debug, Default)]
 struct Report {
     steps: Vec<(&'static str, Duration, Option<String>)>,
+    /// Versions that the tests do not know.
+    unknown: Vec<String>,
 }
 
 impl Report {
@@ -266,6 +264,7 @@ impl Report {
     /// Adds the steps of another thread.
     fn add(&mut self, other: Self) {
         self.steps.extend(other.steps);
+        self.unknown.extend(other.unknown);
     }
 
     /// Prints the summary; an error if any step failed, or no test ran.
@@ -277,7 +276,9 @@ impl Report {
         }
         let failed: Vec<&str> =
             self.steps.iter().filter(|(_, _, failure)| failure.is_some()).map(|(name, ..)| *name).collect();
-        println!("\n{}", ran.counts());
+        println!();
+        self.unknown.iter().for_each(|version| println!("{version}"));
+        println!("{}", ran.counts());
         ensure!(failed.is_empty(), "failed: {}", failed.join(", "));
         ensure!(!ran.tests.is_empty(), "no test has run");
         Ok(())

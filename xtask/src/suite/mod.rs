@@ -8,3 +8,4 @@ pub(crate) mod jobs;
 pub(crate) mod programs;
 pub(crate) mod record;
 pub(crate) mod selection;
+pub(crate) mod versions;

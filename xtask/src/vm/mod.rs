@@ -80,6 +80,12 @@ pub(crate) fn prepare_all() -> anyhow::Result<PathBuf> {
     Ok(home().join("system/usr/include"))
 }
 
+/// The releases of the kernels, of machines that are made.
+pub(crate) fn kernels() -> anyhow::Result<Vec<String>> {
+    let system = home().join("system");
+    options::Series::ALL.into_iter().map(|series| system::release(&system, series)).collect()
+}
+
 /// All parts of the machine.
 fn home() -> PathBuf {
     repository::scratch().join("vm")
