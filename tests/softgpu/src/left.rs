@@ -26,7 +26,7 @@ const SWEEP: Duration = Duration::from_millis(200);
 pub fn soon(what: &str, there: impl Fn() -> bool) {
     if !rewake_testkit::soon(there) {
         let left: Vec<String> = [of_criu(), named(GUARD)].concat().into_iter().map(doing).collect();
-        panic!("{what}: not after a minute; left: {left:?}");
+        panic!("{what}: not in time; left: {left:?}");
     }
 }
 

@@ -63,10 +63,11 @@ pub fn until<T>(limit: Duration, mut done: impl FnMut() -> Option<T>) -> Option<
     }
 }
 
-/// Whether `done` becomes true within a [`MINUTE`].
+/// Whether `done` becomes true within three minutes: an emulated machine beside other load takes one to restore several
+/// programs.
 #[must_use]
 pub fn soon(mut is_so: impl FnMut() -> bool) -> bool {
-    until(MINUTE, || is_so().then_some(())).is_some()
+    until(3 * MINUTE, || is_so().then_some(())).is_some()
 }
 
 /// Runs a command to its end; kills it at the limit.
