@@ -33,8 +33,8 @@ fn can(mode: Mode) -> bool {
 /// Restores it with this memory lazy.
 fn dump_and_restore(mode: Mode, behind: Behind, version: Version) {
     let processes = if mode == Mode::SharedBo { 2 } else { 1 };
-    // Large enough for a placeholder where CPUs can access it.
-    let shape = Shape { mode, processes, gpus: 2, layer_kib: 2048, ..small() };
+    // Layers large enough for a placeholder where CPUs can access it; one for each process.
+    let shape = Shape { mode, processes, gpus: 2, layers: 2, layer_kib: 2048, ..small() };
     let dumped = need!(Dumped::of(&shape, version));
     eprintln!("{mode:?}, {behind:?}, {version:?}");
     let mut streamer = dumped.streamer_of(behind);
