@@ -33,6 +33,8 @@ const TIME_LIMIT: u64 = 4500;
 /// Seconds of a part of a machine's tests. The boot for another part takes ten, and tests of one part share dumps; in
 /// longer parts some lanes would be idle at the end.
 const PART: f64 = 240.0;
+/// What a job takes that was not measured yet, in seconds: some restores.
+const UNMEASURED: f64 = 30.0;
 /// Machines at once, at most.
 const AT_ONCE: usize = 3;
 
@@ -126,7 +128,7 @@ pub(crate) fn run(wanted: &Wanted<'_>, programs: &[TestProgram], record: &mut Re
     let mut parts = Vec::new();
     for shape in shapes {
         let jobs = jobs_for(&all, shape, wanted);
-        let seconds = |job: &Job| budget.seconds(shape.name, &job.name).unwrap_or(1.0);
+        let seconds = |job: &Job| budget.seconds(shape.name, &job.name).unwrap_or(UNMEASURED);
         for part in parts_of(jobs, seconds) {
             parts.push((part.iter().map(seconds).sum::<f64>(), shape, part));
         }
