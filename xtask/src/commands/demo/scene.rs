@@ -25,7 +25,7 @@ pub(super) const PROMPT: [&str; 3] = ["2", "7", "1"];
 pub(super) const TOKENS: &str = "8";
 const JUDGE: &str = "/sys/kernel/debug/softgpu";
 /// Restores of each kind.
-const ROUNDS: u32 = 2;
+const ROUNDS: u32 = 1;
 
 /// How long the steps usually take, on an emulated processor.
 const USUAL_LOAD: Duration = Duration::from_secs(10);
@@ -73,7 +73,7 @@ impl Scene {
             step("An inference server loads 128 MiB of weights onto a GPU and begins an answer", USUAL_LOAD, || {
                 self.start()
             })?;
-        step("`criu dump` in the middle of that answer", USUAL_DUMP, || self.dump(pid))?;
+        step("`rewake dump` in the middle of that answer", USUAL_DUMP, || self.dump(pid))?;
         let mut comparison = Comparison::default();
         for _ in 0..ROUNDS {
             for way in [Way::Eager, Way::OnDemand] {
@@ -106,7 +106,7 @@ impl Scene {
     }
 
     fn dump(&self, pid: u32) -> anyhow::Result<()> {
-        program::capture(self.criu("dump").args(["--tree", &pid.to_string()]))?;
+        program::capture(self.rewake("dump").args(["-t", &pid.to_string(), "--", "-v4"]))?;
         for moment in timeline::dump(&self.log("dump")?)? {
             say(&format!("{:10.2} s  {}", moment.seconds, moment.what));
         }
@@ -116,17 +116,25 @@ impl Scene {
     fn restore(&self, way: Way, server: &Server) -> anyhow::Result<Figures> {
         self.forget()?;
         let mut command = match way {
-            Way::Eager => {
-                let mut criu = self.criu("restore");
-                criu.arg("--restore-detached");
-                criu
+            Way::Eager => self.criu(),
+            // It returns when all is resident.
+            Way::OnDemand => {
+                let mut command = self.rewake("restore");
+                command.args(["--quiet", "--", "-d", "-v4", "--log-file", "restore.log"]);
+                command
             }
-            Way::OnDemand => self.rewake(),
         };
         let failed = AtomicBool::new(false);
+        for words in [["--version"].as_slice(), &["inspect", "/mnt/disk/demo/images"], &["--version"]] { // DBG
+            let s = Instant::now();
+            let _ = program::capture(Command::new(&self.rewake).args(words));
+            say(&format!("DBG {words:?} {:?}", s.elapsed()));
+        }
+        self.forget()?;
         let start = Instant::now();
         let (answers, resident) = thread::scope(|scope| {
             let ended = scope.spawn(|| {
+                say(&format!("DBG load {}", fs::read_to_string("/proc/loadavg").unwrap_or_default()));
                 let ended = program::capture(&mut command).map(|_| start.elapsed());
                 failed.store(ended.is_err(), Ordering::Relaxed);
                 ended
@@ -136,6 +144,14 @@ impl Scene {
             let resident = ended.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             anyhow::Ok((answers?, resident))
         })?;
+        let mut last = 0.0; // DBG
+        for name in ["restore.log"] { let m = fs::metadata(self.work().join(name)).and_then(|m| m.created()).ok(); say(&format!("DBG log created {:?} ago", m.and_then(|m| m.elapsed().ok()))); say(&format!("DBG start {:?} ago", start.elapsed())); }
+        for line in self.log("restore")?.lines() {
+            let Some(t) = line.strip_prefix('(').and_then(|l| l.split_once(')')).and_then(|l| l.0.parse::<f64>().ok()) else { continue };
+            if t - last > 0.3 { say(&format!("DBG {:.2} +{:.2} {}", t, t - last, line)); }
+            last = t;
+        }
+        if let Ok(text) = fs::read_to_string(self.work().join("rewake-timeline.json")) { say(&text[..text.len().min(3000)]); }
         let [first, next] = answers;
         let moved = self.moved(way)?;
         let figures = Figures { runs: first.at - start, token: next.at - start, resident, moved };
@@ -179,19 +195,17 @@ impl Scene {
         Ok(())
     }
 
-    fn criu(&self, act: &str) -> Command {
+    fn criu(&self) -> Command {
         let mut command = Command::new("criu");
-        command.arg(act).args(["-v4", "--log-file", &format!("{act}.log")]).arg("--images-dir").arg(self.images());
-        command.arg("--work-dir").arg(self.work()).arg("--libdir").arg(&self.plugin);
+        command.args(["restore", "--restore-detached", "-v4", "--log-file", "restore.log", "--images-dir"]);
+        command.arg(self.images()).arg("--work-dir").arg(self.work()).arg("--libdir").arg(&self.plugin);
         command
     }
 
-    /// `rewake restore`, which returns when all is resident.
-    fn rewake(&self) -> Command {
+    fn rewake(&self, act: &str) -> Command {
         let mut command = Command::new(&self.rewake);
-        command.args(["restore", "--quiet", "--criu", "criu", "--plugin-dir"]).arg(&self.plugin);
+        command.args([act, "--criu", "criu", "--plugin-dir"]).arg(&self.plugin);
         command.arg("-D").arg(self.images()).arg("-W").arg(self.work());
-        command.args(["--", "-d", "-v4", "--log-file", "restore.log"]);
         command
     }
 

@@ -14,9 +14,10 @@ use anyhow::{Context as _, bail, ensure};
 use super::actors::wait_until;
 use crate::program;
 
-/// Weights: four layers of 32 MiB, random, where no CPU can access them.
+/// Weights: four layers of 32 MiB, random, where no CPU can access them. One queue, because each has 64 MB of memory
+/// for its state, which must be resident before the process runs.
 pub(super) const SHAPE: [&str; 10] =
-    ["--layers", "4", "--layer-kib", "32768", "--cache-mib", "4", "--queues", "2", "--mode", "no-access"];
+    ["--layers", "4", "--layer-kib", "32768", "--cache-mib", "4", "--queues", "1", "--mode", "no-access"];
 /// How long anything of it may take.
 const LIMIT: Duration = Duration::from_secs(120);
 /// Between two looks at what it does, which keep an emulated processor from other work.
