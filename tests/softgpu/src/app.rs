@@ -7,13 +7,13 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context as _, bail};
 use gpu_app::client;
-use gpu_app::model::Model;
 use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
 use rewake_testkit::process::{ProcessId as _, output};
 use rewake_testkit::programs::beside;
 use rewake_testkit::{MINUTE, until};
 
+use crate::answers::Answers;
 use crate::criu::Version;
 
 const SOCKET: &str = "app.sock";
@@ -27,7 +27,7 @@ pub struct App {
     /// None once it has been dumped: a restored server is no child.
     child: Option<Child>,
     socket: PathBuf,
-    model: Model,
+    right: Answers,
     quit: bool,
 }
 
@@ -67,15 +67,20 @@ impl App {
             pid,
             child: Some(child),
             socket: folder.join(SOCKET),
-            model: Model::new(shape),
+            right: Answers::of(shape),
             quit: false,
         })
+    }
+
+    /// A server that was dumped, with its files in `folder`.
+    pub(crate) fn dumped(pid: u32, shape: &Shape, folder: &Path) -> Self {
+        Self { pid, child: None, socket: folder.join(SOCKET), right: Answers::of(shape), quit: false }
     }
 
     /// A server in pid and mount namespaces of its own, whose files are in `folder` there, too.
     #[must_use]
     pub fn in_copy(shape: &Shape, folder: &Path) -> Self {
-        Self { pid: 0, child: None, socket: folder.join(SOCKET), model: Model::new(shape), quit: true }
+        Self { pid: 0, child: None, socket: folder.join(SOCKET), right: Answers::of(shape), quit: true }
     }
 
     /// Its process id.
@@ -129,7 +134,7 @@ impl App {
     /// # Errors
     /// No answer, or a wrong one.
     pub fn answer_is(&self, prompt: &[u32], count: usize) -> anyhow::Result<()> {
-        let (found, right) = (client::result(&self.socket)?, self.model.generate(prompt, count));
+        let (found, right) = (client::result(&self.socket)?, self.right.to(prompt, count));
         if found != right {
             bail!("the answer to {prompt:?} is {found:?}, expected {right:?}");
         }

@@ -9,12 +9,12 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, ensure};
 use gpu_app::client;
-use gpu_app::model::Model;
 use gpu_app::shape::Shape;
 use rewake_testkit::process::output;
 use rewake_testkit::{MINUTE, until};
 use serde_json::{Value, json};
 
+use crate::answers::Answers;
 use crate::app;
 use crate::criu::Plugin;
 
@@ -36,7 +36,7 @@ const TOKENS: usize = 12;
 #[derive(Debug)]
 pub struct Container {
     folder: tempfile::TempDir,
-    model: Model,
+    right: Answers,
 }
 
 impl Container {
@@ -45,7 +45,7 @@ impl Container {
     /// # Errors
     /// It does not serve, or cannot be dumped.
     pub fn dumped(shape: &Shape) -> anyhow::Result<Self> {
-        let container = Self { folder: tempfile::tempdir()?, model: Model::new(shape) };
+        let container = Self { folder: tempfile::tempdir()?, right: Answers::of(shape) };
         for folder in ["images", "files", "rootfs"] {
             fs::create_dir(container.path(folder)).with_context(|| format!("create {folder}"))?;
         }
@@ -170,7 +170,7 @@ impl Container {
     }
 
     fn answer_is(&self, prompt: &[u32], count: usize) -> anyhow::Result<()> {
-        let (found, right) = (client::result(&self.socket())?, self.model.generate(prompt, count));
+        let (found, right) = (client::result(&self.socket())?, self.right.to(prompt, count));
         ensure!(found == right, "the answer to {prompt:?} is {found:?}, expected {right:?}");
         Ok(())
     }

@@ -16,6 +16,7 @@ pub use rewake_testkit::process::{dies, signal, signal_group, streamer_of};
 pub use rewake_testkit::soon;
 
 use crate::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
+use crate::kept::{KeptDump, ServerFolder};
 use crate::left::runs;
 use crate::server::small;
 use crate::{Daemon, Held, Judge, Server, Streamer};
@@ -45,7 +46,7 @@ pub struct Dumped {
     pub server: Server,
     /// CRIU with its images.
     pub criu: Criu,
-    _folder: tempfile::TempDir,
+    folder: ServerFolder,
 }
 
 impl Dumped {
@@ -61,7 +62,7 @@ impl Dumped {
     /// Servers that ran at the same time, and can again: the driver restores queues of copy engines by
     /// number, and servers that ran one after the other have the same. The last server is dumped first: CRIU
     /// has the kernel assign pids upwards from a task's, so another process could get the pid of a later
-    /// server.
+    /// server. Tests of one machine share a dump ([`crate::kept`]).
     ///
     /// # Errors
     /// As [`Dumped::of`].
@@ -73,19 +74,35 @@ impl Dumped {
         version: Version,
     ) -> Result<[Self; COUNT], &'static str> {
         queues()?;
-        let start = |_| {
-            let folder = tempfile::tempdir().unwrap();
-            (Server::start_for(version, shape, folder.path()), folder)
+        let kept = KeptDump::of(shape, version, COUNT);
+        if let Some(copies) = kept.as_ref().and_then(KeptDump::copies) {
+            let of_copy = |(folder, pid): (ServerFolder, u32)| {
+                let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
+                Self { server: Server::dumped(version, shape, folder.path(), pid), criu, folder }
+            };
+            let all: Vec<Self> = copies.into_iter().map(of_copy).collect();
+            return Ok(all.try_into().expect("so many"));
+        }
+        let (folders, _last_pid) = match &kept {
+            Some(kept) => {
+                let (folders, last_pid) = kept.folders(COUNT);
+                (folders, Some(last_pid))
+            }
+            None => ((0..COUNT).map(|_| ServerFolder::new()).collect(), None),
         };
-        let servers: Vec<_> = (0..COUNT).map(start).collect();
-        let dump = |(mut server, folder): (Server, tempfile::TempDir)| {
+        let start = |folder: ServerFolder| (Server::start_for(version, shape, folder.path()), folder);
+        let servers: Vec<_> = folders.into_iter().map(start).collect();
+        let dump = |(mut server, folder): (Server, ServerFolder)| {
             let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
             criu.dump(server.pid).unwrap();
             // Earlier servers are still alive.
             server.was_dumped(&criu);
-            Self { server, criu, _folder: folder }
+            Self { server, criu, folder }
         };
         let all: Vec<Self> = servers.into_iter().rev().map(dump).collect();
+        if let Some(kept) = &kept {
+            kept.keep(all.iter().map(|dumped| (&dumped.folder, dumped.server.pid)));
+        }
         Ok(all.try_into().expect("so many"))
     }
 

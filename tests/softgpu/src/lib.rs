@@ -4,6 +4,7 @@
 //! Every test runs its body in a process of its own, [`isolated`]: a process has one compute state, and the
 //! test checks what its end leaves. Afterwards the judge's list must be empty, and nothing may be alive.
 
+pub mod answers;
 pub mod app;
 pub mod container;
 pub mod criu;
@@ -12,6 +13,7 @@ pub mod failing_disk;
 pub mod faults;
 pub mod hold;
 pub mod judge;
+mod kept;
 pub mod left;
 pub mod machine;
 pub mod pair;

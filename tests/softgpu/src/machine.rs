@@ -29,12 +29,20 @@ impl Machine {
     #[must_use]
     pub fn find() -> Option<Self> {
         let module = PathBuf::from(std::env::var_os("SOFTGPU_KO")?);
+        Some(Self { module, found: Self::parameters()? })
+    }
+
+    /// The module's parameters now. None where GPUs are real.
+    ///
+    /// # Panics
+    /// They cannot be read.
+    pub(crate) fn parameters() -> Option<BTreeMap<String, String>> {
         let files = fs::read_dir(PARAMETERS).ok()?.flatten();
         let parameter = |path: &Path| {
             let value = fs::read_to_string(path).expect("a parameter can be read");
             (path.file_name().unwrap_or_default().to_string_lossy().into_owned(), value.trim().to_owned())
         };
-        Some(Self { module, found: files.map(|file| parameter(&file.path())).collect() })
+        Some(files.map(|file| parameter(&file.path())).collect())
     }
 
     /// A machine with these parameters until it is dropped. None where GPUs are real.

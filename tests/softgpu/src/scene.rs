@@ -15,6 +15,7 @@ use rewake_testkit::{MINUTE, soon};
 use crate::faults::Faults;
 use crate::hold::Held;
 use crate::judge::Judge;
+use crate::kept::LastPid;
 
 /// Names the test whose body a process runs.
 const TEST: &str = "SOFTGPU_TEST";
@@ -79,6 +80,7 @@ fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     drop(Faults::find());
     Held::none();
     let before = judge.as_ref().map(Judge::alive);
+    let _last_pid = judge.as_ref().map(|_| LastPid::read());
     let mut peer = Peer::start(name, None, Stdio::inherit());
     peer.listen_to_the_end();
     if let (Some(judge), Some(before)) = (judge, before) {

@@ -91,6 +91,15 @@ impl Server {
         Self { app, pid, version, shape, folder, judge, alive, packets }
     }
 
+    /// One that a test of this machine has dumped, with its files in `folder` again.
+    pub(crate) fn dumped(version: Version, shape: &Shape, folder: &Path, pid: u32) -> Self {
+        let judge = Judge::find();
+        let alive = judge.as_ref().map(Judge::alive).unwrap_or_default();
+        let packets = judge.as_ref().map_or(0, |judge| judge.paused().packets);
+        let app = App::dumped(pid, shape, folder);
+        Self { app, pid, version, shape: shape.clone(), folder: folder.to_owned(), judge, alive, packets }
+    }
+
     /// Checks that `criu` dumped it in the middle of work, if its mode has some, and that nothing of it is
     /// left on the GPUs. Replaces a server that was idle by another, dumped.
     ///

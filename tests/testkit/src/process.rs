@@ -18,7 +18,7 @@ use rewake_process::proc;
 /// Time limit of short waits. It is long: machines are busy, and some are emulated.
 pub const MINUTE: Duration = Duration::from_secs(60);
 /// Polling interval of a wait: a twentieth of its duration, within these limits.
-const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(10)];
+const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
 
 /// A number of a process, as the standard library or nix has it.
 pub trait ProcessId: Copy {

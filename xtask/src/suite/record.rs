@@ -231,7 +231,7 @@ fn read_lines(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Resu
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let (send, lines) = mpsc::sync_channel(LINES);
     thread::spawn(move || {
-        // A line that nobody receives is one of a process that was left.
+        // A line that is not received any more is one of a process that was left.
         BufReader::new(output).split(b'\n').try_for_each(|line| send.send(line))
     });
     let mut ended: Option<(ExitStatus, Instant)> = None;
@@ -242,7 +242,9 @@ fn read_lines(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Resu
             Err(RecvTimeoutError::Timeout) => {}
         }
         match ended {
-            None => ended = child.try_wait().context("wait for a job")?.map(|status| (status, Instant::now())),
+            None => {
+                ended = child.try_wait().context("wait for a job")?.map(|status| (status, Instant::now()));
+            }
             Some((status, since)) if since.elapsed() > LEFT => {
                 read("processes that it left hold its output: those of its process group are killed");
                 let group = format!("-{}", child.id());

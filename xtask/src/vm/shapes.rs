@@ -53,8 +53,6 @@ pub(super) struct Shape {
     /// More words for the kernel's command line.
     pub(super) kernel_arguments: &'static str,
     pub(super) tests: Tests,
-    /// Machines of this shape that share the programs, so that none ends long after all others.
-    pub(super) parts: usize,
 }
 
 // A restore takes seconds in an emulated machine, so a test runs only where its result can differ, and on 6.12-90a if
@@ -192,16 +190,14 @@ const SHAPE: Shape = Shape {
     module_arguments: "gpus=2 gfx=90a xgmi=1",
     kernel_arguments: "",
     tests: Tests::Only(&[]),
-    parts: 1,
 };
 
-/// The suite's machines, the longest first. Each test runs on one of them at least, or the suite fails.
+/// The suite's machines. Each test runs on one of them at least, or the suite fails.
 pub(super) const SHAPES: [Shape; 7] = [
     Shape {
         name: "6.12-90a",
         why: "Debian 13's kernel; GPUs whose queues every kernel restores",
         tests: Tests::AllBut(ELSEWHERE),
-        parts: 5,
         ..SHAPE
     },
     Shape {
@@ -209,7 +205,6 @@ pub(super) const SHAPES: [Shape; 7] = [
         why: "Debian sid's kernel: memory with attributes, render nodes that report their buffers",
         series: Series::Linux7,
         tests: Tests::Only(OF_THE_KERNEL),
-        parts: 2,
         ..SHAPE
     },
     Shape {

@@ -7,7 +7,6 @@ use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
@@ -20,23 +19,6 @@ use softgpu_tests::{Held, Judge, Machine, REAL_GPUS, Streamer, isolated, sys};
 
 /// Exit code of a streamer that was asked to stop before any handoff.
 const STOPPED: i32 = 143;
-
-/// Copies of 90 MiB take nearly four seconds.
-const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
-const COPIES: Duration = Duration::from_secs(4);
-
-/// Restores it, sends requests, and ends it; returns how long `criu restore` took.
-fn time(dumped: &Dumped, streamer: Option<&mut Streamer>) -> Duration {
-    let start = Instant::now();
-    dumped.criu.restore().unwrap();
-    let took = start.elapsed();
-    if let Some(streamer) = streamer {
-        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-    }
-    dumped.server.answers().unwrap();
-    dumped.ends();
-    took
-}
 
 fn dump_and_restore(shape: &Shape) {
     let dumped = need!(Dumped::of(shape, Version::V4_2));
@@ -61,28 +43,6 @@ fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
         assert!(at("gate_open_us") > at("runs_us"), "{timeline}");
         assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
         dumped.server.ends_well();
-    });
-}
-
-#[test]
-fn restore_time_does_not_grow_with_memory_of_gpus_alone() {
-    isolated(1, |_| {
-        let machine = need!(Machine::find(), REAL_GPUS);
-        let of = |layer_kib| Dumped::of(&Shape { layer_kib, ..unreached() }, Version::V4_2);
-        let (small, large) = (need!(of(2 << 10)), need!(of(32 << 10)));
-        machine.becomes(&SLOW);
-        let grows = |of: &dyn Fn(&Dumped) -> Duration| {
-            let (small, large) = (of(&small), of(&large));
-            eprintln!("6 MiB: {small:?}, 96 MiB: {large:?}");
-            large.saturating_sub(small)
-        };
-        let at_once = grows(&|dumped| time(dumped, None));
-        assert!(
-            at_once >= COPIES / 2,
-            "copies take no time here, and the bound below means nothing: {at_once:?}"
-        );
-        let behind = grows(&|dumped| time(dumped, Some(&mut dumped.streamer())));
-        assert!(behind < at_once / 4, "it grows by {behind:?}, and by {at_once:?} without a background load");
     });
 }
 

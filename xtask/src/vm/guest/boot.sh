@@ -24,6 +24,8 @@ ln -sf /proc/self/fd/0 /dev/stdin
 ln -sf /proc/self/fd/1 /dev/stdout
 ln -sf /proc/self/fd/2 /dev/stderr
 hostname vm
+# Room for pids that only servers of kept dumps have (tests/softgpu/src/kept.rs).
+echo 4194304 > /proc/sys/kernel/pid_max
 ip link set lo up
 dmesg -n 7
 # Modules that CRIU needs (without nf_tables it does not start on 6.12), then those that share the host's folders.
