@@ -166,7 +166,15 @@ impl Server {
             relatives.push(Relative::start(shape, process, dmabuf.as_ref().map(|fd| fd.as_fd()))?);
         }
         let (ends, small) = (Ends::load(shape, gpus)?, Small::load(shape, gpus)?);
-        Ok(Self { shape: shape.clone(), stage, ends, small, own: Own::load(shape)?, relatives, progress: Arc::default() })
+        Ok(Self {
+            shape: shape.clone(),
+            stage,
+            ends,
+            small,
+            own: Own::load(shape)?,
+            relatives,
+            progress: Arc::default(),
+        })
     }
 
     fn generate(&mut self, prompt: &[u32], count: usize) -> anyhow::Result<Vec<u32>> {
@@ -226,7 +234,9 @@ impl Server {
         }
         self.stage.lane().run(&steps)?;
         let token = |step| self.token(step, self.stage.result(step, 0)).map(|(_, token)| token);
-        let answer = (first - 1..last.saturating_sub(1).max(first - 1)).map(token).collect::<anyhow::Result<Vec<_>>>()?;
+        let answer = (first - 1..last.saturating_sub(1).max(first - 1))
+            .map(token)
+            .collect::<anyhow::Result<Vec<_>>>()?;
         self.progress.store(answer.len(), Ordering::Relaxed);
         Ok(answer)
     }

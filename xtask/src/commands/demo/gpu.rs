@@ -25,14 +25,15 @@ const GPU: &str = "sdma_rings=1 copy_mbps=20";
 pub(crate) fn run() -> anyhow::Result<()> {
     root::become_root()?;
     let usual = if vm::is_made_for_demo() { LATER } else { FIRST };
-    let plugin = step("Builds rewake and an inference server; makes a virtual machine beside", usual, || {
-        thread::scope(|scope| {
-            let prepared = scope.spawn(vm::prepare_for_demo);
-            let plugin = plugin::make(Profile::Demo, &["gpu-app", "rewake"]);
-            prepared.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            plugin
-        })
-    })?;
+    let plugin =
+        step("Builds rewake and an inference server; makes a virtual machine beside", usual, || {
+            thread::scope(|scope| {
+                let prepared = scope.spawn(vm::prepare_for_demo);
+                let plugin = plugin::make(Profile::Demo, &["gpu-app", "rewake"]);
+                prepared.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                plugin
+            })
+        })?;
     let [app, rewake] = ["gpu-app", "rewake"].map(|program| plugin.with_file_name(program));
     let own = std::env::current_exe().context("find the path of this program")?;
     let words = [own.display().to_string(), "demo".to_owned(), "--scene".to_owned()];
@@ -42,7 +43,9 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let mut machine = vm::Options::for_demo(words.into_iter().chain(paths).chain([right]).collect());
     machine.disk = Some(DISK);
     GPU.clone_into(&mut machine.module_arguments);
-    say("==> Starts the virtual machine: a software GPU, its disk and its copies at 20 MB/s each (usually 7 s)");
+    say(
+        "==> Starts the virtual machine: a software GPU, its disk and its copies at 20 MB/s each (usually 7 s)",
+    );
     let code = vm::boot(&machine)?;
     ensure!(code == 0, "the demo failed (exit code {code})");
     Ok(())

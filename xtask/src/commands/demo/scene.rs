@@ -15,8 +15,8 @@ use anyhow::{Context as _, ensure};
 use super::figures::{Comparison, Figures};
 use super::server::{Progress, Server};
 use super::timeline;
-use crate::progress::{say, step};
 use crate::program;
+use crate::progress::{say, step};
 
 /// Where the machine mounts its disk.
 const DISK: &str = "/mnt/disk";
@@ -25,7 +25,7 @@ pub(super) const PROMPT: [&str; 3] = ["2", "7", "1"];
 pub(super) const TOKENS: &str = "8";
 const JUDGE: &str = "/sys/kernel/debug/softgpu";
 /// Restores of each kind.
-const ROUNDS: u32 = 1;
+const ROUNDS: u32 = 2;
 
 /// How long the steps usually take, on an emulated processor.
 const USUAL_LOAD: Duration = Duration::from_secs(10);
@@ -69,10 +69,11 @@ struct Scene {
 
 impl Scene {
     fn play(&self) -> anyhow::Result<()> {
-        let (server, pid) =
-            step("An inference server loads 128 MiB of weights onto a GPU and begins an answer", USUAL_LOAD, || {
-                self.start()
-            })?;
+        let (server, pid) = step(
+            "An inference server loads 128 MiB of weights onto a GPU and begins an answer",
+            USUAL_LOAD,
+            || self.start(),
+        )?;
         step("`rewake dump` in the middle of that answer", USUAL_DUMP, || self.dump(pid))?;
         let mut comparison = Comparison::default();
         for _ in 0..ROUNDS {
@@ -125,16 +126,9 @@ impl Scene {
             }
         };
         let failed = AtomicBool::new(false);
-        for words in [["--version"].as_slice(), &["inspect", "/mnt/disk/demo/images"], &["--version"]] { // DBG
-            let s = Instant::now();
-            let _ = program::capture(Command::new(&self.rewake).args(words));
-            say(&format!("DBG {words:?} {:?}", s.elapsed()));
-        }
-        self.forget()?;
         let start = Instant::now();
         let (answers, resident) = thread::scope(|scope| {
             let ended = scope.spawn(|| {
-                say(&format!("DBG load {}", fs::read_to_string("/proc/loadavg").unwrap_or_default()));
                 let ended = program::capture(&mut command).map(|_| start.elapsed());
                 failed.store(ended.is_err(), Ordering::Relaxed);
                 ended
@@ -144,14 +138,6 @@ impl Scene {
             let resident = ended.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             anyhow::Ok((answers?, resident))
         })?;
-        let mut last = 0.0; // DBG
-        for name in ["restore.log"] { let m = fs::metadata(self.work().join(name)).and_then(|m| m.created()).ok(); say(&format!("DBG log created {:?} ago", m.and_then(|m| m.elapsed().ok()))); say(&format!("DBG start {:?} ago", start.elapsed())); }
-        for line in self.log("restore")?.lines() {
-            let Some(t) = line.strip_prefix('(').and_then(|l| l.split_once(')')).and_then(|l| l.0.parse::<f64>().ok()) else { continue };
-            if t - last > 0.3 { say(&format!("DBG {:.2} +{:.2} {}", t, t - last, line)); }
-            last = t;
-        }
-        if let Ok(text) = fs::read_to_string(self.work().join("rewake-timeline.json")) { say(&text[..text.len().min(3000)]); }
         let [first, next] = answers;
         let moved = self.moved(way)?;
         let figures = Figures { runs: first.at - start, token: next.at - start, resident, moved };
@@ -190,7 +176,9 @@ impl Scene {
         program::run(&mut Command::new("sync"))?;
         for file in fs::read_dir(self.images()).context("list the image's files")? {
             let file = file.context("list the image's files")?.path();
-            program::capture(Command::new("dd").arg(format!("if={}", file.display())).args(["iflag=nocache", "count=0"]))?;
+            program::capture(
+                Command::new("dd").arg(format!("if={}", file.display())).args(["iflag=nocache", "count=0"]),
+            )?;
         }
         Ok(())
     }

@@ -42,7 +42,10 @@ pub(super) fn resident(json: &str) -> anyhow::Result<u64> {
     // Each memory has the number of its GPU's node, or null for CPU memory, before its bytes.
     let of_gpus = json.split("\"minor\":").skip(1).filter(|memory| !memory.trim_start().starts_with("null"));
     let bytes: Option<Vec<u64>> = of_gpus.map(|memory| number(memory, "\"resident\":")).collect();
-    bytes.filter(|bytes| !bytes.is_empty()).map(|bytes| bytes.iter().sum()).context("the timeline has no memory of a GPU")
+    bytes
+        .filter(|bytes| !bytes.is_empty())
+        .map(|bytes| bytes.iter().sum())
+        .context("the timeline has no memory of a GPU")
 }
 
 fn moment(seconds: f64, what: &str) -> Moment {
@@ -121,12 +124,16 @@ pie: 202: a line without a time
     fn an_eager_restore_logs_what_it_moved() {
         assert_eq!(moved(&format!("another line\n{RESTORED}")).unwrap(), 11_726_856);
         assert!(moved("").unwrap_err().to_string().contains("contents loaded: "));
-        assert!(moved(&RESTORED.replace("11726856", "7")).unwrap_err().to_string().contains("as it used to be"));
+        assert!(
+            moved(&RESTORED.replace("11726856", "7")).unwrap_err().to_string().contains("as it used to be")
+        );
     }
 
     #[test]
     fn a_timeline_has_what_is_resident_on_gpus() {
-        let memory = |minor, bytes| format!("{{\"process\": 0, \"minor\": {minor}, \"bytes\": 9, \"resident\": {bytes}}}");
+        let memory = |minor, bytes| {
+            format!("{{\"process\": 0, \"minor\": {minor}, \"bytes\": 9, \"resident\": {bytes}}}")
+        };
         let json = |memory: &[String]| format!("{{\"memory\": [{}]}}", memory.join(","));
         let all = [memory("null", 5), memory("128", 7), memory("129", 8)];
         assert_eq!(resident(&json(&all)).unwrap(), 15);
