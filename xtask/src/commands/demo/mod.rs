@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask demo`: an inference server on a GPU is dumped in the middle of an answer, restored eagerly and on
-//! demand, and finishes that answer each time. `demo --cpu`: a process without GPU, restored with a background load. `demo --replicas`:
-//! three replicas from a store.
+//! demand, and finishes that answer each time. `demo --cpu`: a process without GPU, restored with a background load.
+//! `demo --replicas`: three replicas from a store.
 //!
 //! * [`gpu`]: builds what is needed and starts the machine. [`scene`]: the steps, inside it. [`server`]: the server.
 //! * [`timeline`]: times of events, from CRIU's log. [`figures`]: the table at the end, and what it must show.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The demo with a GPU, inside the machine: `xtask demo --scene PROGRAM PLUGIN REWAKE RIGHT`. A server with weights on a GPU
-//! is dumped in the middle of an answer. It is restored by turns eagerly and on demand, and must finish the answer each
-//! time. The image lies on a disk of known speed, and is in no cache when a restore begins.
+//! The demo with a GPU, inside the machine: `xtask demo --scene PROGRAM PLUGIN REWAKE RIGHT`. A server with weights on
+//! a GPU is dumped in the middle of an answer. It is restored by turns eagerly and on demand, and must finish the
+//! answer each time. The image lies on a disk of known speed, and is in no cache when a restore begins.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -134,7 +134,7 @@ impl Scene {
                 ended
             });
             let answers = Self::answers(server, || failed.load(Ordering::Relaxed));
-            // Its failure is the reason why nobody answers.
+            // Its failure is the reason why no process answers.
             let resident = ended.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             anyhow::Ok((answers?, resident))
         })?;

@@ -86,7 +86,7 @@ impl Server {
         bail!("the server made no progress for {} s", start.elapsed().as_secs())
     }
 
-    /// `None` while nobody serves.
+    /// `None` while no process serves.
     fn tokens(&self) -> Option<usize> {
         let mut stream = UnixStream::connect(&self.socket).ok()?;
         stream.set_read_timeout(Some(LIMIT)).ok()?;

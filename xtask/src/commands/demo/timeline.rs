@@ -91,7 +91,7 @@ impl Amount {
 
 impl std::fmt::Display for Amount {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mb = |bytes| bytes / 1_000_000;
+        let mb = |bytes: &u64| (bytes + 500_000) / 1_000_000;
         let Self { bytes, zero, buffers } = self;
         write!(f, "{} MB of {buffers} buffers, {} MB of it zeros that take no room", mb(bytes), mb(zero))
     }
