@@ -6,6 +6,7 @@
 mod apt;
 mod commands;
 mod program;
+mod progress;
 mod repository;
 mod root;
 mod setup;
@@ -83,7 +84,9 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["demo", "--replicas"] => commands::demo::replicas::run()?,
         ["demo", "--cpu"] => commands::demo::cpu::run()?,
         // Inside the machine.
-        ["demo", "--scene", program, plugin, rewake] => commands::demo::scene::play(program, plugin, rewake)?,
+        ["demo", "--scene", program, plugin, rewake, right] => {
+            commands::demo::scene::play(program, plugin, rewake, right)?;
+        }
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
         ["bench", "programs", more @ ..] => commands::bench::programs(more)?,
         ["bench", "remote", more @ ..] => commands::bench::remote(more)?,

@@ -53,8 +53,8 @@ pub(crate) fn build_release(package: &str, program: &str) -> anyhow::Result<Path
 }
 
 /// Cargo's options for the programs of a demo, for which a visitor waits: without optimisation where nothing is hot,
-/// and with no feature of `rewake` but those that the demo names.
-pub(crate) const FOR_DEMO: [&str; 3] = ["--profile", "demo", "--no-default-features"];
+/// and with no feature of `rewake` but those that the demo names. Cargo is quiet, because the demo says how far it is.
+pub(crate) const FOR_DEMO: [&str; 4] = ["--quiet", "--profile", "demo", "--no-default-features"];
 
 /// Programs of this workspace, built now for a demo: package and name of each. One run of cargo builds them: in two
 /// runs, libraries that both use would be compiled twice, with different features.

@@ -49,7 +49,7 @@ enum Act {
         tokens: usize,
         prompt: Vec<u32>,
     },
-    /// Sends a server one line: start, result, check, rendered, own or quit
+    /// Sends a server one line: start, progress, result, check, rendered, own or quit
     Tell {
         #[arg(long)]
         socket: PathBuf,

@@ -2,6 +2,7 @@
 //! The first process: answers on a UNIX socket, one line of text each.
 //!
 //! * `start N TOKEN...`: begins to generate N tokens after the prompt; answers `started`
+//! * `progress`: answers `progress N`, the tokens that have been generated so far
 //! * `result`: waits for them; answers `tokens TOKEN...`
 //! * `check`: answers `ok ROUNDS`, the rounds of other work during answers, or `failed REASON`
 //! * `rendered PART`: answers `ok`, or `failed REASON`: a part of the process with render nodes only
@@ -15,6 +16,7 @@ use std::io::{BufRead as _, BufReader, ErrorKind, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
@@ -47,6 +49,8 @@ struct Server {
     small: Small,
     own: Own,
     relatives: Vec<Relative>,
+    /// Tokens of the answer that was begun last.
+    progress: Arc<AtomicUsize>,
 }
 
 /// Serves until a client says `quit`.
@@ -67,7 +71,8 @@ pub fn serve(shape: &Shape, path: &Path) -> anyhow::Result<()> {
     let rendered = if shape.mode == Mode::RenderOnly { Some(Rendered::start(shape)?) } else { None };
     let listener = UnixListener::bind(path).with_context(|| format!("listen on {}", path.display()))?;
     println!("READY");
-    Desk { side, rendered, under_way: None, server: Arc::new(Mutex::new(server)) }.answer(&listener)
+    let progress = Arc::clone(&server.progress);
+    Desk { side, rendered, under_way: None, progress, server: Arc::new(Mutex::new(server)) }.answer(&listener)
 }
 
 /// Handles requests.
@@ -77,6 +82,8 @@ struct Desk {
     side: Option<Side>,
     rendered: Option<Rendered>,
     under_way: Option<JoinHandle<anyhow::Result<Vec<u32>>>>,
+    /// The server's own, which a request reads while the server generates.
+    progress: Arc<AtomicUsize>,
     server: Arc<Mutex<Server>>,
 }
 
@@ -108,12 +115,14 @@ impl Desk {
                 ensure!(self.under_way.is_none(), "an answer is unfinished already");
                 let count = count.parse().with_context(|| format!("{count:?} is no number of tokens"))?;
                 let prompt = tokens(prompt)?;
+                self.progress.store(0, Ordering::Relaxed);
                 let server = Arc::clone(&self.server);
                 self.under_way = Some(thread::spawn(move || {
                     server.lock().unwrap_or_else(PoisonError::into_inner).generate(&prompt, count)
                 }));
                 Ok("started".to_owned())
             }
+            ["progress"] => Ok(format!("progress {}", self.progress.load(Ordering::Relaxed))),
             ["result"] => {
                 let thread = self.under_way.take().context("no answer was begun")?;
                 let tokens = thread.join().map_err(|_| anyhow!("the answer's thread panicked"))??;
@@ -132,7 +141,7 @@ impl Desk {
                 Ok("ok".to_owned())
             }
             ["quit"] => Ok("bye".to_owned()),
-            other => bail!("{other:?} is no request: start, result, check, rendered, own or quit"),
+            other => bail!("{other:?} is no request: start, progress, result, check, rendered, own or quit"),
         }
     }
 }
@@ -157,7 +166,15 @@ impl Server {
             relatives.push(Relative::start(shape, process, dmabuf.as_ref().map(|fd| fd.as_fd()))?);
         }
         let (ends, small) = (Ends::load(shape, gpus)?, Small::load(shape, gpus)?);
-        Ok(Self { shape: shape.clone(), stage, ends, small, own: Own::load(shape)?, relatives })
+        Ok(Self {
+            shape: shape.clone(),
+            stage,
+            ends,
+            small,
+            own: Own::load(shape)?,
+            relatives,
+            progress: Arc::default(),
+        })
     }
 
     fn generate(&mut self, prompt: &[u32], count: usize) -> anyhow::Result<Vec<u32>> {
@@ -175,6 +192,7 @@ impl Server {
         let mut answer = Vec::new();
         while answer.len() < count {
             answer.push(token);
+            self.progress.store(answer.len(), Ordering::Relaxed);
             (hash, token) = self.step(token, step, hash)?;
             step += 1;
         }
@@ -216,7 +234,11 @@ impl Server {
         }
         self.stage.lane().run(&steps)?;
         let token = |step| self.token(step, self.stage.result(step, 0)).map(|(_, token)| token);
-        (first - 1..last.saturating_sub(1).max(first - 1)).map(token).collect()
+        let answer = (first - 1..last.saturating_sub(1).max(first - 1))
+            .map(token)
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        self.progress.store(answer.len(), Ordering::Relaxed);
+        Ok(answer)
     }
 
     fn token(&self, slot: u64, layers: u64) -> anyhow::Result<(u64, u32)> {

@@ -24,7 +24,7 @@
 /* The slots that user space is assumed to see before it has mapped the page: 256. */
 #define SG_FIRST_MAPPED		(256 * sizeof(u64))
 /* Where the signal page is mapped from. */
-#define SG_MMAP_EVENTS		(2ULL << 62)
+#define SG_EVENTS_OFFSET	(2ULL << 62)
 
 static bool sg_has_slot(u32 type)
 {
@@ -191,7 +191,7 @@ int sg_event_create(struct sg_process *p, struct kfd_ioctl_create_event_args *ar
 		args->event_id = event->id;
 		args->event_trigger_data = event->id;
 		if (sg_has_slot(event->type)) {
-			args->event_page_offset = SG_MMAP_EVENTS;
+			args->event_page_offset = SG_EVENTS_OFFSET;
 			args->event_slot_index = event->id;
 		}
 	}

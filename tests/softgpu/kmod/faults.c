@@ -29,7 +29,7 @@
 
 /* The list's bound; counting continues. */
 #define SG_CALLS_KEPT	8192
-#define SG_LINE		160
+#define SG_FAULT_LINE	160
 /* No result yet: no errno, and no ioctl here returns it. */
 #define SG_UNDER_WAY	LONG_MIN
 
@@ -216,7 +216,7 @@ static int sg_plan_parse(struct sg_plan *plan, char *line, bool *on)
 static ssize_t sg_faults_write(struct file *file, const char __user *from, size_t len, loff_t *pos)
 {
 	struct sg_plan plan = { .nth = 0 };
-	char line[SG_LINE];
+	char line[SG_FAULT_LINE];
 	bool on;
 	int err;
 

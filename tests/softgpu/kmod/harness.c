@@ -21,7 +21,7 @@
 #include "queue.h"
 
 /* One line. */
-#define SG_LINE		128
+#define SG_HARNESS_LINE	128
 
 static int sg_declare(struct sg_vm *vm, u64 va, u64 size)
 {
@@ -95,7 +95,7 @@ static int sg_break_gate(const char *line)
 
 static ssize_t sg_harness_write(const char __user *from, size_t len, int (*act)(const char *line))
 {
-	char line[SG_LINE];
+	char line[SG_HARNESS_LINE];
 	int err;
 
 	if (len >= sizeof(line))

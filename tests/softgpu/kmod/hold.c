@@ -23,7 +23,7 @@
 #include "hold.h"
 
 /* One line. */
-#define SG_LINE		64
+#define SG_HOLD_LINE	64
 
 static struct {
 	spinlock_t lock;		/* a leaf */
@@ -61,7 +61,7 @@ static void sg_hold_changed(void)
 
 static ssize_t sg_hold_write(struct file *file, const char __user *from, size_t len, loff_t *pos)
 {
-	char line[SG_LINE], *rest, *comm;
+	char line[SG_HOLD_LINE], *rest, *comm;
 	unsigned int left = 0;
 
 	if (len >= sizeof(line))

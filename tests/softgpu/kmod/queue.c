@@ -13,7 +13,7 @@
 #define SG_MAX_ON_GPU		127
 #define SG_MAX_ON_XCCS		255
 /* kfd mmap offsets of doorbells. */
-#define SG_MMAP_DOORBELL	(3ULL << 62)
+#define SG_DOORBELL_OFFSET	(3ULL << 62)
 #define SG_MMAP_GPU_SHIFT	46
 
 int sg_queues_init(struct sg_process *p)
@@ -252,7 +252,7 @@ int sg_queue_create(struct sg_process *p, struct kfd_ioctl_create_queue_args *ar
 		err = sg_queue_add(pdd, &props, NULL, &q);
 	if (!err) {
 		args->queue_id = q->id;
-		args->doorbell_offset = SG_MMAP_DOORBELL | (u64)args->gpu_id << SG_MMAP_GPU_SHIFT |
+		args->doorbell_offset = SG_DOORBELL_OFFSET | (u64)args->gpu_id << SG_MMAP_GPU_SHIFT |
 					q->doorbell * sizeof(u64);
 	}
 	mutex_unlock(&p->lock);

@@ -15,6 +15,8 @@ use anyhow::{Context as _, ensure};
 use super::plugin::{self, Profile};
 use crate::{program, repository, root, setup, vm};
 
+/// The disk's own speed, beside which figures are put.
+const DISK_SPEED: [&str; 1] = ["fio"];
 /// Two hosts are namespaces with a link between them.
 const NETWORK: [&str; 1] = ["iproute2"];
 /// What restored programs of `bench replicas` run on, beside Node, and what its store is compared with.
@@ -80,6 +82,7 @@ pub(crate) fn replicas(more: &[&str]) -> anyhow::Result<()> {
 /// Ends as this comparison of `rewake-bench`, with the CRIU that set-up finds and with `more` passed through.
 fn with_criu(comparison: &str, more: &[&str]) -> anyhow::Result<()> {
     let criu = setup::run()?;
+    setup::install(&DISK_SPEED)?;
     let rewake = repository::build_release("rewake", "rewake")?;
     let bench = repository::build_release("rewake-bench", "rewake-bench")?;
     compare(&bench, &rewake, &criu.path, comparison, more)
@@ -95,6 +98,7 @@ fn compare(bench: &Path, rewake: &Path, criu: &Path, comparison: &str, more: &[&
 /// Ends as `rewake-bench engine`, with `more` passed through.
 pub(crate) fn engine(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
+    setup::install(&DISK_SPEED)?;
     let bench = repository::build_release("rewake-bench", "rewake-bench")?;
     let error = Command::new(&bench).arg("engine").args(more).exec();
     Err(error).with_context(|| format!("start {}", bench.display()))

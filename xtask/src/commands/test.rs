@@ -23,8 +23,9 @@ use crate::{program, repository, tidy, vm};
 /// to spare.
 const OPEN_FILES: u64 = 16_384;
 
-/// Packages for single tests: containers, two of `bench programs`, and copies of images in registries.
-const PACKAGES: [&str; 5] = ["runc", "python3-numpy", "redis-tools", "iproute2", "skopeo"];
+/// Packages for single tests: containers, two of `bench programs`, copies of images in registries, certificates, and
+/// the disk's own speed.
+const PACKAGES: [&str; 7] = ["runc", "python3-numpy", "redis-tools", "iproute2", "skopeo", "openssl", "fio"];
 
 /// What `--quick` prints at its end.
 const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test with CRIU \
@@ -84,7 +85,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
 fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
     let mut report = Report::default();
     let (mut variables, mut unknown) = (Vec::new(), Vec::new());
-    report.step("set-up of runc, numpy, redis and skopeo", || setup::install(&PACKAGES));
+    report.step("set-up of runc, numpy, redis, skopeo, openssl and fio", || setup::install(&PACKAGES));
     report.step("set-up of a second CRIU", || {
         let other = setup::run_other_than(criu);
         describe_machine(criu, other.as_ref().ok())?;

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-use crate::{apt, repository, root};
+use crate::{apt, progress, repository, root};
 pub(crate) use criu::Criu;
 pub(crate) use fetch::Suite;
 
@@ -82,7 +82,6 @@ fn lock() -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// Progress goes to standard error: standard output is the programs' own.
 fn say(line: &str) {
-    eprintln!("setup: {line}");
+    progress::say(&format!("setup: {line}"));
 }

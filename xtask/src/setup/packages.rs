@@ -13,11 +13,9 @@ use super::say;
 use crate::program;
 
 /// The packages that every command needs, and their purpose.
-const PACKAGES: [&str; 5] = [
+const PACKAGES: [&str; 3] = [
     "libclang-dev",           // the `userfaultfd` crate generates its bindings with it
     "libc6-dev",              // the headers that it generates them from
-    "openssl",                // the certificates of docs/remote.md, which a test makes
-    "fio",                    // the disk's own speed, beside which the bench puts its figures
     "debian-archive-keyring", // signatures of the suites that CRIU comes from
 ];
 

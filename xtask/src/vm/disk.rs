@@ -7,15 +7,15 @@ use std::process::Command;
 
 use super::cache::{self, Inputs};
 use super::options::Disk;
-use super::{home, say};
+use super::say;
 use crate::program;
 
 /// The file is sparse; space for what commands write.
 const SIZE: &str = "8G";
 
-/// The disk's image.
-pub(super) fn ready(system: &Path) -> anyhow::Result<PathBuf> {
-    let disk = home().join("disk.ext4");
+/// The disk's image, in the machine's folder.
+pub(super) fn ready(home: &Path, system: &Path) -> anyhow::Result<PathBuf> {
+    let disk = home.join("disk.ext4");
     let inputs = Inputs::default().text(SIZE).made(system)?;
     cache::ready(&disk, &inputs, || {
         say("writing the disk");

@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 
 use super::cache::{self, Inputs};
 use super::options::Series;
-use super::{home, system};
+use super::system;
 use crate::program;
 
 const INIT: &str = include_str!("guest/init.sh");
@@ -24,16 +24,16 @@ fn modules(series: Series) -> &'static [&'static str] {
     }
 }
 
-/// The archive that is the same for every run.
-pub(super) fn ready(system: &Path, series: Series) -> anyhow::Result<PathBuf> {
-    let archive = home().join(format!("initramfs-{}.cpio", series.name()));
+/// The archive that is the same for every run, in the machine's folder.
+pub(super) fn ready(home: &Path, system: &Path, series: Series) -> anyhow::Result<PathBuf> {
+    let archive = home.join(format!("initramfs-{}.cpio", series.name()));
     let inputs = Inputs::default().text(INIT).text(&modules(series).join(" ")).made(system)?;
     cache::ready(&archive, &inputs, || make(system, series, &archive))?;
     Ok(archive)
 }
 
 fn make(system: &Path, series: Series, archive: &Path) -> anyhow::Result<()> {
-    let stage = home().join(format!("initramfs-{}", series.name()));
+    let stage = archive.with_extension("");
     cache::remove(&stage)?;
     for folder in ["bin", "modules", "proc", "dev", "disk"] {
         cache::create(&stage.join(folder))?;

@@ -20,8 +20,9 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 
-use crate::{repository, root, setup};
+use crate::{progress, repository, root, setup};
 pub(crate) use options::{Disk, Options};
+use options::{Series, System};
 pub(crate) use suite::{PROGRAM, Wanted, run as run_tests};
 
 /// Runs one command in the machine; its exit code is this one's.
@@ -39,7 +40,7 @@ pub(crate) fn test(wanted: &Wanted<'_>) -> anyhow::Result<()> {
 
 /// Makes missing or stale parts, then starts the machine; returns the command's exit code.
 pub(crate) fn boot(options: &Options) -> anyhow::Result<u8> {
-    let parts = parts(options.series)?;
+    let parts = parts(options.system, options.series)?;
     machine::run(options, &parts, accelerator(&parts)?)
 }
 
@@ -48,45 +49,56 @@ fn accelerator(parts: &machine::Parts) -> anyhow::Result<[&'static str; 4]> {
     accelerator::arguments(parts)
 }
 
-/// Makes missing or stale parts of the machine that [`Options::new`] asks for.
-pub(crate) fn prepare() -> anyhow::Result<()> {
-    parts(Options::new(Vec::new()).series).map(drop)
+/// Makes missing or stale parts of the demo's machine.
+pub(crate) fn prepare_for_demo() -> anyhow::Result<()> {
+    let Options { system, series, .. } = Options::for_demo(Vec::new());
+    parts(system, series).map(drop)
 }
 
-fn parts(series: options::Series) -> anyhow::Result<machine::Parts> {
+/// Whether the demo's machine was made here before, so that the next starts at once.
+pub(crate) fn is_made_for_demo() -> bool {
+    home_of(System::Demo).join("disk.ext4.stamp").exists()
+}
+
+fn parts(kind: System, series: Series) -> anyhow::Result<machine::Parts> {
     let _lock = lock()?;
     setup::install(&system::HOST_PACKAGES)?;
-    let system = system::ready()?;
+    let home = home_of(kind);
+    cache::create(&home)?;
+    let system = system::ready(&home, kind)?;
     Ok(machine::Parts {
-        kernel: system::kernel(series)?,
-        disk: disk::ready(&system)?,
-        initramfs: initramfs::ready(&system, series)?,
-        module: module::ready(&system, series)?,
+        kernel: system::kernel(&system, series)?,
+        disk: disk::ready(&home, &system)?,
+        initramfs: initramfs::ready(&home, &system, series)?,
+        module: module::ready(&home, &system, series)?,
     })
-}
-
-/// Whether a machine was made here before, so that the next starts at once.
-pub(crate) fn is_made() -> bool {
-    home().join("disk.ext4.stamp").exists()
 }
 
 /// Makes what all machines of the suite need, and finds out whether KVM works, which decides how many run at once;
 /// returns the folder of the kernel's headers for users, of Debian's newest.
 pub(crate) fn prepare_all() -> anyhow::Result<PathBuf> {
     root::become_root()?;
-    for series in options::Series::ALL {
-        accelerator(&parts(series)?)?;
+    for series in Series::ALL {
+        accelerator(&parts(System::Whole, series)?)?;
     }
-    Ok(home().join("system/usr/include"))
+    Ok(home_of(System::Whole).join("system/usr/include"))
 }
 
 /// The releases of the kernels, of machines that are made.
 pub(crate) fn kernels() -> anyhow::Result<Vec<String>> {
-    let system = home().join("system");
-    options::Series::ALL.into_iter().map(|series| system::release(&system, series)).collect()
+    let system = home_of(System::Whole).join("system");
+    Series::ALL.into_iter().map(|series| system::release(&system, series)).collect()
 }
 
-/// All parts of the machine.
+/// The parts of machines with this system.
+fn home_of(system: System) -> PathBuf {
+    match system {
+        System::Whole => home(),
+        System::Demo => home().join("demo"),
+    }
+}
+
+/// All machines.
 fn home() -> PathBuf {
     repository::scratch().join("vm")
 }
@@ -100,7 +112,6 @@ fn lock() -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// Progress goes to standard error: standard output is the command's.
 fn say(line: &str) {
-    eprintln!("vm: {line}");
+    progress::say(&format!("vm: {line}"));
 }

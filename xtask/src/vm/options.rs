@@ -37,6 +37,15 @@ impl Series {
     }
 }
 
+/// Which Debian system a machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum System {
+    /// With all that tests and measurements use, and with every kernel.
+    Whole,
+    /// With what the demo needs and sid's kernel alone, because a visitor waits while it is made.
+    Demo,
+}
+
 /// A scratch disk of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Disk {
@@ -59,6 +68,7 @@ impl Disk {
 /// One run of the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Options {
+    pub(crate) system: System,
     pub(crate) series: Series,
     /// Virtual processors.
     pub(crate) processors: u32,
@@ -80,6 +90,7 @@ impl Options {
     /// The defaults for a command.
     pub(crate) fn new(command: Vec<String>) -> Self {
         Self {
+            system: System::Whole,
             series: Series::Linux6_12,
             processors: 2,
             memory: MEMORY,
@@ -89,6 +100,11 @@ impl Options {
             time_limit: Duration::from_secs(600),
             command,
         }
+    }
+
+    /// The defaults of the demo's machine.
+    pub(crate) fn for_demo(command: Vec<String>) -> Self {
+        Self { system: System::Demo, series: Series::Linux7, ..Self::new(command) }
     }
 
     /// `[--option value]... -- command argument...`

@@ -21,25 +21,31 @@ pub(super) fn dump(log: &str) -> anyhow::Result<Vec<Moment>> {
             state,
             &format!("the process is stopped, its GPU queues are evicted, their state is saved ({about})"),
         ),
-        moment(contents, &format!("GPU memory is saved: {}", amount(moved)?)),
+        moment(contents, &format!("GPU memory is saved: {}", Amount::of(moved)?)),
         moment(end(log)?, "CPU memory is saved, the process has ended"),
     ])
 }
 
-/// The moments of a restore.
-pub(super) fn restore(log: &str) -> anyhow::Result<Vec<Moment>> {
-    let (state, _) = line(log, "amdgpu_plugin: mapping at ")?;
-    let (contents, moved) = line(log, "contents loaded: ")?;
-    let taken: f64 = moved
-        .split(", ")
-        .find_map(|part| part.strip_suffix(" s")?.parse().ok())
-        .with_context(|| format!("no time in the plugin's line: {moved}"))?;
-    Ok(vec![
-        moment(state, "processes, GPU buffers and queues exist again, empty and evicted"),
-        moment(contents - taken, "CPU memory is loaded"),
-        moment(contents, &format!("GPU memory is loaded: {}", amount(moved)?)),
-        moment(end(log)?, "the queues run, CRIU returns"),
-    ])
+/// Bytes that an eager restore moved to GPUs, from its log.
+pub(super) fn moved(log: &str) -> anyhow::Result<u64> {
+    let words = " contents loaded: ";
+    let line = log.lines().find_map(|line| Some(line.split_once(words)?.1));
+    let line = line.with_context(|| format!("the log of the restore has no line with {words:?}"))?;
+    Ok(Amount::of(line)?.bytes)
+}
+
+/// Bytes that were moved to GPUs while the program ran, from a restore's `rewake-timeline.json`.
+pub(super) fn resident(json: &str) -> anyhow::Result<u64> {
+    let number = |text: &str, name: &str| {
+        text.split_once(name)?.1.trim_start().split([',', '}']).next()?.trim().parse::<u64>().ok()
+    };
+    // Each memory has the number of its GPU's node, or null for CPU memory, before its bytes.
+    let of_gpus = json.split("\"minor\":").skip(1).filter(|memory| !memory.trim_start().starts_with("null"));
+    let bytes: Option<Vec<u64>> = of_gpus.map(|memory| number(memory, "\"resident\":")).collect();
+    bytes
+        .filter(|bytes| !bytes.is_empty())
+        .map(|bytes| bytes.iter().sum())
+        .context("the timeline has no memory of a GPU")
 }
 
 fn moment(seconds: f64, what: &str) -> Moment {
@@ -62,21 +68,33 @@ fn time(line: &str) -> Option<f64> {
 }
 
 /// The sizes in `N bytes, Z of them zero, S submissions for B buffers, ...`.
-fn amount(moved: &str) -> anyhow::Result<String> {
-    let mut parts = moved.split(", ");
-    let mut number = |before: &str, behind: &str| -> Option<f64> {
-        parts.next()?.split_once(before)?.1.strip_suffix(behind)?.parse().ok()
-    };
-    let (bytes, zero, buffers) =
-        (number("", " bytes"), number("", " of them zero"), number(" for ", " buffers"));
-    let (Some(bytes), Some(zero), Some(buffers)) = (bytes, zero, buffers) else {
-        bail!("the plugin's line is not as it used to be: {moved}");
-    };
-    Ok(format!(
-        "{:.0} MB of {buffers} buffers, {:.0} MB of it zeros that take no room",
-        bytes / 1e6,
-        zero / 1e6
-    ))
+struct Amount {
+    bytes: u64,
+    zero: u64,
+    buffers: u64,
+}
+
+impl Amount {
+    fn of(line: &str) -> anyhow::Result<Self> {
+        let mut parts = line.split(", ");
+        let mut number = |before: &str, behind: &str| -> Option<u64> {
+            parts.next()?.split_once(before)?.1.strip_suffix(behind)?.parse().ok()
+        };
+        let (bytes, zero, buffers) =
+            (number("", " bytes"), number("", " of them zero"), number(" for ", " buffers"));
+        match (bytes, zero, buffers) {
+            (Some(bytes), Some(zero), Some(buffers)) if zero <= bytes => Ok(Self { bytes, zero, buffers }),
+            _ => bail!("the line is not as it used to be: {line}"),
+        }
+    }
+}
+
+impl std::fmt::Display for Amount {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mb = |bytes: &u64| (bytes + 500_000) / 1_000_000;
+        let Self { bytes, zero, buffers } = self;
+        write!(f, "{} MB of {buffers} buffers, {} MB of it zeros that take no room", mb(bytes), mb(zero))
+    }
 }
 
 #[cfg(test)]
@@ -90,13 +108,8 @@ pie: 202: a line without a time
 (01.561649) amdgpu_plugin: contents saved: 11726856 bytes, 3010568 of them zero, 6 submissions for 20 buffers, 0.217 s, 51.4 MiB/s
 (02.900000) Dumping finished successfully
 ";
-    const RESTORE: &str = "\
-(00.438141) amdgpu_plugin: GPU 0x30e1 of the image is GPU 0x30e1 here
-(00.680574)    202: amdgpu_plugin: mapping at 0x7fa027e4f000: buffer 21 of process 202
-(00.681498)    202: amdgpu_plugin: mapping at 0x7fa02bc00000: buffer 12 of process 202
-(02.282967) amdgpu_plugin: contents loaded: 11726856 bytes, 3010568 of them zero, 6 submissions for 20 buffers, 0.246 s, 45.4 MiB/s
-(02.400000) Restore finished successfully.
-";
+    const RESTORED: &str = "amdgpu_plugin: contents loaded: 11726856 bytes, 3010568 of them zero, 6 submissions for 20 \
+                            buffers, 0.246 s, 45.4 MiB/s\n";
 
     #[test]
     fn a_dump_goes_from_state_to_gpu_memory_to_cpu_memory() {
@@ -108,10 +121,23 @@ pie: 202: a line without a time
     }
 
     #[test]
-    fn a_restore_goes_from_state_to_cpu_memory_to_gpu_memory() {
-        let moments = restore(RESTORE).unwrap();
-        let times: Vec<f64> = moments.iter().map(|moment| (moment.seconds * 1e6).round() / 1e6).collect();
-        assert_eq!(times, [0.680_574, 2.036_967, 2.282_967, 2.4]);
+    fn an_eager_restore_logs_what_it_moved() {
+        assert_eq!(moved(&format!("another line\n{RESTORED}")).unwrap(), 11_726_856);
+        assert!(moved("").unwrap_err().to_string().contains("contents loaded: "));
+        assert!(
+            moved(&RESTORED.replace("11726856", "7")).unwrap_err().to_string().contains("as it used to be")
+        );
+    }
+
+    #[test]
+    fn a_timeline_has_what_is_resident_on_gpus() {
+        let memory = |minor, bytes| {
+            format!("{{\"process\": 0, \"minor\": {minor}, \"bytes\": 9, \"resident\": {bytes}}}")
+        };
+        let json = |memory: &[String]| format!("{{\"memory\": [{}]}}", memory.join(","));
+        let all = [memory("null", 5), memory("128", 7), memory("129", 8)];
+        assert_eq!(resident(&json(&all)).unwrap(), 15);
+        assert!(resident(&json(&all[..1])).is_err());
     }
 
     #[test]
@@ -120,6 +146,5 @@ pie: 202: a line without a time
         assert!(refused("").contains("amdgpu_plugin: process "));
         assert!(refused(DUMP.split("contents").next().unwrap()).contains("contents saved: "));
         assert!(refused(&DUMP.replace("11726856 bytes", "many")).contains("not as it used to be"));
-        assert!(restore(&RESTORE.replace("0.246 s", "soon")).unwrap_err().to_string().contains("no time"));
     }
 }
