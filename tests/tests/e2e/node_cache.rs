@@ -214,7 +214,8 @@ fn a_working_set_that_is_pushed_later_is_loaded_first() {
     let loaded = |of: &serde_json::Value, what: &str| of[what].as_u64().unwrap();
     let all = loaded(&record["loaded"], "working_set");
     let mut samples = record["sampled_loads"].as_array().unwrap().iter();
-    let is_there = samples.find(|sample| loaded(sample, "working_set") == all).unwrap_or(&record["loaded"]);
+    let is_there = samples.find(|sample| loaded(sample, "working_set") == all);
+    let is_there = is_there.unwrap_or_else(|| &record["loaded"]);
     let [early, rest] = [is_there, &record["loaded"]].map(|of| loaded(of, "background"));
     assert!(all > 0 && early <= rest / 2, "{early} of {rest} other bytes were loaded before\n{record}");
     let faults = record["processes"][0]["page_faults"].as_u64().unwrap();
