@@ -44,8 +44,8 @@ impl Answers {
     }
 }
 
-/// When this program was built: another one may have another model.
-fn own_time() -> u128 {
+/// When this program was built: what another one has kept may be of another model, or of another server.
+pub(crate) fn own_time() -> u128 {
     let time = std::env::current_exe().and_then(fs::metadata).and_then(|of| of.modified());
     time.ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok()).map_or(0, |time| time.as_nanos())
 }

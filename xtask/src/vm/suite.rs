@@ -420,6 +420,14 @@ mod tests {
     }
 
     #[test]
+    fn only_a_run_of_everything_is_whole() {
+        assert!(Wanted::default().is_whole());
+        let named = [&["gated"][..], &["--machine", "7-90a"]].map(|words| Wanted::parse(words).unwrap());
+        let module = Wanted { modules: &["gated"], ..Wanted::default() };
+        assert!(named.iter().chain([&module]).all(|wanted| !wanted.is_whole()));
+    }
+
+    #[test]
     fn tests_are_wanted_by_module_and_by_a_part_of_their_names() {
         let wanted = Wanted { filter: Some("gpu::killed"), modules: &["killed"], ..Wanted::default() };
         assert!(wanted.wants("killed::a") && !wanted.wants("gated::killed"));

@@ -39,8 +39,6 @@ impl fmt::Display for Shortfall {
     }
 }
 
-impl std::error::Error for Shortfall {}
-
 impl Comparison {
     /// Each figure as the mean of its restores.
     pub(super) fn table(&self) -> String {

@@ -146,7 +146,8 @@ impl Scene {
         let moved = self.moved(way)?;
         let figures = Figures { runs: first.at - start, token: next.at - start, resident, moved };
         say(&format!(
-            "    it runs after {:.2} s, in the middle of token {}, which is ready after {:.2} s; all is resident after {:.2} s",
+            "    it runs after {:.2} s, in the middle of token {}, which is ready after {:.2} s; all is resident after \
+             {:.2} s",
             figures.runs.as_secs_f64(),
             first.tokens + 1,
             figures.token.as_secs_f64(),
