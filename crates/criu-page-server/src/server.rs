@@ -187,7 +187,7 @@ impl StopSignals {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::net::UnixStream;
+    use std::os::unix::net::{UnixListener, UnixStream};
     use std::path::Path;
     use std::sync::mpsc;
 
@@ -205,6 +205,7 @@ mod tests {
     const OPEN: u32 = 4;
     const PAGES: u32 = 6 | 6 << 16;
     const CLOSE: u32 = 0x1023;
+    const UNKNOWN: u32 = 9;
     const TASK: u64 = 7 << 8 | 1;
 
     /// Runs a test with one thread for calls that wait for the disk.
@@ -360,6 +361,36 @@ mod tests {
             drop(busy);
             cut_served.await.unwrap().unwrap_err();
             assert_eq!(names(images.path()).len(), 1);
+        });
+    }
+
+    #[test]
+    fn clients_that_fail_give_their_places_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let (images, socket) = (dir.path().join("images"), dir.path().join("socket"));
+        fs::create_dir(&images).unwrap();
+        with_one_disk_thread(async {
+            let entrance = Entrance::Unix(UnixListener::bind(&socket).unwrap(), socket.clone());
+            let (server, door) = (receiving(&images, true), Door::of(entrance).unwrap());
+            let _served = spawn_local(async move {
+                let stop = pin!(std::future::pending::<&'static str>());
+                many(&server, door, stop).await
+            });
+            let connect = async || TestClient(tokio::net::UnixStream::connect(&socket).await.unwrap());
+            for number in 0..MAX_CLIENTS + 2 {
+                let mut client = connect().await;
+                if number.is_multiple_of(2) {
+                    client.send(UNKNOWN, 0, 0, 0).await;
+                } else {
+                    client.0.shutdown().await.unwrap();
+                }
+                // The server has ended the connection: the next client finds the place free.
+                client.0.read_u8().await.unwrap_err();
+            }
+            let mut client = connect().await;
+            client.send_memory().await;
+            client.send(CLOSE, 0, 0, 0).await;
+            assert_eq!(client.0.read_i32().await.unwrap(), 0);
         });
     }
 }

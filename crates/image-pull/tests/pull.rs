@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{FileExt as _, symlink};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -134,6 +134,32 @@ fn a_copy_continues_after_each_cut() {
     let (mut source, connections) = scene.source("web/1", CHUNK + CHUNK / 2).unwrap();
     pull(&mut source, &scene.copy(), None).unwrap();
     assert_eq!(connections.load(Ordering::Relaxed), 2, "each brings one of the two chunks");
+    scene.assert_copied();
+}
+
+/// Bytes that no compression makes shorter: where a connection is cut does not depend on its speed.
+fn noise(length: usize) -> Vec<u8> {
+    let mut state: u64 = 1;
+    let words = (0..length / 8).map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    });
+    words.flat_map(u64::to_ne_bytes).collect()
+}
+
+#[test]
+fn a_copy_outlives_any_number_of_cuts_that_bring_bytes() {
+    /// More than the connections in a row that may bring nothing.
+    const CHUNKS: usize = 8;
+    let scene = Scene::new();
+    fs::remove_file(scene.image().join("rewake-manifest")).unwrap();
+    fs::write(scene.image().join("pages-1.img"), noise(CHUNKS * CHUNK)).unwrap();
+    seal(&scene.image()).unwrap();
+    let (mut source, connections) = scene.source("web/1", CHUNK + CHUNK / 2).unwrap();
+    pull(&mut source, &scene.copy(), None).unwrap();
+    assert_eq!(connections.load(Ordering::Relaxed), CHUNKS, "each brings one chunk");
     scene.assert_copied();
 }
 
@@ -341,6 +367,19 @@ fn what_is_lazy_is_left_and_can_be_brought_by_another_program() {
     assert_eq!(complete_image(&scene.copy(), None).unwrap(), Some(first.id));
     assert!(complete_image(&scene.copy(), Some("0000")).is_err());
     assert_eq!(eager(), PullReport { id: first.id, files: 0, bytes: 0, sent: 0, kept: 0, left: 0 });
+}
+
+#[test]
+fn the_space_of_what_arrives_later_is_reserved() {
+    /// The unit of `st_blocks` (stat(2)).
+    const SECTOR: u64 = 512;
+    let scene = Scene::new();
+    let memory = with_pagemap(&scene);
+    pull_eager(&mut scene.source("web/1", usize::MAX).unwrap().0, &scene.copy(), None).unwrap();
+    // Without it a full disk would end the restored program later, and not the restore at its start. A chunk of zeros
+    // takes no space.
+    let allocated = fs::metadata(scene.copy().join("pages-1.img")).unwrap().blocks() * SECTOR;
+    assert!(allocated >= (memory.len() - CHUNK) as u64, "{allocated} bytes");
 }
 
 #[test]

@@ -490,6 +490,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+    use crate::folder::tests::{image, set_unused};
 
     const MEMORY: [u8; 5000] = [7; 5000];
 
@@ -557,6 +558,27 @@ mod tests {
         let id = cache.acquire(&scene.url, None).unwrap().id();
         assert!(fs::read(path.join("pages-1.img")).unwrap() == MEMORY);
         assert!(!cache.folder.is_doubted(id));
+    }
+
+    #[test]
+    fn an_image_that_is_used_again_stays_when_another_must_go() {
+        let scene = StoredImageScene::new();
+        let folder = CacheFolder::open(&scene.dir.path().join("cache"), Some(1 << 20)).unwrap();
+        let other = image(&folder, 7, MEMORY.len());
+        let cache = NodeCache::start(folder).unwrap();
+        let id = cache.acquire(&scene.url, None).unwrap().id();
+        // The store is asked which image it has; or it is not.
+        for expected in [None, Some(id.to_string())] {
+            set_unused(&cache.folder, id, Duration::from_secs(200));
+            set_unused(&cache.folder, other, Duration::from_secs(100));
+            drop(cache.acquire(&scene.url, expected.as_deref()).unwrap());
+            let used: Vec<Digest> = cache.list().iter().map(|image| image.id).collect();
+            assert_eq!(used, [id, other], "{expected:?}");
+        }
+        let next = CacheEntry::new(Digest([9; 32]), &cache.folder);
+        let bytes = cache.folder.size() - cache.folder.allocated(id);
+        space::reserve(&cache.folder, &next, bytes, &cache.all()).unwrap();
+        assert!(cache.folder.image(id).exists() && !cache.folder.image(other).exists());
     }
 
     #[test]

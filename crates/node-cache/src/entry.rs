@@ -334,6 +334,8 @@ mod tests {
     use std::thread::scope;
     use std::time::Duration;
 
+    use rewake_criu_images::ImageLease;
+
     use super::*;
     use crate::folder::tests::{folder, image};
 
@@ -397,6 +399,22 @@ mod tests {
         assert!(entry.is_usable());
         assert!(!entry.doubt(began) && entry.is_usable(), "another restore has read the same block");
         assert!(entry.doubt(Instant::now()) && !entry.is_usable());
+    }
+
+    #[test]
+    fn the_removal_of_an_image_in_use_changes_nothing() {
+        let (_dir, folder) = folder(1 << 20);
+        let entry = CacheEntry::new(image(&folder, 1, 100), &folder);
+        entry.reserve(5000);
+        let lease = ImageLease::shared(&folder.image(entry.id)).unwrap().unwrap();
+        // Others are not removed for the space that it would leave.
+        assert!(!entry.is_removable(&folder));
+        // The removal of its files would be refused, but only after its fetcher and its reservation have ended.
+        assert!(!entry.evict(&folder).unwrap());
+        assert_eq!(entry.reserved(), 5000);
+        drop(lease);
+        assert!(entry.is_removable(&folder) && entry.evict(&folder).unwrap());
+        assert!(entry.reserved() == 0 && !folder.image(entry.id).exists());
     }
 
     #[test]

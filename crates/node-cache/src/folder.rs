@@ -301,6 +301,12 @@ pub(crate) mod tests {
         id
     }
 
+    /// Makes the last use of an image so long ago.
+    pub(crate) fn set_unused(folder: &CacheFolder, id: Digest, time: Duration) {
+        let file = File::options().write(true).open(folder.origin_path(id)).unwrap();
+        file.set_modified(SystemTime::now() - time).unwrap();
+    }
+
     #[test]
     fn the_next_agent_finds_the_images_of_the_last_one() {
         let (dir, folder) = folder(1 << 20);

@@ -65,12 +65,12 @@ pub(crate) fn reserve(
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, SystemTime};
+    use std::time::Duration;
 
     use rewake_criu_images::{Digest, ImageLease};
 
     use super::*;
-    use crate::folder::tests::{folder, image};
+    use crate::folder::tests::{folder, image, set_unused};
 
     const SIZE: u64 = 1 << 20;
 
@@ -78,10 +78,7 @@ mod tests {
     fn entries(folder: &CacheFolder, numbers: &[u8], bytes: usize) -> Vec<Arc<CacheEntry>> {
         let make = |number: &u8| {
             let id = image(folder, *number, bytes);
-            let age = Duration::from_secs(100 - u64::from(*number));
-            let path = folder.path().join(format!("{id}.json"));
-            let file = std::fs::File::options().write(true).open(path).unwrap();
-            file.set_modified(SystemTime::now() - age).unwrap();
+            set_unused(folder, id, Duration::from_secs(100 - u64::from(*number)));
             Arc::new(CacheEntry::new(id, folder))
         };
         numbers.iter().map(make).collect()

@@ -217,4 +217,33 @@ mod tests {
         let other = std::fs::File::open("/dev/null").unwrap();
         assert!(negotiated_features(other.as_fd()).is_err());
     }
+
+    /// The race itself lasts microseconds in the kernel, so the outcome is made up.
+    #[test]
+    fn memory_that_is_not_mapped_while_the_layout_changes_is_not_gone() {
+        const LEN: u64 = 2 * crate::PAGE_SIZE;
+        let uffd = Uffd::open(abi::FEATURES_CRIU & !abi::FEATURE_FORK).expect("needs root");
+        // SAFETY: a new private mapping, never unmapped.
+        let start = unsafe {
+            let (access, kind) =
+                (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            libc::mmap(std::ptr::null_mut(), 2 * 4096, access, kind, -1, 0)
+        };
+        assert_ne!(start, libc::MAP_FAILED);
+        let start = start as u64;
+        uffd.register_missing(start, LEN).unwrap();
+        let not_mapped = Outcome { bytes: 0, stop: Some(Stop::NotMapped) };
+        assert_eq!(uffd.settle(not_mapped).stop, Some(Stop::NotMapped));
+        std::thread::scope(|scope| {
+            // SAFETY: drops pages of a mapping without Rust values; returns when the event was read.
+            scope.spawn(move || unsafe { libc::madvise(start as *mut _, 2 * 4096, libc::MADV_DONTNEED) });
+            while !uffd.changing() {
+                std::thread::yield_now();
+            }
+            let settled = uffd.settle(not_mapped);
+            let mut slots = [RawMessage::default()];
+            assert_eq!(uffd.read(&mut slots).unwrap(), 1);
+            assert_eq!(settled.stop, Some(Stop::Changing));
+        });
+    }
 }

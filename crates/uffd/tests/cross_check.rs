@@ -4,6 +4,7 @@
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, abi, address_space_ended};
 use userfaultfd::{Event, FeatureFlags, UffdBuilder};
@@ -58,13 +59,13 @@ fn read_byte(address: u64) -> u8 {
 }
 
 fn next(uffd: &Uffd) -> Message {
-    let mut slots = [RawMessage::default(); 4];
-    loop {
-        if uffd.read(&mut slots).unwrap() > 0 {
-            return slots[0].decode().unwrap();
-        }
+    let mut slots = [RawMessage::default()];
+    let end = Instant::now() + Duration::from_secs(60);
+    while uffd.read(&mut slots).unwrap() == 0 {
+        assert!(Instant::now() < end, "no message within a minute");
         thread::yield_now();
     }
+    slots[0].decode().unwrap()
 }
 
 #[test]
@@ -139,6 +140,25 @@ fn fills_are_refused_until_the_event_of_dropped_memory_is_read() {
     assert_eq!(dropper.join().unwrap(), 0);
     assert!(!uffd.changing());
     assert!(uffd.copy(start, &[1; PAGE]).complete(PAGE_SIZE));
+}
+
+/// A successor wakes threads whose messages a killed worker had read: the kernel sends a message a thread only once.
+#[test]
+fn a_wake_of_a_range_has_each_of_its_waiting_threads_report_its_page_again() {
+    let _alone = alone();
+    let (uffd, start) = registered(4);
+    let pages = [1, 3].map(|page| start + page * PAGE_SIZE);
+    let readers = pages.map(|address| {
+        let reader = thread::spawn(move || read_byte(address));
+        assert_eq!(next(&uffd), Message::Fault { address });
+        reader
+    });
+    uffd.wake(start, 4 * PAGE_SIZE).unwrap();
+    for _ in pages {
+        let Message::Fault { address } = next(&uffd) else { panic!("only page faults") };
+        assert!(uffd.copy(address, &[9; PAGE]).complete(PAGE_SIZE), "each page once");
+    }
+    assert_eq!(readers.map(|reader| reader.join().unwrap()), [9, 9]);
 }
 
 #[test]

@@ -11,6 +11,8 @@ use rewake_testkit::process::{last_lines, output};
 use rewake_testkit::programs::{beside, rewake};
 use rewake_testkit::soon;
 
+use crate::left::doing;
+
 /// Where `cargo xtask vm` puts the plugin that it builds from Debian's source of CRIU.
 const STOCK_PLUGIN: &str = "/usr/local/lib/criu";
 /// Where `cargo xtask plugin` puts this project's plugin, beside the test programs.
@@ -301,7 +303,8 @@ pub fn queues() -> Result<(), &'static str> {
 /// # Errors
 /// It does not end.
 pub fn wait_for_the_end_of(pid: u32) -> anyhow::Result<()> {
-    ensure!(soon(|| !Path::new("/proc").join(pid.to_string()).exists()), "process {pid} does not end");
+    let ended = soon(|| !Path::new("/proc").join(pid.to_string()).exists());
+    ensure!(ended, "process {pid} does not end: {}", doing(pid));
     Ok(())
 }
 

@@ -20,6 +20,8 @@ use crate::{Judge, Machine};
 
 /// Root's alone, and empty when a machine starts.
 const FOLDER: &str = "/run/rewake-test-dumps";
+/// Lists the servers of a kept dump: the names of their folders and their pids.
+const SERVERS: &str = "servers";
 /// The number that the kernel gave last (`pid_namespaces(7)`).
 const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
 /// Pids from here on are those of kept servers, so that no other process has one of them when they are restored.
@@ -86,13 +88,14 @@ impl KeptDump {
     /// # Panics
     /// It cannot be copied.
     pub(crate) fn copies(&self) -> Option<Vec<(ServerFolder, u32)>> {
-        let pids = fs::read_to_string(self.0.join("pids")).ok()?;
-        let copy = |(number, pid): (usize, &str)| {
-            let folder = self.0.join(number.to_string());
-            copy(&self.kept(number), &folder);
+        let servers = fs::read_to_string(self.0.join(SERVERS)).ok()?;
+        let copy = |line: &str| {
+            let (name, pid) = line.split_once(' ').unwrap();
+            let folder = self.0.join(name);
+            copy(&self.kept(name), &folder);
             (ServerFolder(folder), pid.parse().unwrap())
         };
-        Some(pids.split_whitespace().enumerate().map(copy).collect())
+        Some(servers.lines().map(copy).collect())
     }
 
     /// Folders for the servers of a dump that no test has made. What starts from here on has pids that no other
@@ -124,16 +127,18 @@ impl KeptDump {
         if space.blocks_available() * space.fragment_size() < FREE {
             return;
         }
-        let mut pids = Vec::new();
-        for (number, (folder, pid)) in servers.enumerate() {
-            copy(folder.path(), &self.kept(number));
-            pids.push(pid.to_string());
+        let mut list = String::new();
+        for (folder, pid) in servers {
+            // A server is restored at its own path, whatever its place in this list.
+            let name = folder.path().file_name().unwrap().to_str().unwrap();
+            copy(folder.path(), &self.kept(name));
+            list += &format!("{name} {pid}\n");
         }
-        fs::write(self.0.join("pids"), pids.join(" ")).unwrap();
+        fs::write(self.0.join(SERVERS), list).unwrap();
     }
 
-    fn kept(&self, number: usize) -> PathBuf {
-        self.0.join(format!("kept-{number}"))
+    fn kept(&self, name: &str) -> PathBuf {
+        self.0.join(format!("kept-{name}"))
     }
 }
 
@@ -166,4 +171,33 @@ impl Drop for LastPid {
 
 fn set_last_pid(number: usize) -> std::io::Result<()> {
     fs::write(LAST_PID, number.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_server_s_copy_has_its_own_files_at_its_own_path() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = |name: &str, says: &str| {
+            let folder = home.path().join(name);
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("says"), says).unwrap();
+            ServerFolder(folder)
+        };
+        let dump = KeptDump(home.path().to_owned());
+        assert!(dump.copies().is_none(), "no test has made it");
+        // The last server is dumped first.
+        let servers = [(folder("1", "second"), 17), (folder("0", "first"), 11)];
+        dump.keep(servers.iter().map(|(folder, pid)| (folder, *pid)));
+        drop(servers);
+        let copies = dump.copies().unwrap();
+        let found: Vec<_> = copies
+            .iter()
+            .map(|(folder, pid)| (fs::read_to_string(folder.path().join("says")).unwrap(), *pid))
+            .collect();
+        assert_eq!(found, [("second".to_owned(), 17), ("first".to_owned(), 11)]);
+        assert_eq!(copies[0].0.path(), home.path().join("1"));
+    }
 }

@@ -58,11 +58,15 @@ pub fn runs(pid: u32) -> bool {
     Path::new("/proc").join(pid.to_string()).join("exe").exists()
 }
 
-/// The state of a process, for failure reports.
+/// The state of each thread of a process, for failure reports; empty when the process has ended.
 #[must_use]
 pub fn doing(pid: u32) -> String {
-    let read = |name| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
-    format!("{}: {}: {}", read("stat"), read("syscall"), read("stack"))
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let state = |thread: fs::DirEntry| {
+        let read = |name| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+        format!("{}: {}: {}", read("stat"), read("syscall"), read("stack"))
+    };
+    threads.map(state).collect()
 }
 
 /// Processes of CRIU's own program, in both versions.

@@ -5,9 +5,12 @@
 //! `REWAKE_KILLS` is the number of kills (default 40), `REWAKE_SEED` repeats the moments of another run.
 
 use std::fmt;
+use std::fs;
 use std::thread::scope;
 use std::time::{Duration, Instant};
 
+use nix::unistd::Pid;
+use rewake_testkit::{MINUTE, until};
 use rewake_tests::Random;
 use rewake_tests::random::{count, is_share, moment, seed};
 use rewake_tests::scene::END;
@@ -192,6 +195,25 @@ fn a_killed_worker_is_replaced_and_the_target_sees_right_bytes() {
 fn a_worker_killed_while_the_layout_changes_is_replaced() {
     let criu = need!(Criu::main());
     campaign(&criu, "active", Victim::Worker, rounds(2));
+}
+
+/// Supervisor and worker have one table of descriptors, so that those of a dead worker stay open until its successor
+/// closes them.
+#[test]
+fn a_successor_keeps_nothing_open_of_the_workers_before_it() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "random", 4).unwrap();
+    let mut server = scene.serve().unwrap();
+    let descriptors = |worker: Pid| fs::read_dir(format!("/proc/{worker}/fd")).map_or(0, Iterator::count);
+    let before = descriptors(server.worker().unwrap());
+    for _ in 0..3 {
+        let worker = server.worker().unwrap();
+        assert!(server.kill_worker());
+        until(MINUTE, || server.worker().filter(|next| *next != worker)).expect("a successor");
+    }
+    let worker = server.worker().unwrap();
+    let now = until(MINUTE, || Some(descriptors(worker)).filter(|now| *now > 0 && *now <= before));
+    assert!(now.is_some(), "{before} descriptors before, {} now", descriptors(worker));
 }
 
 #[test]

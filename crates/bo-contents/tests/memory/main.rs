@@ -6,6 +6,7 @@ mod duplicates;
 mod scene;
 mod sealed;
 
+use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -70,6 +71,32 @@ fn holes_of_a_file_overwrite_memory_with_zeros() {
     right[CHUNK + 123_456..][..data.len()].copy_from_slice(&data);
     assert!(scene.memory(0) == right);
     assert_eq!(scene.memory(1), [0; 4096]);
+}
+
+/// A chunk is read in 16 ranges at most, so that holes between the last ones are read, too.
+#[test]
+fn a_chunk_with_more_holes_than_reads_is_loaded_whole() {
+    let scene = Scene::new(&[CHUNK, 4096]);
+    let (data, mut right) = (pattern(0, 4096), vec![0; CHUNK]);
+    for at in (0..CHUNK).step_by(CHUNK / 32) {
+        scene.put(0, at, &data);
+        right[at..][..data.len()].copy_from_slice(&data);
+    }
+    scene.load(&[]);
+    assert!(scene.memory(0) == right);
+}
+
+#[test]
+fn a_process_is_not_resident_from_an_image_that_was_written_meanwhile() {
+    // The small ones are resident first. The new length shows even where times of files are coarse.
+    let scene = Scene::new(&[12 * CHUNK, 4096, 4096]);
+    let (_, error) = scene.load_fails(|number| {
+        if number == 2 {
+            let file = File::options().append(true).open(scene.path(7)).unwrap();
+            file.set_len(file.metadata().unwrap().len() + 4096).unwrap();
+        }
+    });
+    assert!(error.contains("changed while it was served"), "{error}");
 }
 
 #[test]

@@ -145,12 +145,21 @@ impl Scene {
 
     /// Loads an image with a wrong byte. Returns the buffers that became resident, and the error.
     pub(crate) fn load_damaged(&self) -> (Vec<usize>, String) {
+        self.load_fails(|_| {})
+    }
+
+    /// Loads an image, which fails. `resident` is called with each buffer that becomes resident; returns all of them,
+    /// and the error.
+    pub(crate) fn load_fails(&self, mut resident: impl FnMut(usize) + Send) -> (Vec<usize>, String) {
         let files = self.files();
         let processes = [ProcessBuffers { files: &files, dmabufs: &self.memfds }];
         let loading = BackgroundLoad::into_memory(&processes, &self.device, None).unwrap();
         let mut whole = Vec::new();
         let buffer = |of| match of {
-            LoadEvent::Buffer { number, .. } => whole.push(number),
+            LoadEvent::Buffer { number, .. } => {
+                whole.push(number);
+                resident(number);
+            }
             LoadEvent::Process { .. } => panic!("the process is resident"),
         };
         let error = loading.run(buffer).unwrap_err();

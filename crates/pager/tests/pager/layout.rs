@@ -399,6 +399,7 @@ fn the_missing_run_around_a_page_ends_where_a_page_is_not_missing_or_of_another_
     assert_eq!(run(&map, 115, 110..120), None, "it is resident");
     map.apply(&remap(122, 500, 1)).unwrap();
     assert_eq!(run(&map, 120, 100..130), Some((117, 5, 27)), "the next page is moved");
+    assert_eq!(run(&map, 130, 110..135), Some((123, 12, 33)), "a page before it is moved");
     assert_eq!(run(&map, 500, 500..501), None, "it is moved");
     assert_eq!(run(&map, 122, 110..130), None, "its page has moved away");
 }

@@ -489,7 +489,11 @@ fn bytes_len(bytes: u64) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
     use std::path::PathBuf;
+
+    use rewake_pager::Change;
+    use rewake_uffd::{RawMessage, abi};
 
     use super::*;
     use crate::ledger::Ledger;
@@ -557,6 +561,35 @@ mod tests {
         assert_eq!(loaded(LoadCause::Background, None), (1, PAGES - 1));
         assert_eq!(loaded(LoadCause::WorkingSet, Some(1)), (1, PAGES - 1));
         assert_eq!(loaded(LoadCause::Background, Some(REGISTERED)), (1, PAGES - 1));
+    }
+
+    /// The kernel wakes waiting threads when it fills their page, but not when it finds the page filled.
+    #[test]
+    fn a_thread_whose_page_is_resident_already_is_woken() {
+        const DONTWAKE: u64 = 1;
+        let task = UffdChild::start(uffd_child::touch);
+        let session = Arc::new(Session::new(PathBuf::new()));
+        let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), true));
+        uffd_child::until(|| space.uffd.read(&mut [RawMessage::default()]).unwrap() == 1);
+        let bytes = [7; PAGE_LEN];
+        let src = bytes.as_ptr() as u64;
+        let mut fill = abi::Copy { dst: task.start, src, len: PAGE_SIZE, mode: DONTWAKE, copy: 0 };
+        abi::copy(space.uffd.as_fd(), &mut fill).unwrap();
+        let filled = space.fill_demand(&space.layout(), task.start, Some(PageIx(0)), Some(&bytes));
+        assert_eq!(filled, Filled::All);
+        uffd_child::until(|| !task.lives());
+    }
+
+    #[test]
+    fn zero_pages_ahead_of_a_sweep_end_where_pages_of_the_image_begin() {
+        let task = UffdChild::start(uffd_child::sleep);
+        let session = Arc::new(Session::new(PathBuf::new()));
+        let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), true));
+        let page = |number: u64| task.start + number * PAGE_SIZE;
+        space.layout_mut().apply(&Change::Remove { start: page(0), end: page(2) }).unwrap();
+        space.fill_zero_window(&space.layout(), page(0), &(page(0)..page(PAGES)));
+        let stops = [1, 2, 3].map(|number| space.uffd.copy(page(number), &[7; PAGE_LEN]).stop);
+        assert_eq!(stops, [Some(Stop::Present), None, None]);
     }
 
     #[test]

@@ -74,10 +74,11 @@ fn serve(
 ) -> anyhow::Result<SwapResult> {
     let mut result = SwapResult { outcome: None, buffers: 0, unserved: Vec::new() };
     let (process, pid) = (placeholders.process(), placeholders.pid());
-    for (place, &PageFault { address, since, .. }) in faults.iter().enumerate() {
+    for (place, &PageFault { address, buffer, since }) in faults.iter().enumerate() {
         let Some(accessed) = placeholders.at(address)? else {
-            // The buffer was swapped meanwhile, or nothing is mapped.
+            // The buffer was swapped meanwhile, or nothing is mapped any more. The thread has waited all the same.
             placeholders.wake(address, PAGE_SIZE);
+            timeline.fault(process, buffer, address, since.elapsed());
             continue;
         };
         let outcome = placeholders.swap(&BTreeSet::from([accessed.buffer]))?;

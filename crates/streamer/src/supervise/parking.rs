@@ -155,10 +155,19 @@ fn park_targets(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<
         Err(error) => return all_left(format!("starting rewake park: {error}")),
     };
     let text = String::from_utf8_lossy(&output.stdout);
+    match left_by(targets, &text)? {
+        Some(left) => Ok(left),
+        // If a signal killed it, the kernel has killed the one target that it traced at that moment.
+        None => all_left(format!("rewake park: {}: {}", output.status, text.trim_end())),
+    }
+}
+
+/// Reads what `rewake park` printed, a line for each target: those that are not parked, with the reasons. None if lines
+/// are missing.
+fn left_by(targets: &[ProcessId], text: &str) -> anyhow::Result<Option<Vec<(ProcessId, String)>>> {
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
     if lines.len() != targets.len() {
-        // If a signal killed it, the kernel has killed the one target that it traced at that moment.
-        return all_left(format!("rewake park: {}: {}", output.status, text.trim_end()));
+        return Ok(None);
     }
     let mut left = Vec::new();
     for (target, (word, why)) in targets.iter().zip(lines) {
@@ -173,7 +182,7 @@ fn park_targets(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<
             other => bail!("rewake park: expected {DONE}, {LATER} or {NEVER}, found {other:?}"),
         }
     }
-    Ok(left)
+    Ok(Some(left))
 }
 
 /// Makes a `rewake park` command: in its own process group, with all signals blocked.
@@ -183,4 +192,20 @@ fn park_command() -> anyhow::Result<Command> {
     sys::leave_descriptors(&mut command);
     sys::block_signals(&mut command);
     Ok(command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_that_may_be_parked_later_are_left() {
+        let targets = [5, 6, 7].map(|pid| ProcessId { pid, started: 1 });
+        let left = left_by(&targets, &format!("{DONE} 3\n{LATER} it is traced\n{DONE} 4\n")).unwrap();
+        assert_eq!(left, Some(vec![(targets[1], "it is traced".to_owned())]));
+        assert_eq!(left_by(&targets, &format!("{DONE} 3\n{DONE} 4\n")).unwrap(), None, "it was killed");
+        let refused = left_by(&targets[..1], &format!("{NEVER} no descriptor is free\n")).unwrap_err();
+        assert!(refused.to_string().contains("would read zeros"), "{refused}");
+        assert!(left_by(&targets[..1], "maybe 3\n").is_err());
+    }
 }

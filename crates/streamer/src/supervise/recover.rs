@@ -256,6 +256,8 @@ fn renumber_forks(ledger: Ledger, parent: &'static SpaceSlot, old: &[RawFd]) -> 
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
     use crate::uffd_child::{self, UffdChild};
 
@@ -284,5 +286,17 @@ mod tests {
         report.kill_all([first, first, another].into_iter(), LOST);
         assert_eq!(report.killed, [(first.0, LOST)]);
         assert!(!children[0].lives() && children[1].lives(), "another process has the pid of the last one");
+    }
+
+    /// They may have missing memory, and are found only while their parent lives.
+    #[test]
+    fn children_of_killed_processes_are_killed_too() {
+        let mut task = Command::new("sh").args(["-c", "sleep 100; true"]).spawn().unwrap();
+        let pid = i32::try_from(task.id()).unwrap();
+        uffd_child::until(|| !processes::descendants(pid).is_empty());
+        let child = sys::pidfd_open(*processes::descendants(pid).first().unwrap()).unwrap();
+        RecoveryReport::default().kill_all([own_start(pid)].into_iter(), LOST);
+        uffd_child::until(|| sys::has_ended(child.as_raw_fd()));
+        task.wait().unwrap();
     }
 }
