@@ -411,3 +411,20 @@ pub(crate) fn close_handle(render: &Render, handle: u32) -> Result<(), Error> {
     let Some(handle) = drm::control::from_u32(handle) else { return Ok(()) };
     render.close_buffer(handle).map_err(failed)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_that_a_transfer_crosses_is_listed_once() {
+        let parts = [11, 12, 13, 14].map(|handle| StagingPart { handle, stamp: 0 });
+        let mut staging = StagingMap { address: 0, part_bytes: 100, parts: parts.into() };
+        let mut list = Vec::new();
+        staging.list(150, 150, 1, &mut list);
+        staging.list(100, 101, 1, &mut list);
+        assert_eq!(list.iter().map(|entry| entry.bo_handle).collect::<Vec<_>>(), [12, 13]);
+        staging.list(299, 2, 2, &mut list);
+        assert_eq!(list.iter().map(|entry| entry.bo_handle).collect::<Vec<_>>(), [12, 13, 13, 14]);
+    }
+}
