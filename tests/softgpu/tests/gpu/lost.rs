@@ -2,12 +2,16 @@
 //! Memory that cannot be loaded while its processes run: a copy fails, or a disk. Processes that wait for it
 //! are killed, none sees zeros in its place, and the page server logs why.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
+use std::process::Command;
 
 use gpu_app::shape::Shape;
 use nix::sys::signal::Signal;
 use rewake_skip::need;
+use rewake_testkit::process::output;
+use rewake_testkit::programs::rewake;
 use softgpu_tests::criu::{Criu, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, dies, is_paused, signal, soon, unreached};
 use softgpu_tests::faults::{Calls, Fault};
@@ -67,6 +71,26 @@ fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
         dumped.criu.restore_lazily().unwrap();
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn a_wrong_byte_of_a_sealed_image_reaches_no_queue() {
+    isolated(1, |_| {
+        let mut dumped = need!(Dumped::of(&unreached(), Version::V4_2));
+        output(Command::new(rewake().unwrap()).arg("seal").arg(dumped.criu.images())).unwrap();
+        let files = files(&dumped.criu, "amdgpu-pages-");
+        let largest = files.into_iter().max_by_key(|file| fs::metadata(file).unwrap().len()).unwrap();
+        let (file, mut byte, at) =
+            (File::options().read(true).write(true).open(largest).unwrap(), [0], 9 << 20);
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+        let streamer = dumped.streamer();
+        // The streamer may kill the process before CRIU has ended.
+        let _ = dumped.criu.restore();
+        failed(streamer, &["amdgpu-pages-", "some are not those that were sealed"]);
+        assert!(soon(|| !runs(dumped.server.pid)));
+        dumped.server.app.is_over();
     });
 }
 
