@@ -195,7 +195,31 @@ fn read_pages(pid: i32, range: Range<u64>) -> Answer {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::process::Command;
+    use std::time::{Duration, Instant};
+
     use super::*;
+
+    #[test]
+    fn a_task_is_killed_when_its_streamer_ends_during_the_wait() {
+        let mut task = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = i32::try_from(task.id()).unwrap();
+        let (streamer, far) = UnixStream::pair().unwrap();
+        let mut ended = false;
+        let read = || {
+            drop(far);
+            let limit = Instant::now() + Duration::from_secs(60);
+            while !ended && Instant::now() < limit {
+                ended = task.try_wait().unwrap().is_some();
+                thread::sleep(Duration::from_millis(1));
+            }
+            Ok(())
+        };
+        let read = kill_if_streamer_ends(streamer.as_fd(), pid, read);
+        let _ = task.kill();
+        assert!(read.is_ok() && ended);
+    }
 
     #[test]
     fn lazy_memory_is_found_by_its_flags() {
