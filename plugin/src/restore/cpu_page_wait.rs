@@ -218,6 +218,7 @@ mod tests {
         };
         let read = kill_if_streamer_ends(streamer.as_fd(), pid, read);
         let _ = task.kill();
+        task.wait().unwrap();
         assert!(read.is_ok() && ended);
     }
 
