@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The command line.
 
+mod address;
 mod cache;
 #[cfg(test)]
 mod printed;
@@ -12,12 +13,14 @@ use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use rewake_image_store::ImageUrl;
 
+pub use address::{PageServerAddress, RemoteImage};
 use cache::bytes;
 pub use cache::{CacheAct, CacheArgs};
-pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, RemoteImage, SourceArgs};
+pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, SourceArgs};
 pub use store::{ExportedPlace, GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
 pub use tls::{PeerTlsArgs, TlsArgs};
 
@@ -143,7 +146,8 @@ pub struct Remote {
     pub page_server: bool,
     /// Address of the page server; with a slash in it, the path of a unix socket [default: 127.0.0.1]
     #[arg(long, value_name = "ADDR", requires = "page_server")]
-    pub address: Option<String>,
+    #[arg(value_parser = OsStringValueParser::new().try_map(PageServerAddress::of))]
+    pub address: Option<PageServerAddress>,
     /// Port of the page server
     #[arg(long, value_name = "PORT", requires = "page_server", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
@@ -175,7 +179,8 @@ pub struct PageServerArgs {
     pub lazy_pages: bool,
     /// Address to listen on; with a slash in it, the path of a unix socket [default: 127.0.0.1]
     #[arg(long, value_name = "ADDR")]
-    pub address: Option<String>,
+    #[arg(value_parser = OsStringValueParser::new().try_map(PageServerAddress::of))]
+    pub address: Option<PageServerAddress>,
     /// Port to listen on [default: one that the kernel chooses; stderr shows it]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
@@ -224,7 +229,7 @@ pub struct StreamerArgs {
     pub from_address: Vec<SocketAddr>,
     /// The name of the image there
     #[arg(long, value_name = "IMAGE", requires_all = ["from_address", "from_id"])]
-    pub from_image: Option<String>,
+    pub from_image: Option<PathBuf>,
     /// Control socket of the node agent whose cache has the image, and brings what it lacks
     #[arg(long, value_name = "PATH", requires_all = ["from_id", "images_dir"], conflicts_with = "from_address")]
     pub from_agent: Option<PathBuf>,
@@ -328,7 +333,7 @@ pub struct SealArgs {
 #[derive(Debug, Args)]
 pub struct VerifyArgs {
     /// Directory of the images, or the URL of an image in a store
-    #[arg(value_name = "IMG")]
+    #[arg(value_name = "IMG", value_parser = OsStringValueParser::new().try_map(SealedPlace::of))]
     pub image: SealedPlace,
 }
 

@@ -71,12 +71,14 @@ pub(crate) enum DeviceFile {
 
 impl DeviceFile {
     /// Identifies a device by the end of its path: in a container `/dev` may be below another folder.
-    pub(crate) fn of_path(path: &str) -> Option<Self> {
-        if path.ends_with("/dev/kfd") {
+    pub(crate) fn of_path(path: impl AsRef<[u8]>) -> Option<Self> {
+        let path = path.as_ref();
+        if path.ends_with(b"/dev/kfd") {
             return Some(Self::Kfd);
         }
-        let (_, minor) = path.rsplit_once("/dev/dri/renderD")?;
-        minor.parse().ok().map(Self::Render)
+        let (folder, name) = path.split_at(path.iter().rposition(|byte| *byte == b'/')?);
+        let minor = name.strip_prefix(b"/renderD").filter(|_| folder.ends_with(b"/dev/dri"))?;
+        str::from_utf8(minor).ok()?.parse().ok().map(Self::Render)
     }
 }
 
@@ -138,7 +140,9 @@ mod tests {
         assert_eq!(DeviceFile::of_path("/dev/kfd"), Some(DeviceFile::Kfd));
         assert_eq!(DeviceFile::of_path("/rootfs/dev/kfd"), Some(DeviceFile::Kfd));
         assert_eq!(DeviceFile::of_path("/dev/dri/renderD128"), Some(DeviceFile::Render(128)));
-        for other in ["/dev/loop0", "/srv/dev/kfd.txt", "/dev/dri/renderD", "/dev/dri/renderDx"] {
+        assert_eq!(DeviceFile::of_path(b"/caf\xe9/dev/dri/renderD128"), Some(DeviceFile::Render(128)));
+        for other in ["/dev/loop0", "/srv/dev/kfd.txt", "/dev/dri/renderD", "/dev/dri/renderDx", "/renderD1"]
+        {
             assert_eq!(DeviceFile::of_path(other), None, "{other}");
         }
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake export`, and clients of it.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -23,9 +24,16 @@ const MESSAGES: &str = "restore.err";
 ///
 /// # Errors
 /// No program to start.
-pub fn pull(port: u16, image: &str, to: &Path, options: &[String]) -> anyhow::Result<(bool, String)> {
+pub fn pull(
+    port: u16,
+    image: impl AsRef<OsStr>,
+    to: &Path,
+    options: &[String],
+) -> anyhow::Result<(bool, String)> {
+    let mut from = OsString::from("127.0.0.1:");
+    from.push(image);
     let mut command = Command::new(rewake()?);
-    command.args(["pull", "--port", &port.to_string(), &format!("127.0.0.1:{image}")]).arg(to).args(options);
+    command.args(["pull", "--port", &port.to_string()]).arg(from).arg(to).args(options);
     let output = command.output().context("rewake pull")?;
     let text = [output.stdout, output.stderr].concat();
     Ok((output.status.success(), String::from_utf8_lossy(&text).into_owned()))

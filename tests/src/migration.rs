@@ -20,7 +20,6 @@ use crate::sessions::holds_a_socket;
 const PORT: &str = "7700";
 /// Where `rewake receive` listens.
 pub const RECEIVER: &str = "10.77.0.2:7700";
-const TARGET: &str = "target";
 
 /// A target that waits on the source host.
 #[derive(Debug)]
@@ -54,7 +53,7 @@ impl Migration {
         let target = command.spawn().context("start the target")?;
         until(ACT, || scene.files().join("ready").exists().then_some(()))
             .context("the target is not ready")?;
-        let first = hosts.source.named(TARGET).into_iter().min().context("the target has ended")?;
+        let first = hosts.source.named(scene.name()).into_iter().min().context("the target has ended")?;
         let pid = hosts.source.own_number(first)?;
         let security = [(); 2].map(|()| vec!["--insecure".to_owned()]);
         Ok(Self { hosts, scene, target, pid, security, source_criu: None })
@@ -92,7 +91,8 @@ impl Migration {
     /// # Errors
     /// It has ended.
     pub fn source_cgroup(&self) -> anyhow::Result<String> {
-        let pid = self.hosts.source.named(TARGET).into_iter().min().context("the target has ended")?;
+        let pid =
+            self.hosts.source.named(self.scene.name()).into_iter().min().context("the target has ended")?;
         Ok(fs::read_to_string(format!("/proc/{pid}/cgroup"))?)
     }
 
@@ -239,7 +239,7 @@ impl Migration {
     /// The number of the target's processes on the destination that have a session's fd store parked.
     #[must_use]
     pub fn parked(&self) -> usize {
-        self.hosts.destination.named(TARGET).into_iter().filter(|pid| holds_a_socket(*pid)).count()
+        self.hosts.destination.named(self.scene.name()).into_iter().filter(|pid| holds_a_socket(*pid)).count()
     }
 
     /// Lets the target act, and then end.
@@ -269,13 +269,16 @@ impl Migration {
     /// The number of the target's processes on the source and on the destination.
     #[must_use]
     pub fn processes(&self) -> (usize, usize) {
-        (self.hosts.source.named(TARGET).len(), self.hosts.destination.named(TARGET).len())
+        (
+            self.hosts.source.named(self.scene.name()).len(),
+            self.hosts.destination.named(self.scene.name()).len(),
+        )
     }
 
     /// Whether the target's processes on the destination miss no memory: no range of theirs has a userfaultfd.
     #[must_use]
     pub fn is_resident(&self) -> bool {
-        let targets = self.hosts.destination.named(TARGET);
+        let targets = self.hosts.destination.named(self.scene.name());
         let maps = |pid: &Pid| fs::read_to_string(format!("/proc/{pid}/smaps"));
         !targets.is_empty() && targets.iter().all(|pid| maps(pid).is_ok_and(|maps| !maps.contains(" um ")))
     }

@@ -25,6 +25,9 @@ pub const ACT: Duration = MINUTE;
 /// Time that a server has to end once its target is done or has ended.
 pub const END: Duration = MINUTE;
 
+/// The name of the target `odd-names`: 15 bytes, the last one the first half of a character, as the kernel cuts names.
+pub const ODD_NAME: &[u8] = b"serveur-\xc3\xa9l\xc3\xa9v\xc3";
+
 /// Seeds of targets differ, so that one test's pages never look right in another's.
 static SEED: AtomicU64 = AtomicU64::new(1);
 
@@ -156,6 +159,12 @@ impl Scene {
     #[must_use]
     pub fn pid(&self) -> Pid {
         self.pid
+    }
+
+    /// The name that the target has in `/proc`.
+    #[must_use]
+    pub fn name(&self) -> &'static [u8] {
+        if self.scenario == "odd-names" { ODD_NAME } else { b"target" }
     }
 
     /// The seed of the target's main region.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use nix::unistd::Pid;
+use rewake_process::proc;
 use rewake_testkit::hosts::own_tmpfs;
 
 pub use crate::process::waits_in_a_page_fault;
@@ -57,9 +58,8 @@ pub fn parked(leader: Pid, mut is_over: impl FnMut() -> bool) -> anyhow::Result<
 
 /// Whether a thread of a process has a tracer: a process that parks is killed with its target.
 fn is_traced(pid: Pid) -> bool {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let mut statuses = threads.filter_map(|thread| fs::read_to_string(thread.path().join("status")).ok());
-    statuses.any(|status| !status.contains("TracerPid:\t0\n"))
+    let mut statuses = proc::threads(pid.as_raw()).into_iter().filter_map(proc::status);
+    statuses.any(|status| status.tracer != 0)
 }
 
 /// Whether a process has a socket.

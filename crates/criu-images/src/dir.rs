@@ -170,7 +170,7 @@ impl ImageDir {
     ///
     /// # Errors
     /// The task's `core-PID.img` is missing or damaged.
-    pub fn core(&self, pid: u32) -> Result<(TaskState, String)> {
+    pub fn core(&self, pid: u32) -> Result<(TaskState, Vec<u8>)> {
         tasks::parse_core(self.required(&format!("core-{pid}.img"), &frame::CORE, "the task's state")?)
     }
 

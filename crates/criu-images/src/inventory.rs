@@ -21,9 +21,9 @@ pub struct Inventory {
     /// Always [`IMAGE_VERSION`].
     pub version: u32,
     /// CRIU plugins that the dump used and the restore needs.
-    pub plugins: Vec<String>,
+    pub plugins: Vec<Vec<u8>>,
     /// Identity of the dump (CRIU 4.1 and later).
-    pub run_id: Option<String>,
+    pub run_id: Option<Vec<u8>>,
 }
 
 pub(crate) fn parse<R: Read>(records: Records<R>) -> Result<Inventory> {

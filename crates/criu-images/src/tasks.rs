@@ -76,8 +76,8 @@ pub struct Task {
     pub threads: Vec<u32>,
     /// Its state at the dump.
     pub state: TaskState,
-    /// Its short name.
-    pub comm: String,
+    /// Its short name: any bytes.
+    pub comm: Vec<u8>,
 }
 
 /// Parses the tree, without states and names.
@@ -109,7 +109,7 @@ pub(crate) fn parse_tree<R: Read>(mut records: Records<R>) -> Result<Vec<Task>> 
             sid: entry.sid.unwrap_or(0),
             threads: entry.threads,
             state: TaskState::Unknown(0),
-            comm: String::new(),
+            comm: Vec::new(),
         });
     }
     if tasks.is_empty() {
@@ -119,7 +119,7 @@ pub(crate) fn parse_tree<R: Read>(mut records: Records<R>) -> Result<Vec<Task>> 
 }
 
 /// Parses the state and the short name of a task.
-pub(crate) fn parse_core<R: Read>(records: Records<R>) -> Result<(TaskState, String)> {
+pub(crate) fn parse_core<R: Read>(records: Records<R>) -> Result<(TaskState, Vec<u8>)> {
     let offset = records.offset();
     let file = records.file().to_path_buf();
     let core: CoreEntry = records.single()?;

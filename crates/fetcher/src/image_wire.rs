@@ -3,6 +3,8 @@
 //! reply has come. Requests are sent before the server has said hello. A reply that is not the next one is an error.
 
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::rc::Rc;
 
 use anyhow::{Context as _, bail, ensure};
@@ -66,11 +68,12 @@ impl ImageWire {
     /// Opens the image `name`, which must have this id.
     pub(crate) fn open(
         mut stream: PageStream,
-        name: &str,
+        name: &Path,
         id: Digest,
         files: Rc<[SparseFile]>,
     ) -> anyhow::Result<Self> {
-        let open = Open { image: name.to_owned(), ancestor: 0, takes_stored: true };
+        let image = name.as_os_str().as_bytes().to_vec();
+        let open = Open { image, ancestor: 0, takes_stored: true };
         let messages = [Request::Hello(hello()), Request::Open(open)].map(encoded);
         let messages = messages.into_iter().collect::<Result<Vec<_>, _>>()?;
         stream.send(&messages).map_err(explained).context("opening the image")?;
@@ -323,7 +326,7 @@ mod tests {
     fn wire() -> (ImageWire, UnixStream) {
         let (ours, its) = UnixStream::pair().unwrap();
         let stream = PageStream::Plain(PeerSocket::Unix(ours));
-        (ImageWire::open(stream, "web/1", ID, FILES.as_slice().into()).unwrap(), its)
+        (ImageWire::open(stream, Path::new("web/1"), ID, FILES.as_slice().into()).unwrap(), its)
     }
 
     fn opened(id: Digest) -> Reply {

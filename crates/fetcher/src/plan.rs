@@ -5,17 +5,19 @@
 //! byte order of the machine:
 //!
 //! ```text
-//! MAGIC [8], bytes of the presence map's files u64, peer: length u32, text, TLS: length u32, text
+//! MAGIC [8], bytes of the presence map's files u64, peer: length u32, bytes, TLS: length u32, bytes
 //! length of a header u32 (0: an image server)
 //! page server: extents u64, each: first page of the map u64, address u64, pages u64, pid u32; then files
-//! image server: image: length u32, text, id [32]; then files
+//! image server: image: length u32, bytes, id [32]; then files
 //! files u64, each: first page of the map u64, length u64, number u32
 //! ```
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::net::SocketAddr;
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -28,9 +30,9 @@ use rewake_page_protocol::{HeaderLayout, file_task};
 use crate::queue::BLOCK_PAGES;
 
 const MAGIC: [u8; 8] = *b"rewakefr";
-/// Bytes of the longest text of a peer.
+/// Bytes of the longest address of a peer.
 const MAX_PEER: usize = 4096;
-/// Bytes of the longest text of the options of TLS: four paths and a name.
+/// Bytes of the longest options of TLS: four paths and a name.
 const MAX_TLS: usize = 5 * 4096;
 /// Bytes of an extent.
 const EXTENT: usize = 28;
@@ -103,7 +105,7 @@ pub enum FetchedMemory {
     /// Blocks of files, of an image server. They are written into the same files of this host.
     Files {
         /// The name of the image there.
-        image: String,
+        image: PathBuf,
         /// Its id.
         id: Digest,
         /// The files, in the order of the presence map.
@@ -158,28 +160,30 @@ impl std::fmt::Display for PagePeer {
 }
 
 impl PagePeer {
-    fn to_text(&self) -> anyhow::Result<String> {
-        let text = match self {
+    fn to_bytes(&self) -> anyhow::Result<Vec<u8>> {
+        let at = |kind: &[u8], path: &Path| [kind, path.as_os_str().as_bytes()].concat();
+        let bytes = match self {
             Self::Tcp(addresses) => {
                 let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-                format!("tcp {}", addresses.join(" "))
+                format!("tcp {}", addresses.join(" ")).into_bytes()
             }
-            Self::Unix(path) => format!("unix {}", path.to_str().context("a path that is no text")?),
-            Self::Connected => "connected ".to_owned(),
-            Self::Agent(path) => format!("agent {}", path.to_str().context("a path that is no text")?),
+            Self::Unix(path) => at(b"unix ", path),
+            Self::Connected => b"connected ".to_vec(),
+            Self::Agent(path) => at(b"agent ", path),
         };
-        ensure!(text.len() <= MAX_PEER, "a peer's address of {} bytes, more than {MAX_PEER}", text.len());
-        Ok(text)
+        ensure!(bytes.len() <= MAX_PEER, "a peer's address of {} bytes, more than {MAX_PEER}", bytes.len());
+        Ok(bytes)
     }
 
-    fn parse(text: &str) -> anyhow::Result<Self> {
-        let (kind, rest) = text.split_once(' ').context("a peer's address")?;
+    fn parse(bytes: &[u8]) -> anyhow::Result<Self> {
+        let mut parts = bytes.splitn(2, |byte| *byte == b' ');
+        let (kind, rest) = parts.next().zip(parts.next()).context("a peer's address")?;
         Ok(match kind {
-            "tcp" => Self::Tcp(rest.split(' ').map(str::parse).collect::<Result<_, _>>()?),
-            "unix" => Self::Unix(rest.into()),
-            "connected" => Self::Connected,
-            "agent" => Self::Agent(rest.into()),
-            _ => bail!("a peer of the unknown kind {kind}"),
+            b"tcp" => Self::Tcp(str::from_utf8(rest)?.split(' ').map(str::parse).collect::<Result<_, _>>()?),
+            b"unix" => Self::Unix(path(rest)),
+            b"connected" => Self::Connected,
+            b"agent" => Self::Agent(path(rest)),
+            _ => bail!("a peer of the unknown kind {}", kind.escape_ascii()),
         })
     }
 }
@@ -194,29 +198,26 @@ impl PeerTls {
     }
 
     /// Joins all fields by zero bytes, which no path has. An empty field: none.
-    fn to_text(&self) -> anyhow::Result<String> {
+    fn to_bytes(&self) -> anyhow::Result<Vec<u8>> {
         let TlsOptions { ca, crl, certificate, key, any_name } = &self.options;
-        let mut fields = vec![if *any_name { "any" } else { "" }, self.host.as_deref().unwrap_or_default()];
+        let any_name = if *any_name { "any" } else { "" };
+        let mut fields = vec![any_name.as_bytes(), self.host.as_deref().unwrap_or_default().as_bytes()];
         for path in [ca, crl, certificate, key] {
-            let path = path.as_deref().unwrap_or_else(|| Path::new(""));
-            fields.push(
-                path.to_str()
-                    .with_context(|| format!("--tls: a path that is no text: {}", path.display()))?,
-            );
+            fields.push(path.as_ref().map_or(&[][..], |path| path.as_os_str().as_bytes()));
         }
-        let text = fields.join("\0");
-        ensure!(text.len() <= MAX_TLS, "options of TLS of {} bytes, more than {MAX_TLS}", text.len());
-        Ok(text)
+        let bytes = fields.join(&0_u8);
+        ensure!(bytes.len() <= MAX_TLS, "options of TLS of {} bytes, more than {MAX_TLS}", bytes.len());
+        Ok(bytes)
     }
 
-    fn parse(text: &str) -> anyhow::Result<Self> {
-        let fields: Vec<&str> = text.split('\0').collect();
+    fn parse(bytes: &[u8]) -> anyhow::Result<Self> {
+        let fields: Vec<&[u8]> = bytes.split(|byte| *byte == 0).collect();
         let [any_name, host, ca, crl, certificate, key] = fields[..] else { bail!("the options of TLS") };
-        let given = |field: &str| (!field.is_empty()).then(|| field.to_owned());
         let [ca, crl, certificate, key] =
-            [ca, crl, certificate, key].map(|path| given(path).map(PathBuf::from));
+            [ca, crl, certificate, key].map(|field| (!field.is_empty()).then(|| path(field)));
         let options = TlsOptions { ca, crl, certificate, key, any_name: !any_name.is_empty() };
-        Ok(Self { options, host: given(host) })
+        let host = str::from_utf8(host).context("the host of TLS")?;
+        Ok(Self { options, host: (!host.is_empty()).then(|| host.to_owned()) })
     }
 }
 
@@ -229,7 +230,9 @@ impl FetchPlan {
                 format!("{}, image {id:.16}", self.peer)
             }
             FetchedMemory::Pages { .. } => format!("page server {}", self.peer),
-            FetchedMemory::Files { image, .. } => format!("image server {}, image {image}", self.peer),
+            FetchedMemory::Files { image, .. } => {
+                format!("image server {}, image {}", self.peer, image.display())
+            }
         }
     }
 
@@ -295,9 +298,9 @@ impl FetchPlan {
         let mut out = BufWriter::new(memory);
         out.write_all(&MAGIC)?;
         out.write_all(&self.len.to_ne_bytes())?;
-        let tls = self.tls.as_ref().map(PeerTls::to_text).transpose()?.unwrap_or_default();
-        for of in [self.peer.to_text()?, tls] {
-            write_text(&mut out, &of)?;
+        let tls = self.tls.as_ref().map(PeerTls::to_bytes).transpose()?.unwrap_or_default();
+        for of in [self.peer.to_bytes()?, tls] {
+            write_bytes(&mut out, &of)?;
         }
         match &self.memory {
             FetchedMemory::Pages { layout, extents, files } => {
@@ -313,12 +316,10 @@ impl FetchPlan {
             }
             FetchedMemory::Files { image, id, files } => {
                 out.write_all(&0u32.to_ne_bytes())?;
-                ensure!(
-                    image.len() <= MAX_PEER,
-                    "an image's name of {} bytes, more than {MAX_PEER}",
-                    image.len()
-                );
-                write_text(&mut out, image)?;
+                let name = image.as_os_str().as_bytes();
+                let length = name.len();
+                ensure!(length <= MAX_PEER, "an image's name of {length} bytes, more than {MAX_PEER}");
+                write_bytes(&mut out, name)?;
                 out.write_all(&id.0)?;
                 write_files(&mut out, files)?;
             }
@@ -337,8 +338,8 @@ impl FetchPlan {
         let mut input = bytes.as_slice();
         ensure!(array::<8>(&mut input)? == MAGIC, "expected the magic number of a fetch plan");
         let len = u64::from_ne_bytes(array(&mut input)?);
-        let peer = PagePeer::parse(text(&mut input).context("the peer's address")?)?;
-        let tls = Some(text(&mut input).context("the options of TLS")?).filter(|text| !text.is_empty());
+        let peer = PagePeer::parse(read_bytes(&mut input).context("the peer's address")?)?;
+        let tls = Some(read_bytes(&mut input).context("the options of TLS")?).filter(|tls| !tls.is_empty());
         let tls = tls.map(PeerTls::parse).transpose()?;
         let layouts = [HeaderLayout::Narrow, HeaderLayout::Wide];
         let header = u32::from_ne_bytes(array(&mut input)?) as usize;
@@ -347,7 +348,7 @@ impl FetchPlan {
                 FetchedMemory::Pages { layout, extents: extents(&mut input)?, files: files(&mut input)? }
             }
             None if header == 0 => {
-                let image = text(&mut input).context("the image's name")?.to_owned();
+                let image = path(read_bytes(&mut input).context("the image's name")?);
                 FetchedMemory::Files { image, id: Digest(array(&mut input)?), files: files(&mut input)? }
             }
             None => bail!("headers of {header} bytes"),
@@ -419,9 +420,9 @@ fn write_files(out: &mut impl Write, files: &[SparseFile]) -> io::Result<()> {
     Ok(())
 }
 
-fn write_text(out: &mut impl Write, text: &str) -> anyhow::Result<()> {
-    out.write_all(&u32::try_from(text.len())?.to_ne_bytes())?;
-    Ok(out.write_all(text.as_bytes())?)
+fn write_bytes(out: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {
+    out.write_all(&u32::try_from(bytes.len())?.to_ne_bytes())?;
+    Ok(out.write_all(bytes)?)
 }
 
 fn array<const N: usize>(input: &mut &[u8]) -> io::Result<[u8; N]> {
@@ -430,11 +431,15 @@ fn array<const N: usize>(input: &mut &[u8]) -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-fn text<'a>(input: &mut &'a [u8]) -> anyhow::Result<&'a str> {
+fn read_bytes<'a>(input: &mut &'a [u8]) -> anyhow::Result<&'a [u8]> {
     let len = u32::from_ne_bytes(array(input)?) as usize;
-    let (text, rest) = input.split_at_checked(len).context("a text's length")?;
+    let (bytes, rest) = input.split_at_checked(len).context("the length of a name")?;
     *input = rest;
-    Ok(str::from_utf8(text)?)
+    Ok(bytes)
+}
+
+fn path(bytes: &[u8]) -> PathBuf {
+    OsStr::from_bytes(bytes).into()
 }
 
 #[cfg(test)]
@@ -456,7 +461,7 @@ mod tests {
     }
 
     fn of_files(files: Vec<SparseFile>) -> FetchPlan {
-        let memory = FetchedMemory::Files { image: "web/1".into(), id: Digest([7; 32]), files };
+        let memory = FetchedMemory::Files { image: path(b"web/\xe9"), id: Digest([7; 32]), files };
         FetchPlan { peer: PagePeer::Connected, tls: None, len: 32 * PAGE, memory }
     }
 
@@ -474,7 +479,8 @@ mod tests {
     #[test]
     fn what_is_written_is_read() {
         let addresses = ["127.0.0.1:90", "[::1]:90"].map(|address| address.parse().unwrap());
-        let peers = [PagePeer::Tcp(addresses.into()), PagePeer::Unix("/a b/c".into()), PagePeer::Connected];
+        let peers =
+            [PagePeer::Tcp(addresses.into()), PagePeer::Unix(path(b"/a b/caf\xe9")), PagePeer::Connected];
         for plan in peers.map(plan) {
             assert_eq!(reread(&plan).unwrap(), plan);
         }
@@ -483,7 +489,7 @@ mod tests {
     #[test]
     fn options_of_tls_that_are_written_are_read() {
         let files = TlsOptions {
-            ca: Some("/c a".into()),
+            ca: Some(path(b"/c a\xff")),
             crl: None,
             certificate: Some("/x\n".into()),
             key: Some("/k".into()),

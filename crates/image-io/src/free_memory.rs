@@ -4,6 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use rewake_process::proc::control_group;
+
 /// Where the kernel mounts version 2 of the control groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
 
@@ -11,9 +13,8 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 /// take back. None where the kernel does not say.
 pub(crate) fn available() -> Option<u64> {
     let host = host_memory(&fs::read_to_string("/proc/meminfo").ok()?)?;
-    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let own = own.lines().find_map(|line| line.strip_prefix("0::/"));
-    let limits = own.map(|own| group_memory(Path::new(CGROUPS), Path::new(own)));
+    let own = control_group("self").ok().flatten();
+    let limits = own.map(|own| group_memory(Path::new(CGROUPS), &own));
     Some(limits.flatten().map_or(host, |of_groups| of_groups.min(host)))
 }
 

@@ -4,6 +4,8 @@
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 
 use rewake_criu_images::Digest;
 
@@ -31,7 +33,7 @@ impl<S: Read + Write> ImageClient<S> {
     /// # Errors
     /// The peer is no image server or of another version, or it refuses: it has no such image, or one that is
     /// not sealed.
-    pub fn open(mut stream: S, image: &str, ancestor: u32) -> Result<Self, MessageError> {
+    pub fn open(mut stream: S, image: &Path, ancestor: u32) -> Result<Self, MessageError> {
         ask(&mut stream, Requested::Hello(hello()))?;
         match reply(&mut stream)? {
             Replied::Hello(theirs) if theirs.version == VERSION => {}
@@ -40,7 +42,8 @@ impl<S: Read + Write> ImageClient<S> {
             }
             other => return Err(unexpected("a hello", &other)),
         }
-        ask(&mut stream, Requested::Open(Open { image: image.to_owned(), ancestor, takes_stored: false }))?;
+        let image = image.as_os_str().as_bytes().to_vec();
+        ask(&mut stream, Requested::Open(Open { image, ancestor, takes_stored: false }))?;
         let Opened { image_id, manifest_length, working_set_length } = match reply(&mut stream)? {
             Replied::Opened(opened) => opened,
             other => return Err(unexpected("an open image", &other)),

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
+use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
@@ -64,7 +65,7 @@ impl<T: Read + Write> ServerStream for T {}
 /// An image on another host.
 pub struct ImageSource {
     connect: Box<dyn FnMut() -> io::Result<Box<dyn ServerStream>>>,
-    image: String,
+    image: PathBuf,
     client: ImageClient<Box<dyn ServerStream>>,
     outstanding: VecDeque<RangeRead>,
     failures: u32,
@@ -86,16 +87,11 @@ impl ImageSource {
     /// The server cannot be reached, is of another version, or refuses.
     pub fn open(
         mut connect: impl FnMut() -> io::Result<Box<dyn ServerStream>> + 'static,
-        image: &str,
+        image: impl Into<PathBuf>,
     ) -> anyhow::Result<Self> {
-        let client = ImageClient::open(connect().context("connecting")?, image, 0)?;
-        Ok(Self {
-            connect: Box::new(connect),
-            image: image.to_owned(),
-            client,
-            outstanding: VecDeque::new(),
-            failures: 0,
-        })
+        let image = image.into();
+        let client = ImageClient::open(connect().context("connecting")?, &image, 0)?;
+        Ok(Self { connect: Box::new(connect), image, client, outstanding: VecDeque::new(), failures: 0 })
     }
 
     fn request(&mut self, file: u32, offset: u64, length: u32) -> anyhow::Result<()> {
@@ -132,7 +128,7 @@ impl ImageSource {
         ensure!(
             client.image_id() == self.client.image_id(),
             "image {} has been replaced on the server meanwhile: start again",
-            self.image
+            self.image.display()
         );
         for &(file, offset, length) in &self.outstanding {
             client.request(file, offset, length)?;

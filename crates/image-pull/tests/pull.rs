@@ -21,7 +21,7 @@ use rewake_manifest::{WORKING_SET_NAME, seal, verify};
 const CHUNK: usize = 2 << 20;
 
 fn inventory(image: &Path, run: u8) {
-    let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: Some(format!("run {run}")) };
+    let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: Some(format!("run {run}").into()) };
     write::inventory(image, &inventory).unwrap();
 }
 

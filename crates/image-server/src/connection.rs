@@ -2,7 +2,10 @@
 //! The requests of one client, one after another.
 
 use std::collections::VecDeque;
+use std::ffi::OsStr;
 use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -42,7 +45,7 @@ pub struct Served {
 pub fn serve<S: Read + Write>(
     exports: &Exports,
     stream: &mut S,
-    opened: impl FnOnce(&mut S, &str) -> std::io::Result<()>,
+    opened: impl FnOnce(&mut S, &Path) -> std::io::Result<()>,
 ) -> anyhow::Result<Served> {
     let served = answer(exports, stream, opened);
     if let Err(error) = &served
@@ -57,7 +60,7 @@ pub fn serve<S: Read + Write>(
 fn answer<S: Read + Write>(
     exports: &Exports,
     stream: &mut S,
-    opened: impl FnOnce(&mut S, &str) -> std::io::Result<()>,
+    opened: impl FnOnce(&mut S, &Path) -> std::io::Result<()>,
 ) -> anyhow::Result<Served> {
     let mut requests = ArrivedRequests::default();
     match requests.next(stream)? {
@@ -77,14 +80,15 @@ fn answer<S: Read + Write>(
         None => return Ok(Served::default()),
         Some(Request::Open(Open { image, ancestor, takes_stored })) => {
             reader.takes_stored = takes_stored;
-            let open = exports.open(&image, ancestor)?;
+            let image = Path::new(OsStr::from_bytes(&image));
+            let open = exports.open(image, ancestor)?;
             let reply = Opened {
                 image_id: open.id().0.to_vec(),
                 manifest_length: open.manifest_length(),
                 working_set_length: open.working_set_length(),
             };
             send(stream, &reply_of(Reply::Opened(reply)), &[])?;
-            opened(stream, &image).context("the connection")?;
+            opened(stream, image).context("the connection")?;
             open
         }
         Some(other) => return Err(unexpected("the name of an image", &other)),
@@ -273,7 +277,6 @@ mod tests {
     use std::fs::{self, File};
     use std::io::Cursor;
     use std::ops::Range;
-    use std::path::Path;
     use std::sync::{Arc, Mutex};
 
     use rewake_criu_images::{Digest, Inventory, write};
@@ -365,7 +368,7 @@ mod tests {
 
     impl SentRequests {
         fn new(reads: &[(u64, u32)], piece: usize) -> Self {
-            let open = Open { image: "web".to_owned(), ancestor: 0, takes_stored: false };
+            let open = Open { image: b"web".to_vec(), ancestor: 0, takes_stored: false };
             let reads =
                 reads.iter().map(|&(offset, length)| Request::Read(RangeRead { file: 1, offset, length }));
             let mut requests = Vec::new();
@@ -451,7 +454,7 @@ mod tests {
         fs::write(&path, &memory).unwrap();
         seal(&image).unwrap();
         let mut requests = Vec::new();
-        let open = Open { image: "web".to_owned(), ancestor: 0, takes_stored: false };
+        let open = Open { image: b"web".to_vec(), ancestor: 0, takes_stored: false };
         let read = RangeRead { file: 2, offset: 0, length: u32::try_from(LENGTH).unwrap() };
         for request in [Request::Hello(hello()), Request::Open(open), Request::Read(read)] {
             send(&mut requests, &RawRequest { what: Some(request) }, &[]).unwrap();

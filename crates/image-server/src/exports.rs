@@ -5,6 +5,7 @@
 use std::fmt::Debug;
 use std::fs::File;
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
@@ -18,6 +19,8 @@ use rewake_peer_stream::PeerRights;
 
 /// The longest name of an image, in bytes.
 const MAX_NAME: usize = 4096;
+/// Bytes of a wrong name that are shown.
+const SHOWN: usize = 80;
 
 /// Where images are that a server serves.
 pub trait ImageFolder: Debug + Send + Sync {
@@ -99,15 +102,17 @@ impl Exports {
     ///
     /// # Errors
     /// The client may not read it, there is no such image, it is not sealed, or its manifest is damaged.
-    pub fn open(&self, name: &str, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
-        let path = Path::new(name);
+    pub fn open(&self, name: impl AsRef<Path>, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+        let path = name.as_ref();
+        let name = path.as_os_str().as_bytes();
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
         ensure!(
             is_below && !name.is_empty() && name.len() <= MAX_NAME,
-            "{name:.80?}: expected the name of an image, a path without `..`"
+            "\"{}\": expected the name of an image, a path without `..`",
+            name[..name.len().min(SHOWN)].escape_ascii()
         );
         self.rights.check_image(path)?;
-        self.folder.open(path, ancestor).with_context(|| format!("image {name}"))
+        self.folder.open(path, ancestor).with_context(|| format!("image {}", path.display()))
     }
 }
 
@@ -233,6 +238,7 @@ impl OpenImage for ExportedImage {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
     use std::fs;
 
     use rewake_criu_images::{Inventory, write};
@@ -298,6 +304,9 @@ mod tests {
         sealed(&root.path().join("db/1"));
         let exports = exports(root.path()).permitted(PeerRights::Folders(vec!["web".into()]));
         exports.open("web/1", 0).unwrap();
+        let odd = OsStr::from_bytes(b"web/caf\xe9");
+        sealed(&root.path().join(odd));
+        exports.open(odd, 0).unwrap();
         let refused = |name| exports.open(name, 0).err().unwrap().to_string().replace(name, "NAME");
         assert_eq!(refused("db/1"), refused("db/none"));
         assert!(refused("db/1").contains("to read web only"), "{}", refused("db/1"));

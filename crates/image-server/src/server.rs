@@ -36,7 +36,7 @@ fn client(exports: &Exports, admission: &Admission, socket: TcpStream, name: &st
     let (mut stream, rights) = admission.admit(socket)?;
     stream.socket().set_read_timeout(Some(CLIENT_LIMIT)).context("SO_RCVTIMEO")?;
     let served = serve(&exports.permitted(rights), &mut stream, |stream, image| {
-        info!("{name}: reads image {image}");
+        info!("{name}: reads image {}", image.display());
         stream.socket().set_read_timeout(None)
     });
     if served.is_err() {
@@ -71,7 +71,7 @@ mod tests {
         let mut requests = Vec::new();
         let mut ask = |what| send(&mut requests, &RawRequest { what: Some(what) }, &[]).unwrap();
         ask(Request::Hello(hello()));
-        ask(Request::Open(Open { image: "none".to_owned(), ..Open::default() }));
+        ask(Request::Open(Open { image: b"none".to_vec(), ..Open::default() }));
         (0..4096).for_each(|_| ask(Request::Read(Read { file: 0, offset: 0, length: 1 })));
         client.write_all(&requests).unwrap();
         thread::spawn(move || run(exports, Admission::in_clear(), &listener));

@@ -14,7 +14,7 @@ use rewake_criu_images::{ARRIVING_NAME, GPU_HEADER, ImageDir, add_arriving_file,
 use rewake_page_protocol::PageRun;
 
 use crate::frame::Frame;
-use crate::image_files::place;
+use crate::image_files::{place, text_name};
 
 const PAGE: u64 = 4096;
 /// Pages of one answer at most.
@@ -53,8 +53,8 @@ impl ArrivingFiles {
             // CRIU's plugin compares it when it opens the file.
             let mut head = vec![0; usize::try_from(len.min(GPU_HEADER))?];
             file.read_exact_at(&mut head, 0).with_context(reading)?;
-            let name = path.file_name().and_then(|name| name.to_str()).context("the name of a file")?;
-            Ok(Frame::ArrivingFile { number: u32::try_from(number)?, len, name: name.to_owned(), head })
+            let name = text_name(path)?.to_owned();
+            Ok(Frame::ArrivingFile { number: u32::try_from(number)?, len, name, head })
         };
         self.0.iter().enumerate().map(frame).collect()
     }

@@ -2,20 +2,24 @@
 //! The cgroup of a tree: its freezer decides whether the tree runs, whatever process has died.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::fd::AsRawFd as _;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
+use rewake_process::names::{lines, unescaped};
 use rewake_process::pidfd::{pidfd_kill, pidfd_open};
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
 use crate::frame::new_name;
+use crate::text_path::TextPath;
 
 /// A flag in field 9 of `/proc/PID/stat`, proc(5), as Linux's sched.h names it: the process is ending, or has ended.
 const PF_EXITING: u32 = 0x4;
@@ -34,7 +38,7 @@ const POLL: Duration = Duration::from_millis(1);
 /// A group of version 2 that has the tasks of one tree, and no other process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TreeCgroup {
-    path: PathBuf,
+    path: TextPath,
     /// The tree was moved into the group for the migration.
     is_made: bool,
 }
@@ -68,7 +72,7 @@ impl TreeCgroup {
         let tasks = tree(root)?;
         let own = std::process::id().cast_signed();
         ensure!(!tasks.contains(&own), "-t {root}: this command is a child of it, and would stop itself");
-        let path = mount.join(&group);
+        let path = TextPath::from(mount.join(&group));
         let is_root = group.as_os_str().is_empty();
         ensure!(
             is_root || !has_event(&path, "frozen 1")?,
@@ -164,7 +168,7 @@ impl TreeCgroup {
 
     fn make(path: PathBuf) -> anyhow::Result<Self> {
         fs::create_dir(&path).with_context(|| format!("making cgroup {}", path.display()))?;
-        Ok(Self { path, is_made: true })
+        Ok(Self { path: path.into(), is_made: true })
     }
 
     /// The file through which a process enters the group.
@@ -358,25 +362,30 @@ fn members(path: &Path) -> anyhow::Result<Vec<i32>> {
 
 /// The place of the groups of version 2.
 fn mount() -> anyhow::Result<PathBuf> {
-    let mounts = fs::read_to_string("/proc/self/mounts").context("reading /proc/self/mounts")?;
-    let place = |line: &str| {
-        let mut fields = line.split(' ').skip(1);
-        let (place, kind) = (fields.next()?, fields.next()?);
-        (kind == "cgroup2").then(|| PathBuf::from(place))
-    };
-    mounts.lines().find_map(place).context(
+    let mounts = fs::read("/proc/self/mounts").context("reading /proc/self/mounts")?;
+    lines(&mounts).find_map(place).context(
         "no cgroup2 file system is mounted: its freezer stops the tree; mount -t cgroup2 none /sys/fs/cgroup",
     )
+}
+
+/// Where a line of `/proc/self/mounts` mounts the groups of version 2, if it does.
+fn place(line: &[u8]) -> Option<PathBuf> {
+    let mut fields = line.split(|byte| *byte == b' ').skip(1);
+    let (place, kind) = (fields.next()?, fields.next()?);
+    (kind == b"cgroup2").then(|| OsString::from_vec(unescaped(place)).into())
 }
 
 /// The group of a process, relative to the mount.
 fn group_of(pid: i32) -> anyhow::Result<PathBuf> {
     let path = format!("/proc/{pid}/cgroup");
-    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-    let group = text.lines().find_map(|line| line.strip_prefix("0::/"));
+    let group = proc::control_group(pid).with_context(|| format!("reading {path}"))?;
     let group = group.with_context(|| format!("{path} names no cgroup of version 2"))?;
-    ensure!(!group.starts_with(".."), "{path}: /{group} is outside this process's cgroup namespace");
-    Ok(group.into())
+    ensure!(
+        !group.starts_with(".."),
+        "{path}: /{} is outside this process's cgroup namespace",
+        group.display()
+    );
+    Ok(group)
 }
 
 #[cfg(test)]
@@ -479,8 +488,16 @@ mod tests {
     }
 
     #[test]
+    fn the_place_of_the_groups_may_have_any_bytes() {
+        assert_eq!(place(b"cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0"), Some("/sys/fs/cgroup".into()));
+        let odd = OsString::from_vec(b"/mnt/caf\xe9 1".to_vec());
+        assert_eq!(place(b"none /mnt/caf\xe9\\0401 cgroup2 rw 0 0"), Some(odd.into()));
+        assert_eq!(place(b"tmpfs /cgroup2 tmpfs rw 0 0"), None);
+    }
+
+    #[test]
     fn a_path_outside_the_file_system_is_no_removed_group() {
-        let group = TreeCgroup { path: "/no/such/mount/group".into(), is_made: true };
+        let group = TreeCgroup { path: PathBuf::from("/no/such/mount/group").into(), is_made: true };
         assert!(!group.is_removed());
         group.try_kill().unwrap_err();
         group.thaw().unwrap_err();

@@ -16,6 +16,7 @@ use anyhow::{Context as _, ensure};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_process::names::printable;
 use serde::{Deserialize, Serialize};
 
 /// Error lines of a log that are shown.
@@ -162,7 +163,8 @@ fn last_errors(log: &str) -> String {
     }
     match &lines[lines.len().saturating_sub(SHOWN)..] {
         [] => "it has logged nothing".to_owned(),
-        last => last.join("; "),
+        // A log has names of the program's.
+        last => printable(last.join("; ").as_bytes()),
     }
 }
 
@@ -205,6 +207,7 @@ mod tests {
     fn a_failure_has_the_last_errors_or_the_last_lines() {
         assert_eq!(last_errors("a\nError (x): one\nb\n"), "Error (x): one");
         assert_eq!(last_errors("1\n2\n3\n\n4\n5\n"), "2; 3; 4; 5");
+        assert_eq!(last_errors("Error (x): a\u{1b}[2Jb"), "Error (x): a\\u{1b}[2Jb");
         assert_eq!(last_errors(""), "it has logged nothing");
     }
 

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::net::SocketAddr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -18,6 +19,7 @@ use crate::program_files::{MAX_HASHED, ProgramFiles};
 use crate::room::{self, TreeSize};
 use crate::sockets::{self, TreeSocket};
 use crate::source::SourceOptions;
+use crate::text_path::TextPath;
 
 /// Names that a refusal shows.
 const SHOWN: usize = 4;
@@ -35,7 +37,7 @@ pub(crate) struct HostOffer {
     pids: BTreeSet<i32>,
     files: ProgramFiles,
     /// Device files of GPUs that the tree has open.
-    gpus: BTreeSet<PathBuf>,
+    gpus: BTreeSet<TextPath>,
     /// What the destination must be able to bind: none of a tree that has its own network.
     sockets: BTreeSet<TreeSocket>,
     /// Connections that the dump does not close.
@@ -184,7 +186,7 @@ impl HostOffer {
         );
         // Others may have the GPU's place: CRIU's plugin finds one that fits.
         let has_gpu = Path::new(GPU_DEVICES[0]).exists();
-        let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(|path| path.display().to_string());
+        let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(TextPath::printable);
         refuse(gpus.collect(), "GPUs of the program, of which this host has none");
         let sockets = offer.sockets.iter().filter_map(|socket| socket.refused());
         refuse(sockets.collect(), "addresses of the program that it cannot have here");
@@ -213,11 +215,14 @@ fn cpu_features() -> anyhow::Result<BTreeSet<String>> {
     Ok(list.map_or_else(BTreeSet::new, |(_, list)| list.split_whitespace().map(str::to_owned).collect()))
 }
 
-fn gpu_devices_of(pid: i32) -> BTreeSet<PathBuf> {
+fn gpu_devices_of(pid: i32) -> BTreeSet<TextPath> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let paths = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
-    let is_gpu = |path: &PathBuf| GPU_DEVICES.iter().any(|device| path.to_string_lossy().starts_with(device));
-    paths.filter(is_gpu).collect()
+    let is_gpu = |path: &PathBuf| {
+        let path = path.as_os_str().as_bytes();
+        GPU_DEVICES.iter().any(|device| path.starts_with(device.as_bytes()))
+    };
+    paths.filter(is_gpu).map(TextPath::from).collect()
 }
 
 #[cfg(test)]
@@ -264,7 +269,7 @@ mod tests {
         offer.files.add_name("/no/such/file");
         offer.cpu_features.insert("levitation".into());
         offer.sockets.insert(TreeSocket { local: "192.0.2.1:80".parse().unwrap(), listens: true });
-        offer.gpus.insert("/dev/kfd".into());
+        offer.gpus.insert(PathBuf::from("/dev/kfd").into());
         offer.criu = CriuRelease([9, 1]);
         offer.size.resident = u64::MAX / 4;
         let reasons = refused(&offer);
@@ -317,7 +322,7 @@ mod tests {
         let mut offer = HostOffer::of(&[own], &closing).unwrap();
         let limited = options(&closing, Some(Duration::from_secs(1)));
         assert_eq!(offer.refused_here(&limited), [""; 0]);
-        offer.gpus.insert("/dev/kfd".into());
+        offer.gpus.insert(PathBuf::from("/dev/kfd").into());
         assert!(offer.refused_here(&limited)[0].starts_with("--max-downtime: how long GPU memory needs"));
         assert_eq!(offer.refused_here(&options(&closing, None)), [""; 0]);
     }

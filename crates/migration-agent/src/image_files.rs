@@ -37,7 +37,7 @@ pub(crate) fn send(images: &Path, link: &FrameWriter, arriving: Option<&[Frame]>
         if !path.is_file() {
             continue;
         }
-        let name = path.file_name().and_then(|name| name.to_str()).context("the name of a file")?;
+        let name = text_name(&path)?;
         if arriving.is_some() && is_gpu_pages_file(name) {
             continue;
         }
@@ -59,6 +59,12 @@ pub(crate) fn send(images: &Path, link: &FrameWriter, arriving: Option<&[Frame]>
         }
     }
     Ok(())
+}
+
+/// The name of a file of an image, which is text: CRIU and its plugins give no other one.
+pub(crate) fn text_name(file: &Path) -> anyhow::Result<&str> {
+    let name = file.file_name().and_then(|name| name.to_str());
+    name.with_context(|| format!("{}: its name is not UTF-8, so it is no file of an image", file.display()))
 }
 
 /// The bytes of all files of a folder; without GPU memory if that arrives later.
@@ -106,7 +112,9 @@ pub(crate) fn place(images: &Path, name: &str) -> anyhow::Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
     use std::net::{TcpListener, TcpStream};
+    use std::os::unix::ffi::OsStrExt as _;
 
     use super::*;
     use crate::arriving_files::ArrivingFiles;
@@ -146,6 +154,16 @@ mod tests {
             let found = (frames.iter().any(sent), frames.iter().any(named));
             assert_eq!(found, (arriving.is_none(), arriving.is_some()), "{frames:?}");
         }
+    }
+
+    #[test]
+    fn a_file_whose_name_is_not_utf_8_is_named_in_the_refusal() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let link = FrameWriter::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap().into());
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join(OsStr::from_bytes(b"caf\xe9.img")), "x").unwrap();
+        let SendFailure::Unreadable(error) = send(folder.path(), &link, None).unwrap_err() else { panic!() };
+        assert!(error.to_string().contains("caf\u{fffd}.img: its name is not UTF-8"), "{error:#}");
     }
 
     #[test]

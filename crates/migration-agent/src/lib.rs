@@ -54,5 +54,6 @@ mod source_begin;
 mod source_link;
 mod source_options;
 mod strangers;
+mod text_path;
 mod tree_blocks;
 mod tree_memory;

@@ -9,9 +9,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use rewake_process::maps::Mapping;
+use rewake_process::names::lines;
 use serde::{Deserialize, Serialize};
 
 use crate::file_hasher::{FileDigest, FileHasher};
+use crate::text_path::TextPath;
 
 /// Bytes of executables and libraries that are hashed; further ones are compared by their size alone.
 pub(crate) const MAX_HASHED: u64 = 256 << 20;
@@ -20,10 +23,10 @@ pub(crate) const MAX_HASHED: u64 = 256 << 20;
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct ProgramFiles {
-    facts: BTreeMap<PathBuf, FileFacts>,
+    facts: BTreeMap<TextPath, FileFacts>,
     /// Executables and libraries, with a link to what is mapped.
     #[serde(skip)]
-    executables: BTreeMap<PathBuf, PathBuf>,
+    executables: BTreeMap<TextPath, PathBuf>,
 }
 
 /// What a file must be.
@@ -53,22 +56,22 @@ impl ProgramFiles {
         for entry in fs::read_dir(&folder).with_context(|| format!("listing {folder}"))? {
             let link = entry.with_context(|| format!("listing {folder}"))?.path();
             if let Some(path) = named_file(&link) {
-                self.facts.entry(path).or_default();
+                self.facts.entry(path.into()).or_default();
             }
         }
         let maps = format!("/proc/{pid}/maps");
-        let text = fs::read_to_string(&maps).with_context(|| format!("reading {maps}"))?;
-        for mapping in text.lines().filter_map(FileMapping::parse) {
+        let text = fs::read(&maps).with_context(|| format!("reading {maps}"))?;
+        for mapping in lines(&text).filter_map(FileMapping::parse) {
             let link = mapping.link(pid);
             // The program may have unmapped it.
             if let Some(path) = named_file(&link) {
-                self.add_mapped(path, link, &mapping)?;
+                self.add_mapped(path.into(), link, &mapping)?;
             }
         }
         Ok(())
     }
 
-    fn add_mapped(&mut self, path: PathBuf, link: PathBuf, mapping: &FileMapping) -> anyhow::Result<()> {
+    fn add_mapped(&mut self, path: TextPath, link: PathBuf, mapping: &FileMapping) -> anyhow::Result<()> {
         let facts = self.facts.entry(path.clone()).or_default();
         if !mapping.is_private {
             return Ok(());
@@ -97,7 +100,7 @@ impl ProgramFiles {
             facts.digest = digest;
             match digest {
                 Some(_) => hashed = sum,
-                None => left_out.push(path.display().to_string()),
+                None => left_out.push(path.printable()),
             }
         }
         left_out
@@ -107,7 +110,7 @@ impl ProgramFiles {
     pub(crate) fn compare(&self, hasher: &mut FileHasher) -> FileDifferences {
         let mut found = FileDifferences::default();
         for (path, facts) in &self.facts {
-            let shown = path.display().to_string();
+            let shown = path.printable();
             let Ok(here) = fs::metadata(path) else {
                 found.absent.push(shown);
                 continue;
@@ -139,13 +142,10 @@ struct FileMapping {
 
 impl FileMapping {
     /// Reads a line of `/proc/PID/maps`; none if it is no file's.
-    fn parse(line: &str) -> Option<Self> {
-        let mut fields = line.split_whitespace();
-        let (addresses, rights, inode) = (fields.next()?, fields.next()?, fields.nth(2)?);
-        let (start, end) = addresses.split_once('-')?;
-        let number = |text| u64::from_str_radix(text, 16).ok();
-        let (is_private, is_executable) = (rights.ends_with('p'), rights.contains('x'));
-        (inode != "0").then_some(Self { start: number(start)?, end: number(end)?, is_private, is_executable })
+    fn parse(line: &[u8]) -> Option<Self> {
+        let mapping = Mapping::parse(line).filter(|mapping| mapping.inode != 0)?;
+        let (is_private, is_executable) = (!mapping.is_shared(), mapping.is_executable());
+        Some(Self { start: mapping.start, end: mapping.end, is_private, is_executable })
     }
 
     /// The link to what is mapped.
@@ -161,7 +161,9 @@ fn named_file(link: &Path) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
     use std::fs::File;
+    use std::os::unix::ffi::OsStrExt as _;
     use std::time::Duration;
 
     use super::*;
@@ -173,7 +175,7 @@ mod tests {
     impl ProgramFiles {
         /// Adds a file that must exist.
         pub(crate) fn add_name(&mut self, path: &str) {
-            self.facts.entry(path.into()).or_default();
+            self.facts.entry(PathBuf::from(path).into()).or_default();
         }
 
         pub(crate) fn has(&self, path: &Path) -> bool {
@@ -182,7 +184,7 @@ mod tests {
 
         /// Adds a file that the program has mapped.
         fn map(&mut self, path: &Path, mapping: &FileMapping) {
-            self.add_mapped(path.to_owned(), path.to_owned(), mapping).unwrap();
+            self.add_mapped(path.to_owned().into(), path.to_owned(), mapping).unwrap();
         }
 
         fn hashed(mut self) -> Self {
@@ -206,7 +208,7 @@ mod tests {
         let own = std::env::current_exe().unwrap();
         let left_out = files.hash(&mut FileHasher::new(HASH_LIMIT));
         let is_small = fs::metadata(&own).unwrap().len() <= MAX_HASHED;
-        assert_eq!(files.facts[&own].digest.is_some(), is_small, "{left_out:?}");
+        assert_eq!(files.facts[&*own].digest.is_some(), is_small, "{left_out:?}");
         let hashed = files.facts.values().filter(|facts| facts.digest.is_some()).count();
         assert!(hashed >= 2, "libraries: {files:?}");
         assert_eq!(files.compared(), FileDifferences::default());
@@ -254,7 +256,7 @@ mod tests {
         files.map(&small, &LIBRARY);
         let left_out = files.hash(&mut FileHasher::new(HASH_LIMIT));
         assert_eq!(left_out, [large.display().to_string()]);
-        assert!(files.facts[&large].digest.is_none() && files.facts[&small].digest.is_some());
+        assert!(files.facts[&*large].digest.is_none() && files.facts[&*small].digest.is_some());
     }
 
     #[test]
@@ -268,12 +270,12 @@ mod tests {
         let no_time = || FileHasher::new(Duration::ZERO);
         assert_eq!(files.compare(&mut no_time()).not_hashed, [path.display().to_string()]);
         // A source that lies.
-        let facts = FileFacts { size: Some(0), digest: files.facts[&path].digest };
-        files.facts = BTreeMap::from([("/proc/kmsg".into(), facts)]);
+        let facts = FileFacts { size: Some(0), digest: files.facts[&*path].digest };
+        files.facts = BTreeMap::from([(PathBuf::from("/proc/kmsg").into(), facts)]);
         assert_eq!(files.compared().not_hashed, ["/proc/kmsg"]);
         // At the source it is compared by its size.
         assert_eq!(files.hash(&mut no_time()), [path.display().to_string()]);
-        assert_eq!(files.facts[&path].digest, None);
+        assert_eq!(files.facts[&*path].digest, None);
     }
 
     #[test]
@@ -315,8 +317,23 @@ mod tests {
     }
 
     #[test]
+    fn a_file_whose_name_is_not_utf_8_is_offered_and_compared() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(OsStr::from_bytes(b"donn\xe9es\x1b[2J"));
+        fs::write(&path, "version 1").unwrap();
+        let mut files = ProgramFiles::default();
+        files.map(&path, &LIBRARY);
+        let offer = serde_json::to_string(&files.hashed()).unwrap();
+        let there: ProgramFiles = serde_json::from_str(&offer).unwrap();
+        assert_eq!(there.compared(), FileDifferences::default());
+        fs::remove_file(&path).unwrap();
+        let shown = format!("{}/donn\u{fffd}es\\u{{1b}}[2J", folder.path().display());
+        assert_eq!(there.compared().absent, [shown]);
+    }
+
+    #[test]
     fn lines_of_maps_are_read() {
-        let parse = FileMapping::parse;
+        let parse = |line: &str| FileMapping::parse(line.as_bytes());
         let mapping = |is_private, is_executable| {
             Some(FileMapping { start: 0x7f00, end: 0x8f00, is_private, is_executable })
         };

@@ -12,6 +12,8 @@ use rewake_migration::blocks::{
     BLOCK, BLOCK_LEN, BlockAnswer, BlockDigest, BlockPlace, PageMask, SourceBlocks,
 };
 use rewake_page_protocol::{PageRun, file_of_task};
+use rewake_process::maps::Mapping;
+use rewake_process::names::lines;
 use rewake_process::proc;
 
 use crate::arriving_files::ArrivingFiles;
@@ -254,9 +256,9 @@ pub(crate) fn digest(bytes: &[u8]) -> BlockDigest {
 /// The private anonymous memory of a process, rounded to whole blocks, in ascending order.
 pub(crate) fn private_memory(pid: i32) -> anyhow::Result<Vec<Range<u64>>> {
     let path = format!("/proc/{pid}/maps");
-    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let maps = fs::read(&path).with_context(|| format!("reading {path}"))?;
     let mut found: Vec<Range<u64>> = Vec::new();
-    for line in text.lines() {
+    for line in lines(&maps) {
         let Some(range) = private_range(line) else { continue };
         let range = range.start / BLOCK * BLOCK..range.end.next_multiple_of(BLOCK);
         match found.last_mut() {
@@ -268,16 +270,12 @@ pub(crate) fn private_memory(pid: i32) -> anyhow::Result<Vec<Range<u64>>> {
 }
 
 /// The addresses of a line of `/proc/PID/maps`, if it is private and anonymous.
-fn private_range(line: &str) -> Option<Range<u64>> {
-    let mut fields = line.split_whitespace();
-    let (addresses, rights, inode) = (fields.next()?, fields.next()?, fields.nth(2)?);
-    let name = fields.next().unwrap_or_default();
-    let is_kernel_s = ["[vvar", "[vdso", "[vsyscall"].iter().any(|kind| name.starts_with(kind));
-    if !rights.ends_with('p') || inode != "0" || is_kernel_s {
-        return None;
-    }
-    let (start, end) = addresses.split_once('-')?;
-    Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
+fn private_range(line: &[u8]) -> Option<Range<u64>> {
+    let mapping = Mapping::parse(line)?;
+    let is_kernel_s =
+        [&b"[vvar"[..], b"[vdso", b"[vsyscall"].iter().any(|kind| mapping.name.starts_with(kind));
+    let is_private = !mapping.is_shared() && mapping.inode == 0 && !is_kernel_s;
+    is_private.then_some(mapping.start..mapping.end)
 }
 
 #[cfg(test)]
@@ -346,7 +344,7 @@ mod tests {
 
     #[test]
     fn only_private_anonymous_memory_is_pre_copied() {
-        let range = |line| private_range(line).map(|range| (range.start, range.end));
+        let range = |line: &str| private_range(line.as_bytes()).map(|range| (range.start, range.end));
         assert_eq!(range("7f00-8f00 rw-p 00000000 00:00 0"), Some((0x7f00, 0x8f00)));
         assert_eq!(range("7f00-8f00 rw-p 00000000 00:00 0    [heap]"), Some((0x7f00, 0x8f00)));
         assert_eq!(range("7f00-8f00 rw-s 00000000 00:01 5    /dev/zero (deleted)"), None);

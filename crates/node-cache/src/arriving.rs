@@ -77,7 +77,7 @@ impl ArrivingMemory {
         server: &Path,
         ended: impl FnOnce(&Arc<Self>) + Send + 'static,
     ) -> anyhow::Result<Arc<Self>> {
-        let image = Some(FetchedImage { name: id.to_string(), id: id.to_string() });
+        let image = Some(FetchedImage { name: id.to_string().into(), id: id.to_string() });
         let peer = FetchPeer { peer: PagePeer::Unix(server.to_owned()), tls: None, connected: None, image };
         let fetch = SharedFetch::prepare(directory, &peer)?;
         let (run, changed, thread) = (Mutex::default(), Condvar::new(), Mutex::default());

@@ -41,7 +41,7 @@ fn connection(exports: &Exports, mut stream: UnixStream) {
     let mut name = String::new();
     let served = stream.set_write_timeout(Some(SEND_LIMIT)).context("the connection").and_then(|()| {
         serve(exports, &mut stream, |_, image| {
-            image.clone_into(&mut name);
+            name = image.display().to_string();
             Ok(())
         })
     });

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a peer may do: the options `--allow`.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
-use std::str::FromStr;
 
 use rewake_criu_tls::PeerName;
 
@@ -15,13 +16,16 @@ pub struct AllowedPeer {
     pub folder: Option<PathBuf>,
 }
 
-impl FromStr for AllowedPeer {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (name, folder) =
-            text.split_once('=').map_or((text, None), |(name, folder)| (name, Some(Path::new(folder))));
+impl AllowedPeer {
+    /// Reads `NAME` or `NAME=FOLDER`.
+    ///
+    /// # Errors
+    /// The name is none of a host, or the folder's path has `..`; says what is expected.
+    pub fn of(given: &OsStr) -> Result<Self, String> {
+        let mut parts = given.as_bytes().splitn(2, |byte| *byte == b'=');
+        let name = str::from_utf8(parts.next().unwrap_or_default()).map_err(|error| error.to_string())?;
         let name = PeerName::of_address(name).map_err(|error| error.to_string())?;
+        let folder = parts.next().map(|folder| Path::new(OsStr::from_bytes(folder)));
         if folder.is_some_and(|folder| !is_below(folder)) {
             return Err("expected NAME=FOLDER, and for the folder a path without `..`".to_owned());
         }
@@ -86,12 +90,13 @@ mod tests {
 
     #[test]
     fn an_option_names_a_peer_and_a_folder() {
-        let allowed: AllowedPeer = "host-b=web/a".parse().unwrap();
+        let of = |given: &[u8]| AllowedPeer::of(OsStr::from_bytes(given));
+        let allowed = of(b"host-b=web/caf\xe9").unwrap();
         assert_eq!(allowed.name, PeerName::of_address("host-b").unwrap());
-        assert_eq!(allowed.folder, Some("web/a".into()));
-        assert_eq!("192.0.2.1".parse::<AllowedPeer>().unwrap().folder, None);
+        assert_eq!(allowed.folder, Some(OsStr::from_bytes(b"web/caf\xe9").into()));
+        assert_eq!(of(b"192.0.2.1").unwrap().folder, None);
         for wrong in ["", "=web", "no name", "host-b=", "host-b=/web", "host-b=../web", "host-b=."] {
-            wrong.parse::<AllowedPeer>().unwrap_err();
+            of(wrong.as_bytes()).unwrap_err();
         }
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::socket::{setsockopt, sockopt};
 use rewake_criu_tls::{HandshakeError, TlsClient, TlsOptions, TlsServer};
-use rewake_peer_stream::{Admission, PeerRights, PeerStream, connect};
+use rewake_peer_stream::{Admission, AllowedPeer, PeerRights, PeerStream, connect};
 use rewake_testkit::authority::{Authority, Issued};
 
 const HOST: &str = "127.0.0.1";
@@ -47,7 +47,10 @@ fn meet(admission: &Admission, client: TlsClient) -> Said {
 /// A server with this certificate that allows these peers.
 fn server(authority: &Authority, own: &Issued, allowed: &[&str]) -> Admission {
     let tls = TlsServer::new(&options(authority, own), None).unwrap();
-    Admission::encrypted(tls, allowed.iter().map(|allowed| allowed.parse().unwrap()).collect())
+    Admission::encrypted(
+        tls,
+        allowed.iter().map(|allowed| AllowedPeer::of(allowed.as_ref()).unwrap()).collect(),
+    )
 }
 
 fn own(authority: &Authority) -> Issued {

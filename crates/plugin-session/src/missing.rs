@@ -6,6 +6,7 @@ use std::io;
 use std::path::Path;
 
 use rewake_plugin_protocol::{Notes, Phase, ProcessId, SessionNote, sockets_of};
+use rewake_process::names::printable;
 
 use crate::proc;
 
@@ -39,7 +40,7 @@ impl Missing {
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pid, what } = self;
-        write!(f, "process {pid} ({}) has ", proc::name(*pid))?;
+        write!(f, "process {pid} ({}) has ", printable(&proc::name(*pid)))?;
         match what {
             What::Memory(note, served) => {
                 write!(f, "memory that streamer {} has not loaded yet", note.starter.pid)?;

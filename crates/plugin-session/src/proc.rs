@@ -29,7 +29,7 @@ fn has_flag(flags: &[u8], flag: &[u8]) -> bool {
 /// Returns the process of Rewake that traces a process, if one does: it parks or removes a session's store.
 pub(crate) fn our_tracer(pid: i32) -> Option<i32> {
     let tracer = rewake_process::proc::status(pid)?.tracer;
-    (tracer > 0 && name(tracer).starts_with("rewake")).then_some(tracer)
+    (tracer > 0 && name(tracer).starts_with(b"rewake")).then_some(tracer)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 //! * [`descriptors`]: the descriptor table of this process.
 //! * [`file_lock`]: locks that end with their process.
 //! * [`kcmp`]: whether threads have an open file or an address space in common.
+//! * [`maps`]: lines of `/proc/PID/maps`. [`names`]: names of programs and of files, which are bytes.
 //! * [`proc`]: what `/proc` shows of processes and threads.
 //! * [`Notifier`]: an eventfd.
 //!
@@ -19,6 +20,8 @@ pub mod descriptors;
 pub mod file_lock;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 pub mod kcmp;
+pub mod maps;
+pub mod names;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 mod notifier;
 #[allow(unsafe_code, reason = "the system calls have no other form")]

@@ -9,6 +9,7 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use crate::check;
+use crate::names::field;
 
 /// `PIDFD_THREAD` (Linux 6.9): a descriptor of one thread.
 const PIDFD_THREAD: libc::c_int = libc::O_EXCL;
@@ -80,8 +81,8 @@ pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
 /// # Errors
 /// ESRCH: the process has been reaped.
 pub fn pidfd_pid(pidfd: RawFd) -> io::Result<i32> {
-    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{pidfd}"))?;
-    let pid = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    let info = std::fs::read(format!("/proc/self/fdinfo/{pidfd}"))?;
+    let pid = field(&info, "Pid:").and_then(|pid| pid.parse().ok());
     pid.filter(|pid| *pid > 0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
 }
 

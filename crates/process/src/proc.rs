@@ -2,11 +2,16 @@
 //! What `/proc` shows of processes and threads. One that has ended shows nothing.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fmt::Display;
 use std::fs;
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
+
+use crate::names::{field, lines};
 
 /// Fields of `/proc/TID/status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,8 +36,8 @@ impl Status {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
 
-    fn parse(text: &str) -> Option<Self> {
-        let field = |name| text.lines().find_map(|line: &str| line.strip_prefix(name)).map(str::trim);
+    fn parse(file: &[u8]) -> Option<Self> {
+        let field = |key| field(file, key);
         Some(Self {
             state: field("State:")?.chars().next()?,
             parent: field("PPid:")?.parse().ok()?,
@@ -47,7 +52,7 @@ impl Status {
 /// Returns the status of a thread of any process.
 #[must_use]
 pub fn status(tid: i32) -> Option<Status> {
-    Status::parse(&fs::read_to_string(format!("/proc/{tid}/status")).ok()?)
+    Status::parse(&fs::read(format!("/proc/{tid}/status")).ok()?)
 }
 
 /// Returns the fields of `/proc/PID/stat` that follow the name: field 3 of proc(5), the state, is the first.
@@ -88,11 +93,24 @@ pub fn cpu_ticks(pid: i32) -> Option<u64> {
     ticks.sum()
 }
 
-/// Returns the name of a process or thread; empty if it has ended.
+/// Returns the name of a process or thread, which may have any bytes; empty if it has ended.
 #[must_use]
-pub fn name(pid: i32) -> String {
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    name.trim_end().to_owned()
+pub fn name(pid: i32) -> Vec<u8> {
+    let mut name = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
+    // The kernel adds a newline.
+    name.pop();
+    name
+}
+
+/// Returns the control group of version 2 of a process, relative to the mount; none if it is in none. `process` is its
+/// number, or `self`.
+///
+/// # Errors
+/// The process has ended.
+pub fn control_group(process: impl Display) -> io::Result<Option<PathBuf>> {
+    let file = fs::read(format!("/proc/{process}/cgroup"))?;
+    let group = lines(&file).find_map(|line| line.strip_prefix(b"0::/"));
+    Ok(group.map(|group| OsStr::from_bytes(group).into()))
 }
 
 /// Returns all processes.
@@ -152,15 +170,57 @@ mod tests {
     use std::process::Command;
     use std::time::Duration;
 
+    use proptest::prelude::*;
+
     use super::*;
+
+    const OF_NAME: Status = Status { state: 'S', parent: 3, tracer: 17, own_number: Some(7), filtered: true };
+
+    /// A status of a process of this name, which the kernel writes as here.
+    fn of_name(name: &[u8]) -> Vec<u8> {
+        let rest = b"\nState:\tS (sleeping)\nPPid:\t3\nTracerPid:\t17\nNSpid:\t40\t7\nSeccomp:\t2\n";
+        [&b"Name:\t"[..], name, rest].concat()
+    }
 
     #[test]
     fn a_status_has_state_parent_tracer_number_and_filter() {
-        let text = "Name:\tx\nState:\tS (sleeping)\nPPid:\t3\nTracerPid:\t17\nNSpid:\t40\t7\nSeccomp:\t2\n";
-        let status = Status { state: 'S', parent: 3, tracer: 17, own_number: Some(7), filtered: true };
-        assert_eq!(Status::parse(text), Some(status));
-        let status = Status::parse("State:\tZ (zombie)\nPPid:\t1\nTracerPid:\t0\n").unwrap();
+        assert_eq!(Status::parse(&of_name(b"x")), Some(OF_NAME));
+        let status = Status::parse(b"State:\tZ (zombie)\nPPid:\t1\nTracerPid:\t0\n").unwrap();
         assert!(status.has_ended() && !status.filtered && status.own_number.is_none());
+    }
+
+    #[test]
+    fn the_name_in_a_status_is_cut_in_mid_character_and_escaped() {
+        // The kernel writes a newline as `\n`, a backslash as `\\`, and everything else as it is.
+        for name in [&b"serveur-\xc3\xa9l\xc3\xa9v\xc3"[..], b"a\\nPPid:\t9", b"\\\\\tPPid:\t9", b" \xff "] {
+            assert_eq!(Status::parse(&of_name(name)), Some(OF_NAME), "{}", name.escape_ascii());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_name_of_any_bytes_changes_no_field(name in proptest::collection::vec(any::<u8>(), 0..16)) {
+            let escaped = name.iter().flat_map(|byte| match byte {
+                b'\n' => &b"\\n"[..],
+                b'\\' => b"\\\\",
+                byte => std::slice::from_ref(byte),
+            });
+            prop_assert_eq!(Status::parse(&of_name(&escaped.copied().collect::<Vec<u8>>())), Some(OF_NAME));
+        }
+    }
+
+    #[test]
+    fn a_thread_may_have_a_name_of_any_bytes() {
+        const NAME: &[u8] = b"serveur-\xc3\xa9l\xc3\xa9v\xc3";
+        std::thread::spawn(|| {
+            fs::write("/proc/thread-self/comm", [NAME, b"\xa9 (cut)"].concat()).unwrap();
+            let link = fs::read_link("/proc/thread-self").unwrap();
+            let thread = link.file_name().unwrap().to_str().unwrap().parse().unwrap();
+            assert_eq!(name(thread), NAME);
+            assert_eq!(status(thread).unwrap().state, 'R');
+        })
+        .join()
+        .unwrap();
     }
 
     #[test]
@@ -175,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_number_of_no_process_shows_nothing() {
-        assert_eq!((status(-1), name(-1), threads(-1)), (None, String::new(), Vec::new()));
+        assert_eq!((status(-1), name(-1), threads(-1)), (None, Vec::new(), Vec::new()));
         assert_eq!((tree(-1, 9), stat(-1).unwrap_err().kind()), (vec![-1], io::ErrorKind::NotFound));
     }
 
@@ -198,7 +258,7 @@ mod tests {
         let root = shell.id().cast_signed();
         let whole = (0..1000).map(|_| tree(root, 9)).find(|tree| {
             std::thread::sleep(Duration::from_millis(5));
-            tree.len() == 3 && name(tree[2]) == "sleep"
+            tree.len() == 3 && name(tree[2]) == b"sleep"
         });
         let whole = whole.unwrap_or_else(|| panic!("{:?}", tree(root, 9)));
         assert_eq!(whole[0], root);

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads the mappings of a process from `/proc/PID/maps` (`fs/proc/task_mmu.c: show_map_vma`).
+//! Reads the mappings of a process from `/proc/PID/maps`.
 
 use std::fs;
+
+use rewake_process::maps::Mapping;
+use rewake_process::names::lines;
 
 use crate::abi::Tid;
 use crate::error::Error;
@@ -38,31 +41,29 @@ pub(crate) fn read(pid: Tid) -> Result<Vec<MapsEntry>, Error> {
         Some(libc::ENOENT | libc::ESRCH) => Error::Ended { pid },
         _ => Error::read(&path)(source),
     })?;
-    // File names may have any bytes. All else is ASCII.
-    Ok(String::from_utf8_lossy(&text).lines().filter_map(parse).collect())
+    Ok(lines(&text).filter_map(Mapping::parse).map(|mapping| MapsEntry::of(&mapping)).collect())
 }
 
-fn parse(line: &str) -> Option<MapsEntry> {
-    let mut fields = line.splitn(6, ' ');
-    let (start, end) = fields.next()?.split_once('-')?;
-    let flags = fields.next()?;
-    let hex = |text| u64::from_str_radix(text, 16).ok();
-    let offset = hex(fields.next()?)?;
-    let (major, minor) = fields.next()?.split_once(':')?;
-    let (major, minor) = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
-    let inode = fields.next()?.parse().ok()?;
-    let protection = [('r', libc::PROT_READ), ('w', libc::PROT_WRITE), ('x', libc::PROT_EXEC)];
-    let protection = protection.iter().filter(|(letter, _)| flags.contains(*letter));
-    Some(MapsEntry {
-        start: hex(start)?,
-        end: hex(end)?,
-        protection: protection.fold(0, |all, (_, bit)| all | bit),
-        executable: flags.contains('x'),
-        shared: flags.ends_with('s'),
-        offset,
-        file: (libc::makedev(major, minor), inode),
-        vdso: fields.next().is_some_and(|name| name.trim_start() == "[vdso]"),
-    })
+impl MapsEntry {
+    fn of(mapping: &Mapping<'_>) -> Self {
+        let protection = [
+            (mapping.is_readable(), libc::PROT_READ),
+            (mapping.is_writable(), libc::PROT_WRITE),
+            (mapping.is_executable(), libc::PROT_EXEC),
+        ];
+        let protection = protection.iter().filter(|(has, _)| *has);
+        let (major, minor) = mapping.device;
+        Self {
+            start: mapping.start,
+            end: mapping.end,
+            protection: protection.fold(0, |all, (_, bit)| all | bit),
+            executable: mapping.is_executable(),
+            shared: mapping.is_shared(),
+            offset: mapping.offset,
+            file: (libc::makedev(major, minor), mapping.inode),
+            vdso: mapping.name == b"[vdso]",
+        }
+    }
 }
 
 #[cfg(test)]
@@ -87,11 +88,15 @@ mod tests {
         assert!(matches!(read(pid), Err(Error::Ended { .. })));
     }
 
+    fn parse(line: &[u8]) -> MapsEntry {
+        MapsEntry::of(&Mapping::parse(line).unwrap())
+    }
+
     #[test]
     fn a_line_is_a_mapping() {
         let line =
-            "7f0000001000-7f0000003000 r--s 00002000 00:01 2057                       /memfd:a b (deleted)";
-        let mapping = parse(line).unwrap();
+            b"7f0000001000-7f0000003000 r--s 00002000 00:01 2057                       /memfd:a \xff (deleted)";
+        let mapping = parse(line);
         assert_eq!((mapping.start, mapping.end), (0x7f00_0000_1000, 0x7f00_0000_3000));
         assert_eq!((mapping.protection, mapping.shared, mapping.offset), (libc::PROT_READ, true, 0x2000));
         assert_eq!(mapping.file, (libc::makedev(0, 1), 2057));
@@ -100,7 +105,7 @@ mod tests {
 
     #[test]
     fn anonymous_memory_has_no_file() {
-        let mapping = parse("10000-11000 ---p 00000000 00:00 0 ").unwrap();
+        let mapping = parse(b"10000-11000 ---p 00000000 00:00 0 ");
         assert_eq!((mapping.protection, mapping.shared, mapping.file), (0, false, NO_FILE));
     }
 

@@ -12,6 +12,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use rewake_process::names::printable;
+
 use crate::abi::{self, Tid};
 use crate::error::Error;
 use crate::proc;
@@ -113,7 +115,7 @@ fn attach(tid: Tid, wait: &mut Wait) -> Result<bool, Error> {
             return Err(Error::NotAllowed { tid, source });
         }
         if wait.is_over() {
-            return Err(Error::Traced { tid, by, name: proc::name(by) });
+            return Err(Error::Traced { tid, by, name: printable(&proc::name(by)) });
         }
     }
 }

@@ -2,7 +2,7 @@
 //! Where memory of a restore is, if it is not in the image.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -28,7 +28,7 @@ pub struct FetchPeer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FetchedImage {
     /// Its name there.
-    pub name: String,
+    pub name: PathBuf,
     /// Its id, in full.
     pub id: String,
 }

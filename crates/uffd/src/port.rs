@@ -146,7 +146,8 @@ pub fn negotiated_features(uffd: BorrowedFd<'_>) -> io::Result<u64> {
         let line = text.lines().find_map(|line| line.strip_prefix("API:"))?;
         u64::from_str_radix(line.split(':').nth(1)?, 16).ok()
     };
-    let text = std::fs::read_to_string(&path)?;
+    let info = std::fs::read(&path)?;
+    let text = String::from_utf8_lossy(&info);
     // The kernel's own bits (`UFFD_FEATURE_INITIALIZED`) are above those of the interface.
     let features = features(&text).map(|features| features & !abi::FEATURE_INITIALIZED);
     features.ok_or_else(|| io::Error::other(format!("{path}: no userfaultfd: {text:?}")))

@@ -5,16 +5,17 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use rewake_peer_stream::AllowedPeer;
 
-use super::{ExportedPlace, PeerTlsArgs, PullSource, TlsArgs};
+use super::{ExportedPlace, PeerTlsArgs, PullSource, RemoteImage, TlsArgs};
 
 /// Options of `rewake export`.
 #[derive(Debug, Args)]
 pub struct ExportArgs {
     /// The directory whose images are served: each one is a directory below it, and its path is its name. Or a store
     /// with images: s3://BUCKET/FOLDER or file:///DIRECTORY
-    #[arg(value_name = "DIR")]
+    #[arg(value_name = "DIR", value_parser = OsStringValueParser::new().try_map(ExportedPlace::of))]
     pub root: ExportedPlace,
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long, value_name = "ADDR")]
@@ -27,6 +28,7 @@ pub struct ExportArgs {
     /// A client that may read images: NAME is a name of its certificate; with a FOLDER below DIR, it may read the
     /// images there only. To be repeated [default: every client with a certificate of the CA may read all]
     #[arg(long, value_name = "NAME[=FOLDER]", requires = "tls")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|given| AllowedPeer::of(&given)))]
     pub allow: Vec<AllowedPeer>,
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
@@ -43,6 +45,7 @@ pub struct PullArgs {
     /// The image: the server's address and the image's name, with a colon between them; its URL in a store; or the
     /// path of an archive that podman or CRI-O has made, with a / in it or with the ending .tar, .tar.gz or .tar.zst
     #[arg(value_name = "HOST:IMAGE|URL|ARCHIVE")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(PullSource::of))]
     pub image: PullSource,
     /// Where the image is copied to: an empty directory, or one with a copy that was cut
     #[arg(value_name = "DIR")]
@@ -64,6 +67,7 @@ pub struct SourceArgs {
     /// Restore this image of another host's `rewake export` while its memory arrives. The images directory
     /// gets a copy of it: it must be empty, or have a copy of that image
     #[arg(long, value_name = "HOST:IMAGE", conflicts_with = "socket")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|given| RemoteImage::of(&given)))]
     pub from: Option<RemoteImage>,
     /// Port of the server of --from
     #[arg(long, value_name = "PORT", default_value_t = rewake_image_protocol::PORT, requires = "from")]
@@ -74,30 +78,6 @@ pub struct SourceArgs {
     pub id: Option<String>,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
-}
-
-/// An image of another host.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RemoteImage {
-    /// Address or name of the host.
-    pub host: String,
-    /// The name of the image there.
-    pub image: String,
-}
-
-impl std::str::FromStr for RemoteImage {
-    type Err = String;
-
-    /// Reads `HOST:IMAGE` or `[IPV6]:IMAGE`.
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parts = match text.strip_prefix('[') {
-            Some(rest) => rest.split_once("]:"),
-            None => text.split_once(':'),
-        };
-        let parts = parts.filter(|(host, image)| !host.is_empty() && !image.is_empty());
-        let (host, image) = parts.ok_or("expected HOST:IMAGE")?;
-        Ok(Self { host: host.to_owned(), image: image.to_owned() })
-    }
 }
 
 /// Options of `rewake migrate`.
@@ -154,6 +134,7 @@ pub struct ReceiveArgs {
     /// A host whose programs are taken: a name of its certificate. To be repeated [default: every host with a
     /// certificate of the CA]
     #[arg(long, value_name = "NAME", requires = "tls")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|given| AllowedPeer::of(&given)))]
     pub allow: Vec<AllowedPeer>,
     /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
     #[arg(long, value_name = "PATH")]

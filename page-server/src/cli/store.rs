@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Options of the commands for stores of images.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -59,27 +61,25 @@ pub enum PullSource {
     Archive(PathBuf),
 }
 
-impl std::str::FromStr for PullSource {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if is_url(text) {
-            parse(text).map(Self::Store)
-        } else if is_archive(text) {
-            Ok(Self::Archive(text.into()))
+impl PullSource {
+    pub(super) fn of(given: OsString) -> Result<Self, String> {
+        if let Some(url) = url_in(&given)? {
+            parse(url).map(Self::Store)
+        } else if is_archive(given.as_bytes()) {
+            Ok(Self::Archive(given.into()))
         } else {
-            text.parse().map(Self::Server).map_err(|expected: String| {
+            RemoteImage::of(&given).map(Self::Server).map_err(|expected| {
                 format!("{expected}, a URL, or an archive: a path with a / or with the ending .tar, .tar.gz or .tar.zst")
             })
         }
     }
 }
 
-/// Whether a text is the path of an archive. A host's name has no slash, and CRI-O's archives have colons in theirs.
-fn is_archive(text: &str) -> bool {
-    let host = text.split(':').next().unwrap_or_default();
+/// Whether this is the path of an archive. A host's name has no slash, and CRI-O's archives have colons in theirs.
+fn is_archive(given: &[u8]) -> bool {
+    let mut host = given.split(|byte| *byte == b':').next().unwrap_or_default().iter();
     let endings = [".tar", ".tar.gz", ".tgz", ".tar.zst"];
-    host.contains('/') || endings.iter().any(|ending| text.ends_with(ending))
+    host.any(|byte| *byte == b'/') || endings.iter().any(|ending| given.ends_with(ending.as_bytes()))
 }
 
 /// A sealed image: its directory, or its URL in a store.
@@ -91,11 +91,12 @@ pub enum SealedPlace {
     Store(ImageUrl),
 }
 
-impl std::str::FromStr for SealedPlace {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if is_url(text) { parse(text).map(Self::Store) } else { Ok(Self::Directory(text.into())) }
+impl SealedPlace {
+    pub(super) fn of(given: OsString) -> Result<Self, String> {
+        match url_in(&given)? {
+            Some(url) => parse(url).map(Self::Store),
+            None => Ok(Self::Directory(given.into())),
+        }
     }
 }
 
@@ -108,11 +109,12 @@ pub enum ExportedPlace {
     Store(StoreUrl),
 }
 
-impl std::str::FromStr for ExportedPlace {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if is_url(text) { parse(text).map(Self::Store) } else { Ok(Self::Directory(text.into())) }
+impl ExportedPlace {
+    pub(super) fn of(given: OsString) -> Result<Self, String> {
+        match url_in(&given)? {
+            Some(url) => parse(url).map(Self::Store),
+            None => Ok(Self::Directory(given.into())),
+        }
     }
 }
 
@@ -120,7 +122,40 @@ fn parse<U: std::str::FromStr<Err = ImageStoreError>>(url: &str) -> Result<U, St
     url.parse().map_err(|error: ImageStoreError| error.to_string())
 }
 
-/// Whether a text names something in a store. A directory's path may have two slashes, and a colon, but seldom all.
-fn is_url(text: &str) -> bool {
-    text.contains("://")
+/// The argument, if it names something in a store. A directory's path may have two slashes, and a colon, but seldom
+/// all.
+fn url_in(given: &OsStr) -> Result<Option<&str>, String> {
+    let is_url = given.as_bytes().windows(3).any(|part| part == b"://");
+    is_url.then(|| given.to_str().ok_or_else(|| "a URL that is not UTF-8".to_owned())).transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn given(bytes: &[u8]) -> OsString {
+        OsStr::from_bytes(bytes).to_owned()
+    }
+
+    #[test]
+    fn a_directory_or_an_archive_may_have_any_name() {
+        for path in [given(b"caf\xe9"), given(b"/srv/a b:\xff")] {
+            assert_eq!(SealedPlace::of(path.clone()), Ok(SealedPlace::Directory(path.clone().into())));
+            assert_eq!(ExportedPlace::of(path.clone()), Ok(ExportedPlace::Directory(path.into())));
+        }
+        for path in [given(b"caf\xe9.tar.gz"), given(b"/srv/\xff:1")] {
+            assert_eq!(PullSource::of(path.clone()), Ok(PullSource::Archive(path.into())));
+        }
+        assert!(matches!(PullSource::of(given(b"host:caf\xe9")), Ok(PullSource::Server(_))));
+    }
+
+    #[test]
+    fn a_url_is_one_of_a_store_and_text() {
+        let url = given(b"file:///srv/store/web");
+        assert!(matches!(SealedPlace::of(url.clone()), Ok(SealedPlace::Store(_))));
+        assert!(matches!(PullSource::of(url.clone()), Ok(PullSource::Store(_))));
+        assert!(matches!(ExportedPlace::of(url), Ok(ExportedPlace::Store(_))));
+        let refused = SealedPlace::of(given(b"file:///srv/caf\xe9/web")).unwrap_err();
+        assert_eq!(refused, "a URL that is not UTF-8");
+    }
 }

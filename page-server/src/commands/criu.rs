@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The `criu dump` and `criu restore` that commands of ours run.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -12,6 +13,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_process::names::printable;
 use tokio::io::unix::AsyncFd;
 
 use crate::cli::Programs;
@@ -56,11 +58,10 @@ impl CriuOptions {
         let mut found = Self::default();
         let mut options = options.iter();
         while let Some(option) = options.next() {
-            let text = option.to_string_lossy();
-            let (name, value) = match text.split_once('=') {
-                Some((name, value)) => (name, Some(value.to_owned())),
-                None => (&*text, None),
-            };
+            let mut parts = option.as_bytes().splitn(2, |byte| *byte == b'=');
+            // A name that is no text is none of these options.
+            let name = parts.next().and_then(|name| str::from_utf8(name).ok()).unwrap_or_default();
+            let value = parts.next().map(OsStr::from_bytes);
             match name {
                 "-d" | "--restore-detached" => found.detached = true,
                 "-L" | "--libdir" => found.plugins = true,
@@ -68,8 +69,8 @@ impl CriuOptions {
                 "--stream" | "--page-server" | "--lazy-pages" => found.streams = true,
                 "--auto-dedup" => found.dedups = true,
                 "-o" | "--log-file" | "--action-script" => {
-                    let value = value.map(OsString::from).or_else(|| options.next().cloned());
-                    let value = value.with_context(|| format!("{name}: expected a file"))?;
+                    let value = value.or_else(|| options.next().map(OsString::as_os_str));
+                    let value = value.with_context(|| format!("{name}: expected a file"))?.to_owned();
                     if name == "--action-script" {
                         found.scripts.push(value);
                     } else {
@@ -268,14 +269,16 @@ pub(super) fn code(exit: ExitStatus) -> u8 {
     u8::try_from(code).unwrap_or(1)
 }
 
-/// Lines that CRIU marks as errors, the last ones.
+/// Lines that CRIU marks as errors, the last ones. They have names of the program's.
 fn errors(log: &str) -> Vec<String> {
     let lines: Vec<&str> = log.lines().filter(|line| line.contains("Error (")).collect();
-    lines[lines.len().saturating_sub(SHOWN)..].iter().map(|line| (*line).to_owned()).collect()
+    lines[lines.len().saturating_sub(SHOWN)..].iter().map(|line| printable(line.as_bytes())).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStringExt as _;
+
     use super::*;
 
     fn read(options: &[&str]) -> anyhow::Result<CriuOptions> {
@@ -323,6 +326,22 @@ mod tests {
             );
         }
         assert!(read(&["-o"]).is_err());
+    }
+
+    #[test]
+    fn a_file_s_name_need_not_be_utf_8() {
+        let named = |option: &[u8]| [option, b"caf\xe9"].concat();
+        let given = [named(b"--log-file="), named(b"--action-script="), b"-o".to_vec(), named(b"")];
+        let given = given.map(OsString::from_vec);
+        let name = OsString::from_vec(named(b""));
+        let first = CriuOptions::read(&given[..2], &[]).unwrap();
+        assert_eq!((first.log, first.scripts), (Some(name.clone().into()), vec![name.clone()]));
+        assert_eq!(CriuOptions::read(&given[2..], &[]).unwrap().log, Some(name.into()));
+    }
+
+    #[test]
+    fn an_error_of_a_log_is_no_command_to_a_terminal() {
+        assert_eq!(errors("a\nError (x): b\u{1b}[2J\n"), ["Error (x): b\\u{1b}[2J"]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use nix::sys::signal::kill;
 use nix::unistd::{ForkResult, Pid};
+use rewake_process::proc;
 
 /// Digits of the longest process id, and a newline.
 const MAX_PIDFILE: usize = 20;
@@ -108,10 +109,7 @@ fn pid(file: &[u8]) -> Option<Pid> {
 
 /// Whether a process runs. One of another user does, too; one that has ended and was not awaited yet does not.
 fn runs(pid: Pid) -> bool {
-    let has_ended = || {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with(['Z', 'X']))
-    };
+    let has_ended = || proc::status(pid.as_raw()).is_some_and(|status| status.has_ended());
     pid.as_raw() > 0 && kill(pid, None) != Err(nix::errno::Errno::ESRCH) && !has_ended()
 }
 

@@ -9,8 +9,8 @@ use anyhow::{Context as _, bail, ensure};
 use tracing::warn;
 
 use super::criu_server::{Directories, complain, enter, pidfile};
-use super::{detach, given, host, to_notify};
-use crate::cli::{LazyPagesArgs, Remote};
+use super::{detach, given, to_notify};
+use crate::cli::{LazyPagesArgs, PageServerAddress, Remote};
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
 use rewake_streamer::fetch_peer::FetchPeer;
@@ -63,11 +63,11 @@ fn page_server(options: &Remote, work: &Path) -> anyhow::Result<Option<FetchPeer
         return Ok(None);
     }
     let tls = tls(options, work)?;
-    let (peer, connected) = match (options.ps_socket, options.address.as_deref()) {
+    let (peer, connected) = match (options.ps_socket, &options.address) {
         (Some(socket), _) => (PagePeer::Connected, Some(given(socket))),
-        (None, Some(path)) if path.contains('/') => (PagePeer::Unix(path.into()), None),
+        (None, Some(PageServerAddress::Socket(path))) => (PagePeer::Unix(path.clone()), None),
         (None, address) => {
-            let address = address.unwrap_or("127.0.0.1");
+            let address = address.as_ref().and_then(PageServerAddress::host).unwrap_or("127.0.0.1");
             let port = options.port.context("--page-server: its port is needed: --port PORT")?;
             let found = (address, port).to_socket_addrs().with_context(|| format!("--address {address}"))?;
             let found: Vec<_> = found.collect();
@@ -86,7 +86,7 @@ fn page_server(options: &Remote, work: &Path) -> anyhow::Result<Option<FetchPeer
 /// # Errors
 /// A file is missing or damaged.
 fn tls(options: &Remote, work: &Path) -> anyhow::Result<Option<PeerTls>> {
-    let host = host(options.address.as_deref()).map(str::to_owned);
+    let host = options.address.as_ref().and_then(PageServerAddress::host).map(str::to_owned);
     let Some(given) = options.tls.options() else { return Ok(None) };
     let absolute = |path: Option<PathBuf>| path.map(|path| work.join(path));
     let options = TlsOptions {

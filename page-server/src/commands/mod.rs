@@ -60,11 +60,6 @@ fn given(number: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(number) }
 }
 
-/// The host that `--address` names; none for the path of a socket.
-fn host(address: Option<&str>) -> Option<&str> {
-    address.filter(|address| !address.contains('/'))
-}
-
 /// The agent's control socket: the one that was named, else where an agent of this user listens.
 fn control_socket(named: Option<&Path>) -> anyhow::Result<PathBuf> {
     Ok(match named {

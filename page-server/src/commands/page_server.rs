@@ -12,8 +12,8 @@ use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
 use super::criu_server::{complain, enter, pidfile};
-use super::{detach, given, host, to_notify};
-use crate::cli::PageServerArgs;
+use super::{detach, given, to_notify};
+use crate::cli::{PageServerAddress, PageServerArgs};
 
 /// Runs the command; gives the exit code.
 ///
@@ -26,7 +26,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     let tls = options
         .tls
         .options()
-        .map(|tls| TlsServer::new(&tls, host(options.address.as_deref())))
+        .map(|tls| TlsServer::new(&tls, options.address.as_ref().and_then(PageServerAddress::host)))
         .transpose()?;
     // A unix socket in the images directory is bound before the directory is locked, which both need.
     let entrance = endpoint(options).open()?;
@@ -73,9 +73,9 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
 fn endpoint(options: &PageServerArgs) -> Endpoint {
     match (options.ps_socket, &options.address) {
         (Some(socket), _) => Endpoint::Connected(given(socket)),
-        (None, Some(path)) if path.contains('/') => Endpoint::Unix(path.into()),
+        (None, Some(PageServerAddress::Socket(path))) => Endpoint::Unix(path.clone()),
         (None, address) => Endpoint::Tcp {
-            address: address.clone(),
+            address: address.as_ref().and_then(PageServerAddress::host).map(str::to_owned),
             port: options.port,
             for_other_hosts: options.insecure || options.tls.tls,
         },

@@ -51,7 +51,7 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
 fn from_server(options: &PullArgs, image: &RemoteImage) -> anyhow::Result<PullReport> {
     let RemoteImage { host, image } = image.clone();
     let port = options.port;
-    let what = format!("{host}:{image}");
+    let what = format!("{host}:{}", image.display());
     let tls = options.tls.client(&host)?;
     if tls.is_none() {
         let addresses: Vec<SocketAddr> =

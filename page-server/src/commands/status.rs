@@ -9,6 +9,7 @@ use std::path::{Path, absolute};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use rewake_process::names::printable;
 use serde_json::{Value, json};
 
 use super::picture;
@@ -90,7 +91,7 @@ async fn streaming(work: &Path) -> anyhow::Result<proto::Streaming> {
     }
 }
 
-/// Path bytes for users.
+/// Path bytes for programs, as text.
 fn path(bytes: &[u8]) -> String {
     Path::new(OsStr::from_bytes(bytes)).display().to_string()
 }
@@ -137,7 +138,7 @@ fn line(text: &mut String, session: &proto::Session) {
         picture::faults(&progress),
         latency(progress.page_fault_p50_ns),
         latency(progress.page_fault_p99_ns),
-        path(&session.images_dir),
+        printable(&session.images_dir),
     );
 }
 

@@ -52,7 +52,7 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
 fn server(options: &StreamerArgs) -> Option<FetchPeer> {
     let id = options.from_id.clone()?;
     let (peer, name) = match (&options.from_agent, &options.from_image) {
-        (Some(agent), _) => (PagePeer::Agent(agent.clone()), id.clone()),
+        (Some(agent), _) => (PagePeer::Agent(agent.clone()), id.clone().into()),
         (None, name) => (PagePeer::Tcp(options.from_address.clone()), name.clone()?),
     };
     let tls = options.tls.options().map(|tls| PeerTls { options: tls, host: options.from_host.clone() });

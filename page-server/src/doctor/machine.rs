@@ -5,6 +5,7 @@ use std::io;
 
 use nix::sys::resource::{Resource, getrlimit};
 use rewake_image_io::{BufferSlice, Engine};
+use rewake_process::names::field;
 use rewake_uffd::Uffd;
 
 use super::gpu_machine::DEFAULT;
@@ -29,9 +30,8 @@ pub fn kernel() -> Kernel {
 /// Returns the effective capabilities, as the kernel's bits.
 #[must_use]
 pub fn capabilities() -> u64 {
-    let status = text("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
+    let status = std::fs::read("/proc/self/status").unwrap_or_default();
+    field(&status, "CapEff:").and_then(|digits| u64::from_str_radix(digits, 16).ok()).unwrap_or(0)
 }
 
 /// Opens a userfaultfd and returns the names of the features of [`FEATURES`] that it lacks.

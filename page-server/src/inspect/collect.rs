@@ -31,8 +31,8 @@ pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
         images_dir: path.display().to_string(),
         parent_dirs: parents.iter().map(real_path).collect(),
         image_version: inventory.as_ref().map(|inventory| inventory.version),
-        run_id: inventory.as_ref().and_then(|inventory| inventory.run_id.clone()),
-        plugins: inventory.map(|inventory| inventory.plugins).unwrap_or_default(),
+        run_id: inventory.as_ref().and_then(|inventory| inventory.run_id.as_deref().map(text)),
+        plugins: inventory.map_or_else(Vec::new, |of| of.plugins.iter().map(|name| text(name)).collect()),
         page_bytes: PAGE,
         lazy: verdict(&totals.pages, &damage),
         tasks,
@@ -94,7 +94,8 @@ impl ImageReader {
             _ => self.memory(task.pid, core.is_some(), parent),
         };
         let map = pages.as_ref().map(|(map, _)| map);
-        let (state, comm) = core.map_or((None, None), |(state, comm)| (Some(state_name(state)), Some(comm)));
+        let (state, comm) =
+            core.map_or((None, None), |(state, comm)| (Some(state_name(state)), Some(text(&comm))));
         TaskReport {
             pid: task.pid,
             ppid: task.ppid,
@@ -202,6 +203,11 @@ fn state_name(state: TaskState) -> String {
         TaskState::Zombie | TaskState::Dead => "zombie".into(),
         TaskState::Unknown(number) => format!("unknown {number}"),
     }
+}
+
+/// A name of an image, which may have any bytes, as text.
+fn text(name: &[u8]) -> String {
+    String::from_utf8_lossy(name).into_owned()
 }
 
 fn real_path(image: &ImageDir) -> String {

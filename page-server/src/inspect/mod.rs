@@ -79,7 +79,7 @@ pub struct TaskReport {
     pub depth: usize,
     /// alive, stopped, zombie, or "unknown N".
     pub state: Option<String>,
-    /// Its short name.
+    /// Its short name; what is not UTF-8 in it is U+FFFD.
     pub comm: Option<String>,
     /// All its threads, the main one included.
     pub threads: Vec<u32>,

@@ -160,6 +160,24 @@ fn without_a_process_tree_only_files_and_damage_are_shown() {
 }
 
 #[test]
+fn names_that_are_not_utf_8_are_shown_and_are_no_damage() {
+    let root = family();
+    let dir = image(&root);
+    let comm = b"serveur-\xc3\xa9l\xc3\xa9v\xc3".to_vec();
+    write::tasks(&dir, &[Task { comm, ..task(7, 0, TaskState::Alive, "", &[7]) }]).unwrap();
+    let inventory =
+        Inventory { version: IMAGE_VERSION, plugins: vec![b"caf\xe9".to_vec()], run_id: Some(vec![0xff]) };
+    write::inventory(&dir, &inventory).unwrap();
+    let report = collect(&dir).unwrap();
+    assert_eq!(report.damage, [""; 0]);
+    let text = shown(&root, &report, false);
+    for name in ["  serveur-élév\u{fffd}\n", "plugins: caf\u{fffd}\n", "run id:  \u{fffd}\n"] {
+        assert!(text.contains(name), "{name:?} in {text}");
+    }
+    assert_eq!(serde_json::to_value(&report).unwrap()["tasks"][0]["comm"], "serveur-élév\u{fffd}");
+}
+
+#[test]
 fn a_missing_directory_is_an_error() {
     let error = collect(Path::new("/nowhere/at/all")).unwrap_err().to_string();
     assert!(error.contains("/nowhere/at/all"), "{error}");

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Writes the report as tables.
 
-use std::fmt::Write as _;
 use std::io::{self, Write};
 
 use rewake_criu_images::PAGE;
+use rewake_process::names;
 
 use super::{InspectReport, Pages, TaskReport, Verdict, VmaReport, gpu};
 use rewake_streamer::units;
@@ -150,16 +150,7 @@ pub(super) fn cell(bytes: u64) -> String {
 
 /// Escapes control characters in text of an image or a path: it must not move the terminal's cursor.
 fn printable(text: &str) -> String {
-    let mut clean = String::with_capacity(text.len());
-    for letter in text.chars() {
-        if letter.is_control() {
-            // A write to a string cannot fail.
-            let _ = write!(clean, "{}", letter.escape_default());
-        } else {
-            clean.push(letter);
-        }
-    }
-    clean
+    names::printable(text.as_bytes())
 }
 
 #[cfg(test)]

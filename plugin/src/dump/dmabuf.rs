@@ -3,17 +3,19 @@
 
 use std::fs;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::unix::ffi::OsStrExt as _;
 
 use nix::sys::stat::fstat;
 use rewake_bo_contents::folder;
 use rewake_criu_images::amdgpu::{DmabufImage, dmabuf_name};
 use rewake_criu_plugin::{Answer, Host};
+use rewake_process::names::field;
 
 use super::shared::DumpSharing;
 
 /// Start of the link of every dma-buf's file in /proc; the dma-buf's own name may follow.
-const LINK_PREFIX: &str = "/dmabuf:";
-/// The line of a dma-buf's `fdinfo` that names its exporter.
+const LINK_PREFIX: &[u8] = b"/dmabuf:";
+/// The line of a dma-buf's `fdinfo` that names its exporter. The dma-buf's own name is below it.
 const EXPORTER_KEY: &str = "exp_name:";
 const AMDGPU: &str = "amdgpu";
 
@@ -29,15 +31,11 @@ pub(super) struct OwnerlessDmabuf(pub(super) u32);
 pub(super) fn is_amdgpu_dmabuf(file: BorrowedFd<'_>) -> Answer<bool> {
     let number = file.as_raw_fd();
     let link = fs::read_link(format!("/proc/self/fd/{number}"))?;
-    if !link.to_string_lossy().starts_with(LINK_PREFIX) {
+    if !link.as_os_str().as_bytes().starts_with(LINK_PREFIX) {
         return Ok(false);
     }
-    let info = fs::read_to_string(format!("/proc/self/fdinfo/{number}"))?;
-    Ok(exporter(&info) == Some(AMDGPU))
-}
-
-fn exporter(info: &str) -> Option<&str> {
-    info.lines().find_map(|line| line.strip_prefix(EXPORTER_KEY)).map(str::trim)
+    let info = fs::read(format!("/proc/self/fdinfo/{number}"))?;
+    Ok(field(&info, EXPORTER_KEY) == Some(AMDGPU))
 }
 
 /// Returns the inode of a dma-buf, which identifies it among all dma-bufs.
@@ -61,9 +59,9 @@ mod tests {
     #[test]
     fn fdinfo_names_the_exporter() {
         let info =
-            "pos:\t0\nflags:\t02000002\nmnt_id:\t16\nino:\t3\nsize:\t4096\ncount:\t3\nexp_name:\tamdgpu\n";
-        assert_eq!(exporter(info), Some("amdgpu"));
-        assert_eq!(exporter("pos:\t0\n"), None);
+            b"pos:\t0\nflags:\t02000002\nmnt_id:\t16\nino:\t3\nsize:\t4096\ncount:\t3\nexp_name:\tamdgpu\n\
+            name:\tcaf\xe9\nexp_name:\tother\n";
+        assert_eq!(field(info, EXPORTER_KEY), Some(AMDGPU));
     }
 
     #[test]

@@ -7,6 +7,8 @@ use std::{fs, io};
 
 use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_images::rewake::{FreedMapping, MAX_SHARED};
+use rewake_process::maps::Mapping;
+use rewake_process::names::lines;
 
 use crate::buffers::{Buffers, gpu_of_minor};
 use crate::device::DeviceFile;
@@ -17,8 +19,8 @@ pub(super) fn find(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTreeSe
     let buffers = Buffers::of(image);
     let mut found = BTreeSet::new();
     for task in tasks {
-        let maps = String::from_utf8_lossy(&fs::read(format!("/proc/{task}/maps"))?).into_owned();
-        found.extend(maps.lines().filter_map(render_node_mapping).filter(|mapping| {
+        let maps = fs::read(format!("/proc/{task}/maps"))?;
+        found.extend(lines(&maps).filter_map(render_node_mapping).filter(|mapping| {
             let gpu = gpu_of_minor(image, mapping.minor);
             gpu.is_some_and(|(_, gpu_id)| buffers.at(gpu_id, mapping.offset).is_none())
         }));
@@ -27,15 +29,10 @@ pub(super) fn find(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTreeSe
 }
 
 /// Parses a line of `/proc/PID/maps`. Its path is the one that CRIU passes to the plugin in a restore.
-fn render_node_mapping(line: &str) -> Option<FreedMapping> {
-    let mut fields = line.splitn(6, ' ');
-    let (start, _) = fields.next()?.split_once('-')?;
-    let offset = fields.nth(1)?;
-    let Some(DeviceFile::Render(minor)) = DeviceFile::of_path(fields.nth(2)?.trim_start()) else {
-        return None;
-    };
-    let hex = |text| u64::from_str_radix(text, 16).ok();
-    Some(FreedMapping { minor, address: hex(start)?, offset: hex(offset)? })
+fn render_node_mapping(line: &[u8]) -> Option<FreedMapping> {
+    let mapping = Mapping::parse(line)?;
+    let Some(DeviceFile::Render(minor)) = DeviceFile::of_path(mapping.name) else { return None };
+    Some(FreedMapping { minor, address: mapping.start, offset: mapping.offset })
 }
 
 #[cfg(test)]
@@ -44,17 +41,16 @@ mod tests {
 
     #[test]
     fn mappings_of_render_nodes_are_known_by_their_paths() {
-        let of = |path: &str| {
-            render_node_mapping(&format!(
-                "7f0000200000-7f0000400000 rw-s 100001000 00:06 345                {path}"
-            ))
+        let of = |path: &[u8]| {
+            let rest = b"7f0000200000-7f0000400000 rw-s 100001000 00:06 345                ";
+            render_node_mapping(&[&rest[..], path].concat())
         };
         let mapping = FreedMapping { minor: 129, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 };
-        assert_eq!(of("/dev/dri/renderD129"), Some(mapping));
-        assert_eq!(of("/jail/dev/dri/renderD129"), Some(mapping));
-        assert_eq!(of("/srv/my jail/dev/dri/renderD129"), Some(mapping));
+        assert_eq!(of(b"/dev/dri/renderD129"), Some(mapping));
+        assert_eq!(of(b"/jail/dev/dri/renderD129"), Some(mapping));
+        assert_eq!(of(b"/srv/my \xff jail/dev/dri/renderD129"), Some(mapping));
         for other in ["/dev/kfd", "/dev/dri/card0", "[heap]", ""] {
-            assert_eq!(of(other), None, "{other}");
+            assert_eq!(of(other.as_bytes()), None, "{other}");
         }
     }
 }

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 
 use rewake_criu_images::Vma;
@@ -28,7 +29,7 @@ impl BackingDevice {
     pub(super) fn of(vma: &Vma, files: &FilePaths) -> Option<Self> {
         let file = vma.file().and_then(|id| files.as_ref()?.get(&id));
         let gpu = match file {
-            Some(path) => path.as_ref().and_then(|path| DeviceFile::of_path(&path.to_string_lossy())),
+            Some(path) => path.as_ref().and_then(|path| DeviceFile::of_path(path.as_os_str().as_bytes())),
             None if vma.is_anonymous() && !vma.is_plugin_device() => return None,
             None => return Some(Self::Unknown),
         };

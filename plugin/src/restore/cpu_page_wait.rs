@@ -25,6 +25,7 @@ use rewake_amdgpu_uapi::abi::memory::PAGE;
 use rewake_amdgpu_uapi::criu::blob::Private;
 use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_plugin::{Answer, Host};
+use rewake_process::maps::Mapping;
 
 use super::gpu_assignment::gpus;
 use crate::device::Devices;
@@ -150,25 +151,17 @@ fn kill_if_streamer_ends(streamer: BorrowedFd<'_>, pid: i32, reads: impl FnOnce(
 fn lazy_ranges(smaps: impl io::BufRead) -> io::Result<Vec<Range<u64>>> {
     let mut found = Vec::new();
     let mut last = None;
-    for line in smaps.lines() {
+    for line in smaps.split(b'\n') {
         let line = line?;
-        if let Some(flags) = line.strip_prefix("VmFlags:") {
-            if flags.split_whitespace().any(|flag| flag == "um") {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            if flags.split(|byte| *byte == b' ').any(|flag| flag == b"um") {
                 found.extend(last.take());
             }
-        } else if let Some((range, protection)) = parse_mapping(&line) {
-            last = protection.starts_with('r').then_some(range);
+        } else if let Some(mapping) = Mapping::parse(&line) {
+            last = mapping.is_readable().then_some(mapping.start..mapping.end);
         }
     }
     Ok(found)
-}
-
-/// Parses the first line of a mapping.
-fn parse_mapping(line: &str) -> Option<(Range<u64>, &str)> {
-    let mut words = line.split(' ');
-    let (start, end) = words.next()?.split_once('-')?;
-    let hex = |text| u64::from_str_radix(text, 16).ok();
-    Some((hex(start)?..hex(end)?, words.next()?))
 }
 
 /// Reads a byte of every page. A missing page is a page fault that this waits for. A page that cannot be read
@@ -224,16 +217,16 @@ mod tests {
 
     #[test]
     fn lazy_memory_is_found_by_its_flags() {
-        let smaps = "10000-12000 rw-p 00000000 00:00 0 \n\
+        let smaps = b"10000-12000 rw-p 00000000 00:00 0 \n\
             Size:                  8 kB\n\
             VmFlags: rd wr mr mw me ac um \n\
             20000-21000 rw-p 00000000 00:00 0    [heap]\n\
             VmFlags: rd wr mr mw me ac \n\
             30000-34000 ---p 00000000 00:00 0 \n\
             VmFlags: mr mw me um \n\
-            40000-41000 r--p 00001000 08:01 77   /a um VmFlags: file\n\
+            40000-41000 r--p 00001000 08:01 77   /a um \xff VmFlags: file\n\
             VmFlags: rd mr um\n";
-        assert_eq!(lazy_ranges(smaps.as_bytes()).unwrap(), [0x1_0000..0x1_2000, 0x4_0000..0x4_1000]);
+        assert_eq!(lazy_ranges(&smaps[..]).unwrap(), [0x1_0000..0x1_2000, 0x4_0000..0x4_1000]);
     }
 
     #[test]

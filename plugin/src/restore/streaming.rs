@@ -11,6 +11,7 @@ use rewake_criu_plugin::{Answer, Host};
 use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
 use rewake_plugin_protocol::{Channel, Error, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
 use rewake_process::pidfd::pidfd_open;
+use rewake_process::proc;
 
 use super::loading::UnloadedBuffers;
 use super::shared_state::{MmapOffset, SharedState};
@@ -241,9 +242,7 @@ fn unexpected(expected: &'static str, found: &to_plugin::What) -> Error {
 
 /// Returns a task's pid in its own namespace, which is its pid in the image.
 pub(super) fn pid_in_image(pid: i32) -> Option<u32> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
-    numbers.split_whitespace().last()?.parse().ok()
+    proc::status(pid)?.own_number.map(i32::cast_unsigned)
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use anyhow::Context;
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_process::proc;
 
 use crate::process::{MINUTE, ProcessId as _, children, output, until};
 
@@ -98,17 +99,14 @@ impl Host {
 
     /// Processes of this host with a name, as this machine numbers them.
     #[must_use]
-    pub fn named(&self, name: &str) -> Vec<Pid> {
+    pub fn named(&self, name: impl AsRef<[u8]>) -> Vec<Pid> {
         let space = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
         let own = space(&self.init.to_string());
-        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
         let is_one = |pid: &i32| {
-            let comm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            let has_ended = state.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'));
-            comm.trim_end() == name && !has_ended && space(&pid.to_string()) == own
+            let lives = proc::status(*pid).is_some_and(|status| !status.has_ended());
+            lives && proc::name(*pid) == name.as_ref() && space(&pid.to_string()) == own
         };
+        let pids = proc::processes().unwrap_or_default().into_iter();
         pids.filter(is_one).map(Pid::from_raw).collect()
     }
 
@@ -117,9 +115,8 @@ impl Host {
     /// # Errors
     /// It has ended.
     pub fn own_number(&self, pid: Pid) -> anyhow::Result<i32> {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).context("a process has ended")?;
-        let list = status.lines().find_map(|line| line.strip_prefix("NSpid:")).context("NSpid")?;
-        list.split_whitespace().last().context("NSpid")?.parse().context("NSpid")
+        let status = proc::status(pid.as_raw()).context("a process has ended")?;
+        status.own_number.context("this kernel has no PID namespaces")
     }
 
     /// A path of this host.

@@ -13,6 +13,7 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rewake_process::names::lines;
 use rewake_process::proc;
 
 /// Time limit of short waits. It is long: machines are busy, and some are emulated.
@@ -187,8 +188,8 @@ pub fn session(leader: Pid) -> Vec<Pid> {
 
 /// The processes of a name.
 #[must_use]
-pub fn named(name: &str) -> Vec<u32> {
-    processes(|pid| proc::name(pid) == name)
+pub fn named(name: impl AsRef<[u8]>) -> Vec<u32> {
+    processes(|pid| proc::name(pid) == name.as_ref())
 }
 
 /// The processes whose command line has `text`.
@@ -208,8 +209,8 @@ fn command_line(pid: i32) -> String {
 pub fn in_group(name: &str) -> Vec<Pid> {
     let name = format!("/{name}");
     processes(|pid| {
-        let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        groups.lines().any(|group| group.ends_with(&name))
+        let groups = fs::read(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        lines(&groups).any(|group| group.ends_with(name.as_bytes()))
     })
 }
 

@@ -21,6 +21,7 @@ mod migrate_link;
 mod migrate_pre_copy;
 mod migrate_redis;
 mod migrate_tls;
+mod names;
 mod node_cache;
 mod oci;
 mod options;

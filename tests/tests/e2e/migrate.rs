@@ -54,6 +54,11 @@ fn a_tree_moves_with_every_byte() {
 }
 
 #[test]
+fn a_program_moves_whose_names_are_not_utf_8() {
+    migrates(&need!(Criu::main()), "odd-names");
+}
+
+#[test]
 fn a_dry_run_compares_and_touches_nothing() {
     let criu = need!(Criu::main());
     let migration = Migration::started(&criu, "random", 1).unwrap();

@@ -49,7 +49,7 @@ fn text(path: &Path) -> &str {
 fn image(folder: &Path, name: &str, bytes: usize) -> PathBuf {
     let image = folder.join(name);
     fs::create_dir(&image).unwrap();
-    let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: Some(name.to_owned()) };
+    let inventory = Inventory { version: 2, plugins: Vec::new(), run_id: Some(name.into()) };
     write::inventory(&image, &inventory).unwrap();
     let mut random = Random::new(bytes as u64);
     let memory: Vec<u8> = (0..bytes / 8).flat_map(|_| random.number().to_le_bytes()).collect();

@@ -82,7 +82,7 @@ impl Images {
         for name in ["web/1", "db/1"] {
             let image = images.root().join(name);
             fs::create_dir_all(&image).unwrap();
-            let run_id = Some(name.to_owned());
+            let run_id = Some(name.into());
             write::inventory(&image, &Inventory { version: 2, plugins: Vec::new(), run_id }).unwrap();
             fs::write(image.join("pages-1.img"), name.repeat(4096)).unwrap();
             let sealed = Command::new(rewake().unwrap()).arg("seal").arg(&image).output().unwrap();

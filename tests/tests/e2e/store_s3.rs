@@ -38,7 +38,7 @@ fn text(path: &Path) -> &str {
 fn image(folder: &Path, name: &str, mebibytes: usize) -> PathBuf {
     let image = folder.join(name);
     fs::create_dir(&image).unwrap();
-    write::inventory(&image, &Inventory { version: 2, plugins: Vec::new(), run_id: Some(name.to_owned()) })
+    write::inventory(&image, &Inventory { version: 2, plugins: Vec::new(), run_id: Some(name.into()) })
         .unwrap();
     let half = |seed: u64| {
         let mut random = Random::new(seed);

@@ -15,6 +15,21 @@ const COMMENT_WIDTH: usize = 120;
 const NAME: usize = 60;
 /// Macros that print to the terminal of a library's host.
 const PRINTING: [&str; 5] = ["println!", "eprintln!", "print!", "eprint!", "dbg!"];
+/// Files of `/proc` with numbers and words of the kernel's only: neither a program nor a user chooses a byte of them.
+const NUMBERS: [&str; 10] = [
+    "/children",
+    "/cpuinfo",
+    "/limits",
+    "/meminfo",
+    "/net/{name}",
+    "/schedstat",
+    "/smaps_rollup",
+    "/statm",
+    "/sys/",
+    "/syscall",
+];
+/// Lines up to a read in which its path may be made.
+const PATH_LINES: usize = 8;
 /// Folders of tests that depend on the machine.
 const MACHINE_TESTS: [&str; 3] = ["tests/tests/", "tests/softgpu/tests/", "bench/tests/"];
 
@@ -29,6 +44,7 @@ pub(super) fn check(document: &Document) -> Vec<Finding> {
     findings.extend(printing(document, &lines));
     findings.extend(silent_skips(document, &lines));
     findings.extend(long_names(document, &lines));
+    findings.extend(text_of_proc(document, &lines));
     findings
 }
 
@@ -102,6 +118,25 @@ fn long_names(document: &Document, lines: &[&str]) -> Vec<Finding> {
     found.map(|(number, _)| document.finding(number, "long-name", "at most 60 characters")).collect()
 }
 
+/// Reads of `/proc` as text: they fail where a program or a file has a name that is not UTF-8.
+fn text_of_proc(document: &Document, lines: &[&str]) -> Vec<Finding> {
+    let path = &document.path;
+    let is_product = ["crates/", "page-server/", "plugin/"].iter().any(|folder| path.starts_with(folder));
+    if !is_product || is_test_file(path) {
+        return Vec::new();
+    }
+    let code = &lines[..first_test_line(lines)];
+    let may_have_names = |read: &usize| {
+        let above = code[(read + 1).saturating_sub(PATH_LINES)..=*read].iter().rev();
+        let path = above.copied().find(|line| line.contains("\"/proc"));
+        let path = path.filter(|_| code[*read].contains("read_to_string("));
+        path.is_some_and(|path| !NUMBERS.iter().any(|file| path.contains(file)))
+    };
+    let advice = "names in /proc are bytes: read it with `fs::read` and `rewake_process::names`";
+    let found = (0..code.len()).filter(may_have_names);
+    found.map(|number| document.finding(number, "text-of-proc", advice)).collect()
+}
+
 /// A test file of its own: `tests/*.rs` of a package, or a test module's file. The package `tests` is code.
 fn is_test_file(path: &str) -> bool {
     let inside = path.strip_prefix("tests/").unwrap_or(path);
@@ -169,6 +204,22 @@ mod tests {
         assert_eq!(found(&comment(COMMENT_WIDTH + 1)), ["2 comment-width"]);
         assert_eq!(found(&comment(COMMENT_WIDTH)), [""; 0]);
         assert_eq!(found(&format!("// @generated\n{}", comment(COMMENT_WIDTH + 1))), [""; 0]);
+    }
+
+    #[test]
+    fn a_file_of_proc_with_names_is_not_read_as_text() {
+        let read =
+            |path: &str| format!("fn f() {{\n    let path = {path:?};\n    fs::read_to_string(&path);\n}}\n");
+        for path in ["/proc/{pid}/status", "/proc/{pid}/comm", "/proc/self/mounts"] {
+            assert_eq!(found(&read(path)), ["4 text-of-proc"], "{path}");
+        }
+        for path in ["/proc/{pid}/statm", "/proc/sys/kernel/osrelease", "/etc/os-release"] {
+            assert_eq!(found(&read(path)), [""; 0], "{path}");
+        }
+        assert_eq!(found_in("xtask/src/a.rs", &read("/proc/self/status")), [""; 0]);
+        assert_eq!(found_in("crates/a/tests/a.rs", &read("/proc/self/status")), [""; 0]);
+        let tests = format!("#[cfg(test)]\nmod tests {{\n{}}}\n", read("/proc/self/status"));
+        assert_eq!(found(&tests), [""; 0]);
     }
 
     #[test]

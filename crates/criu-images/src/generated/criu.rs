@@ -12,14 +12,14 @@ pub struct InventoryEntry {
     pub ns_per_id: ::core::option::Option<bool>,
     #[prost(message, optional, tag = "12")]
     pub plugins_entry: ::core::option::Option<PluginsEntry>,
-    #[prost(string, optional, tag = "13")]
-    pub dump_criu_run_id: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(bytes = "vec", optional, tag = "13")]
+    pub dump_criu_run_id: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
 }
 /// CRIU plugins that the dump used.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PluginsEntry {
-    #[prost(string, repeated, tag = "12")]
-    pub plugins: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    #[prost(bytes = "vec", repeated, tag = "12")]
+    pub plugins: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
 }
 /// pstree.img, one record a task. Numbers are pids inside the dumped pid namespace; ppid 0 is the root.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -48,8 +48,8 @@ pub struct TaskCoreEntry {
     pub task_state: ::core::option::Option<u32>,
     #[prost(uint32, optional, tag = "2")]
     pub exit_code: ::core::option::Option<u32>,
-    #[prost(string, optional, tag = "6")]
-    pub comm: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(bytes = "vec", optional, tag = "6")]
+    pub comm: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
 }
 /// mm-PID.img, one record.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -87,7 +87,7 @@ pub struct FileEntry {
     #[prost(message, optional, tag = "3")]
     pub reg: ::core::option::Option<RegFileEntry>,
 }
-/// A file that was opened by a path; devices are such files, too. Paths are bytes: they need not be UTF-8.
+/// A file that was opened by a path; devices are such files, too.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegFileEntry {
     #[prost(bytes = "vec", optional, tag = "6")]

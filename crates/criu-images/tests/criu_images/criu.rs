@@ -106,7 +106,7 @@ fn every_second_page(vaddr: u64) -> PagePlace {
 }
 
 fn check_tasks(tasks: &[Task], pid: u32) {
-    assert_eq!((tasks[0].pid, tasks[0].state, tasks[0].comm.as_str()), (pid, TaskState::Alive, "sleep"));
+    assert_eq!((tasks[0].pid, tasks[0].state, &tasks[0].comm[..]), (pid, TaskState::Alive, &b"sleep"[..]));
     assert_eq!(tasks[0].threads, [pid]);
     assert_eq!((tasks[1].ppid, tasks[1].state), (pid, TaskState::Dead));
 }

@@ -163,6 +163,18 @@ fn tasks_have_their_states_and_zombies_no_memory() {
 }
 
 #[test]
+fn a_name_that_was_cut_in_mid_character_is_read() {
+    let images = Images::new();
+    // A core as CRIU 4.2 writes it: state, exit code, and 15 bytes of a name.
+    let name = "736572766575722d c3a9 6c c3a9 76 c3";
+    let core = hex(&format!("19435654 47380555 17000000 1a15 0801 1000 320f {name}"));
+    put(&images.path("a"), "core-1.img", &core);
+    let image = ImageDir::open(images.path("a")).unwrap();
+    let expected = (TaskState::Alive, b"serveur-\xc3\xa9l\xc3\xa9v\xc3".to_vec());
+    assert_eq!(image.core(1).unwrap(), expected);
+}
+
+#[test]
 fn trees_with_impossible_pids_are_refused() {
     let images = Images::new();
     let tree = |records: &str| {

@@ -4,7 +4,9 @@
 use crate::common::*;
 use proptest::prelude::*;
 use rewake_criu_images::fuzz::{FuzzKind, fuzz_one};
-use rewake_criu_images::{Generation, ImageDir, Mm, PAGE, PageFlags, Pagemap, Vma, write};
+use rewake_criu_images::{
+    Generation, ImageDir, Inventory, Mm, PAGE, PageFlags, Pagemap, Task, TaskState, Vma, write,
+};
 
 const HEADERS: [(FuzzKind, &str); 6] = [
     (FuzzKind::Inventory, "16313158"),
@@ -16,6 +18,24 @@ const HEADERS: [(FuzzKind, &str); 6] = [
 ];
 
 proptest! {
+    #[test]
+    fn names_are_read_as_written(
+        comm in proptest::collection::vec(any::<u8>(), 0..16),
+        plugins in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..16), 0..3),
+        run_id: Option<Vec<u8>>,
+    ) {
+        let images = Images::new();
+        let dir = images.add("a", &[], &[]);
+        let state = TaskState::Alive;
+        let task = Task { pid: PID, ppid: 0, pgid: 1, sid: 1, threads: vec![PID], state, comm };
+        write::tasks(&dir, std::slice::from_ref(&task)).unwrap();
+        let inventory = Inventory { version: 2, plugins, run_id };
+        write::inventory(&dir, &inventory).unwrap();
+        let image = ImageDir::open(dir).unwrap();
+        prop_assert_eq!(image.tasks().unwrap(), [task]);
+        prop_assert_eq!(image.inventory().unwrap(), inventory);
+    }
+
     #[test]
     fn a_pagemap_is_read_as_written(
         runs in proptest::collection::vec((0_u64..1 << 20, 1_u64..1 << 20, 0_u32..16), 0..200),

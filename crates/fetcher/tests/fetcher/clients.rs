@@ -55,7 +55,7 @@ fn scene() -> Scene {
     let (cache, plan) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
     cache.set_len(LEN).unwrap();
     let files = vec![SparseFile { first: 0, len: LEN, number: 1 }];
-    let memory = FetchedMemory::Files { image: "web".to_owned(), id: ID, files };
+    let memory = FetchedMemory::Files { image: "web".into(), id: ID, files };
     FetchPlan { peer: PagePeer::Unix(path), tls: None, len: LEN, memory }.write(&plan).unwrap();
     let presence = presence_file(LEN).unwrap();
     let fetcher = FetcherProcess::start();

@@ -51,9 +51,9 @@ pub struct Hello {
 /// The second request, once on a connection.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Open {
-    /// The name of an image of the server.
-    #[prost(string, tag = "1")]
-    pub image: ::prost::alloc::string::String,
+    /// The name of an image of the server: a path, which need not be UTF-8.
+    #[prost(bytes = "vec", tag = "1")]
+    pub image: ::prost::alloc::vec::Vec<u8>,
     /// 0 for the image itself, 1 for its parent, and so on.
     #[prost(uint32, tag = "2")]
     pub ancestor: u32,

@@ -129,7 +129,7 @@ fn above(objects: &Arc<dyn ObjectStore>, bucket: &str, prefix: &str) -> Vec<(Str
 /// requested from its metadata service.
 fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
     let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
-    let profile = AwsProfile::read(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))?;
+    let profile = AwsProfile::read(|name| std::env::var_os(name).filter(|value| !value.is_empty()))?;
     let has = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_some();
     let has_credentials = [
         AmazonS3ConfigKey::AccessKeyId,

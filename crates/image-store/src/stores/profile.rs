@@ -2,6 +2,7 @@
 //! The profile files of AWS's programs: `~/.aws/credentials` and `~/.aws/config`.
 
 use std::collections::HashMap;
+use std::ffi::OsString;
 use std::fmt;
 use std::fs;
 use std::io::ErrorKind;
@@ -41,13 +42,14 @@ impl AwsProfile {
     ///
     /// # Errors
     /// A file cannot be read, or has not the profile that the environment names.
-    pub(crate) fn read(environment: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
+    pub(crate) fn read(environment: impl Fn(&str) -> Option<OsString>) -> Result<Self, String> {
         let home = environment("HOME").map(PathBuf::from);
         let path = |variable: &str, file: &str| {
             let named = environment(variable).map(PathBuf::from);
             named.or_else(|| home.as_ref().map(|home| home.join(".aws").join(file)))
         };
-        let named = environment("AWS_PROFILE");
+        let named = environment("AWS_PROFILE").map(OsString::into_string).transpose();
+        let named = named.map_err(|name| format!("AWS_PROFILE: {name:?}, expected UTF-8"))?;
         let name = named.clone().unwrap_or_else(|| "default".to_owned());
         let config_section = if name == "default" { name.clone() } else { format!("profile {name}") };
         let mut settings = section(path("AWS_CONFIG_FILE", "config"), &config_section)?;
@@ -124,8 +126,8 @@ mod tests {
         fs::write(home.path().join(".aws/config"), config).unwrap();
         fs::write(home.path().join(".aws/credentials"), credentials).unwrap();
         AwsProfile::read(|name| match name {
-            "HOME" => Some(home.path().display().to_string()),
-            "AWS_PROFILE" => profile.map(str::to_owned),
+            "HOME" => Some(home.path().into()),
+            "AWS_PROFILE" => profile.map(OsString::from),
             _ => None,
         })
     }

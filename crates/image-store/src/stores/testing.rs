@@ -242,7 +242,7 @@ pub(crate) struct TestImage(tempfile::TempDir);
 impl TestImage {
     pub(crate) fn new(memory: &[u8]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let run_id = Some(blake3::hash(memory).to_string());
+        let run_id = Some(blake3::hash(memory).to_string().into());
         write::inventory(dir.path(), &Inventory { version: 2, plugins: Vec::new(), run_id }).unwrap();
         fs::write(dir.path().join("pages-1.img"), memory).unwrap();
         seal(dir.path()).unwrap();

@@ -69,7 +69,8 @@ pub async fn start(
 
 /// The last error of a log, else its last line.
 fn last_words(log: &Path) -> Option<String> {
-    let log = fs::read_to_string(log).ok()?;
+    let log = fs::read(log).ok()?;
+    let log = String::from_utf8_lossy(&log);
     let lines = || log.lines().rev().map(str::trim).filter(|line| !line.is_empty());
     let error =
         |line: &str| ["ERROR ", "rewake: "].iter().find_map(|mark| Some(line.strip_prefix(mark)?.to_owned()));

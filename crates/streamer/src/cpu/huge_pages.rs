@@ -9,6 +9,8 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rewake_process::maps::Mapping;
+use rewake_process::names::lines;
 use tracing::debug;
 
 use super::space::AddressSpace;
@@ -84,7 +86,7 @@ impl HugePages {
 /// The kernel does not collapse memory of other processes: before Linux 6.1, or without `CAP_SYS_NICE`.
 fn collapse(resident: &ResidentProcess, deadline: Instant) -> nix::Result<()> {
     let Ok(pid) = sys::pidfd_pid(resident.process.as_raw_fd()) else { return Ok(()) };
-    let Ok(smaps) = fs::read_to_string(format!("/proc/{pid}/smaps")) else { return Ok(()) };
+    let Ok(smaps) = fs::read(format!("/proc/{pid}/smaps")) else { return Ok(()) };
     let (began, mut bytes) = (Instant::now(), 0);
     for range in parts(&resident.ranges, &eligible(&smaps)) {
         if Instant::now() > deadline {
@@ -121,12 +123,15 @@ fn parts(ranges: &[Range<u64>], mappings: &[Range<u64>]) -> Vec<Range<u64>> {
 
 /// Returns the mappings that may have huge pages and have small ones, of proc_pid_smaps(5). Pages that a forked
 /// child shares are left: each process would get a copy.
-fn eligible(smaps: &str) -> Vec<Range<u64>> {
-    let hex = |text| u64::from_str_radix(text, 16).ok();
+fn eligible(smaps: &[u8]) -> Vec<Range<u64>> {
     let mut mappings = Vec::new();
     let (mut mapping, mut resident, mut huge, mut shared) = (0..0, 0, 0, 0);
-    for line in smaps.lines() {
-        let mut words = line.split_ascii_whitespace();
+    for line in lines(smaps) {
+        if let Some(first) = Mapping::parse(line) {
+            mapping = first.start..first.end;
+            continue;
+        }
+        let mut words = str::from_utf8(line).unwrap_or_default().split_ascii_whitespace();
         let (Some(key), value) = (words.next(), words.next()) else { continue };
         let number = value.and_then(|value| value.parse::<u64>().ok()).unwrap_or(0);
         match key {
@@ -135,13 +140,7 @@ fn eligible(smaps: &str) -> Vec<Range<u64>> {
             "Shared_Dirty:" => shared += number,
             "AnonHugePages:" => huge = number,
             "THPeligible:" if number == 1 && huge < resident && shared == 0 => mappings.push(mapping.clone()),
-            _ => {
-                if let Some((start, end)) = key.split_once('-')
-                    && let (Some(start), Some(end)) = (hex(start), hex(end))
-                {
-                    mapping = start..end;
-                }
-            }
+            _ => {}
         }
     }
     mappings
@@ -155,7 +154,7 @@ mod tests {
     fn mappings_that_may_have_huge_pages_are_found() {
         let of = |range: &str, rss: u32, shared: u32, huge: u32, eligible: u32| {
             format!(
-                "{range} rw-p 00000000 00:00 0 [heap]\nSize: 9 kB\nRss: {rss} kB\nShared_Clean: 0 kB\n\
+                "{range} rw-p 00000000 08:01 7 /data é\nSize: 9 kB\nRss: {rss} kB\nShared_Clean: 0 kB\n\
                  Shared_Dirty: {shared} kB\nAnonHugePages: {huge} kB\nTHPeligible:    {eligible}\nVmFlags: rd wr\n"
             )
         };
@@ -167,7 +166,9 @@ mod tests {
             of("6000-7000", 4, 4, 0, 1),
             mapping("7f0000800000-7f0000a00000", 2048, 0, 1),
         ];
-        assert_eq!(eligible(&smaps.concat()), [0x1000..0x2000, 0x7f00_0080_0000..0x7f00_00a0_0000]);
+        // The files have names in Latin-1.
+        let smaps: Vec<u8> = smaps.concat().chars().map(|letter| u8::try_from(letter).unwrap()).collect();
+        assert_eq!(eligible(&smaps), [0x1000..0x2000, 0x7f00_0080_0000..0x7f00_00a0_0000]);
     }
 
     #[test]

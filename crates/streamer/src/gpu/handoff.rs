@@ -543,7 +543,7 @@ mod tests {
     /// An image directory with an inventory only.
     fn image(dump: u32) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        let run_id = Some(format!("run {dump}"));
+        let run_id = Some(format!("run {dump}").into());
         write::inventory(dir.path(), &Inventory { version: 2, plugins: Vec::new(), run_id }).unwrap();
         dir
     }

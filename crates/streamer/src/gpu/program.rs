@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use rewake_plugin_protocol::proto;
+use rewake_process::maps::Mapping;
+use rewake_process::names::lines;
 use rewake_uffd::PAGE_SIZE as PAGE;
 
 use super::placeholder_range::PlaceholderBuffer;
@@ -138,12 +140,12 @@ impl Program {
 
     /// Returns the number of its mappings of placeholders, and of the device.
     pub(super) fn mappings(&self) -> (usize, usize) {
-        (self.mappings_of("memfd:placeholders"), self.mappings_of("memfd:device"))
+        (self.mappings_of(b"/memfd:placeholders"), self.mappings_of(b"/memfd:device"))
     }
 
-    fn mappings_of(&self, name: &str) -> usize {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap();
-        maps.lines().filter(|line| line.contains(name)).count()
+    fn mappings_of(&self, name: &[u8]) -> usize {
+        let maps = std::fs::read(format!("/proc/{}/maps", self.pid)).unwrap();
+        lines(&maps).filter_map(Mapping::parse).filter(|mapping| mapping.name.starts_with(name)).count()
     }
 }
 

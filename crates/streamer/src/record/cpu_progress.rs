@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use rewake_process::names::printable;
+use rewake_process::proc;
 use rewake_uffd::PAGE_SIZE;
 
 use super::model::{LoadedBytes, MemoryOrigin};
-use super::printable;
 use crate::cpu::stats::{LoadCause, Stats, TaskStats};
 use crate::fault_latencies::LatencyCounts;
 use crate::session::root::{ProgramState, RootProcess};
@@ -138,9 +139,9 @@ fn get(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-/// Returns a process's name; empty where it has ended.
+/// Returns a process's name for users; empty where it has ended.
 pub(super) fn name(pid: i32) -> String {
-    printable(&rewake_process::proc::name(pid))
+    printable(&proc::name(pid))
 }
 
 #[cfg(test)]

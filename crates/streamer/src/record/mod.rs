@@ -174,11 +174,6 @@ fn ended_early(record: &Record, program: ProgramState) -> String {
     format!("the program ended{} before all its memory was resident: {list}", program.how())
 }
 
-/// Replaces control characters: a process chooses its name, and it must not command a terminal.
-fn printable(name: &str) -> String {
-    name.chars().map(|char| if char.is_control() { '?' } else { char }).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
@@ -362,10 +357,5 @@ mod tests {
         let record = timeline.record();
         assert_eq!(record.memory.iter().map(|of| of.minor).collect::<Vec<_>>(), [Some(128)]);
         assert_eq!(record.memory[0].samples, [0, 100]);
-    }
-
-    #[test]
-    fn a_name_is_no_command_to_a_terminal() {
-        assert_eq!(printable("a\u{1b}[2Jb\nc é"), "a?[2Jb?c é");
     }
 }

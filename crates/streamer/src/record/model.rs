@@ -128,7 +128,7 @@ pub struct PageFaults {
 pub struct Process {
     /// Its pid; 0: not known yet.
     pub pid: i32,
-    /// Its name (`/proc/PID/comm`).
+    /// Its name (`/proc/PID/comm`), for users.
     pub name: String,
     /// Whether it uses GPUs, which are resumed when its gate is opened.
     pub gate: bool,

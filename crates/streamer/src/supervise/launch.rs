@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Decides how an image is served, and makes the command of its streamer.
 
+use std::ffi::OsStr;
 use std::net::SocketAddr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -208,7 +210,8 @@ fn add_server(command: &mut Command, from: &ImageServerAddress) {
 pub fn program() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
     // The kernel appends this to the path of a removed file (`d_path` of fs/d_path.c).
-    let replaced = program.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);
+    let replaced = program.as_os_str().as_bytes().strip_suffix(b" (deleted)");
+    let replaced = replaced.map(|path| PathBuf::from(OsStr::from_bytes(path)));
     Ok(replaced.filter(|path| path.is_file()).unwrap_or(program))
 }
 

@@ -62,9 +62,8 @@ pub fn all() -> impl Iterator<Item = i32> {
 #[must_use]
 pub fn waiting_threads(pid: i32) -> usize {
     let waits = |thread: &i32| {
-        let function =
-            std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/wchan")).unwrap_or_default();
-        ["handle_userfault", "userfaultfd_event_wait_completion"].contains(&function.trim())
+        let function = std::fs::read(format!("/proc/{pid}/task/{thread}/wchan")).unwrap_or_default();
+        [&b"handle_userfault"[..], b"userfaultfd_event_wait_completion"].contains(&function.trim_ascii())
     };
     proc::threads(pid).iter().filter(|thread| waits(thread)).count()
 }

@@ -5,8 +5,9 @@
 //! A dump that is complete by then does not depend on the `rewake dump` that started it.
 
 use std::env;
+use std::ffi::OsString;
 use std::io::{self, Write as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context as _, ensure};
@@ -22,25 +23,25 @@ const ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
 /// After the image is written.
 const POST_DUMP: &str = "post-dump";
 
-/// What the script does.
+/// What the script does. In JSON a path is a list of bytes: it need not be UTF-8.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ActionScript {
     /// Where CRIU writes.
-    pub(super) images: PathBuf,
+    pub(super) images: OsString,
     /// The user's directory, which becomes `images`.
-    pub(super) target: PathBuf,
+    pub(super) target: OsString,
     /// The user's own scripts: they run first, and one that fails makes the dump fail.
-    pub(super) scripts: Vec<PathBuf>,
+    pub(super) scripts: Vec<OsString>,
 }
 
 impl ActionScript {
     /// Has a `criu dump` run this program as its script.
     ///
     /// # Errors
-    /// A path is not UTF-8, or this program's own path is not known.
+    /// This program's own path is not known.
     pub(super) fn add_to(&self, criu: &mut Command) -> anyhow::Result<()> {
         let this = env::current_exe().context("finding this program")?;
-        let text = serde_json::to_string(self).context("a path that CRIU's action script must know")?;
+        let text = serde_json::to_string(self)?;
         criu.arg("--action-script").arg(this).env(VARIABLE, text);
         Ok(())
     }
@@ -53,8 +54,9 @@ impl ActionScript {
         }
         if action == POST_DUMP {
             // Into CRIU's log: `rewake dump` itself reports to the user.
-            eprintln!("rewake: {}", complete(&self.images)?);
-            place::commit(&self.images, &self.target)?;
+            let (images, target) = (Path::new(&self.images), Path::new(&self.target));
+            eprintln!("rewake: {}", complete(images)?);
+            place::commit(images, target)?;
         }
         Ok(())
     }
@@ -78,11 +80,32 @@ pub fn run_if_called() -> Option<u8> {
 ///
 /// # Errors
 /// One does not exist.
-pub(super) fn full_paths(scripts: &[std::ffi::OsString]) -> anyhow::Result<Vec<PathBuf>> {
-    let full = |script| {
-        Path::new(script)
-            .canonicalize()
-            .with_context(|| format!("--action-script {}", Path::new(script).display()))
+pub(super) fn full_paths(scripts: &[OsString]) -> anyhow::Result<Vec<OsString>> {
+    let full = |script: &OsString| {
+        let path = Path::new(script).canonicalize();
+        path.map(OsString::from).with_context(|| format!("--action-script {}", script.display()))
     };
     scripts.iter().map(full).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt as _;
+
+    use super::*;
+
+    #[test]
+    fn the_script_gets_paths_that_are_not_utf_8() {
+        let path = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
+        let script = ActionScript {
+            images: path(b"/images/caf\xe9"),
+            target: path("/images/café".as_bytes()),
+            scripts: vec![path(b"/\xff")],
+        };
+        let mut criu = Command::new("criu");
+        script.add_to(&mut criu).unwrap();
+        let (_, text) = criu.get_envs().find(|(name, _)| *name == VARIABLE).unwrap();
+        let read: ActionScript = serde_json::from_str(text.unwrap().to_str().unwrap()).unwrap();
+        assert_eq!(read, script);
+    }
 }

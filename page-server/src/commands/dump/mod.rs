@@ -91,7 +91,7 @@ impl CriuDump<'_> {
         let mut command;
         if self.completes_before_the_kill() {
             let scripts = action_script::full_paths(&self.criu.options.scripts)?;
-            let script = ActionScript { images: images.to_owned(), target: self.target.to_owned(), scripts };
+            let script = ActionScript { images: images.into(), target: self.target.into(), scripts };
             let given = without_scripts(self.criu.given);
             command = CriuInvocation { given: &given, ..self.criu }.command(&program);
             script.add_to(&mut command)?;

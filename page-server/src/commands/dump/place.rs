@@ -21,6 +21,7 @@ use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use rewake_criu_images::ImageLease;
 use rewake_manifest::MANIFEST_NAME;
 use rewake_process::file_lock::{DirectoryLock, Leftover};
+use rewake_process::names::{lines, unescaped};
 
 /// Directories that were removed by another dump before they were locked: each dump removes them once.
 const MAX_TRIES: u32 = 5;
@@ -255,23 +256,8 @@ fn child_beside(target: &Path) -> anyhow::Result<Option<PathBuf>> {
 
 fn is_mount_point(directory: &Path) -> anyhow::Result<bool> {
     let mounts = fs::read("/proc/self/mountinfo").context("reading /proc/self/mountinfo")?;
-    let place = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescape);
-    Ok(mounts
-        .split(|byte| *byte == b'\n')
-        .any(|line| place(line).as_deref() == Some(directory.as_os_str().as_bytes())))
-}
-
-/// A path as the kernel has it: it writes spaces, tabs, newlines and backslashes in octal.
-fn unescape(path: &[u8]) -> Vec<u8> {
-    let mut plain = Vec::new();
-    let mut rest = path;
-    while let [first, after @ ..] = rest {
-        let digits = after.first_chunk::<3>().and_then(|digits| str::from_utf8(digits).ok());
-        let byte = digits.filter(|_| *first == b'\\').and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        plain.push(byte.unwrap_or(*first));
-        rest = if byte.is_some() { &after[3..] } else { after };
-    }
-    plain
+    let place = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescaped);
+    Ok(lines(&mounts).any(|line| place(line).as_deref() == Some(directory.as_os_str().as_bytes())))
 }
 
 /// What the names of directories beside this one begin with.

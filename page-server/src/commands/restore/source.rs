@@ -37,7 +37,7 @@ pub(super) fn prepare(
     };
     let (id, port) = (options.source.id.as_deref(), options.source.port);
     let view = View::new(options.quiet);
-    let what = format!("--from {host}:{image}");
+    let what = format!("--from {host}:{}", image.display());
     if let Some(id) = rewake_image_pull::complete_image(directory, id)? {
         let directory = directory.display();
         view.say(&format!("{directory}: it has image {id:.16} already: {host} was not asked\n"));

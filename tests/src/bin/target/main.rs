@@ -64,6 +64,7 @@ fn main() -> ExitCode {
         "random" => plain::random(stage),
         "rewrite" => plain::rewrite(stage),
         "quarter" => plain::quarter(stage),
+        "odd-names" => plain::odd_names(stage),
         "thp" => plain::huge(stage),
         "zeros" => plain::zeros(stage),
         "threads" => family::threads(stage),

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One process, one region.
 
-use std::fs::File;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::ffi::OsStrExt as _;
 
 use anyhow::Context as _;
 use rewake_tests::Random;
-use rewake_tests::pattern::{BASE, Pattern};
+use rewake_tests::pattern::{BASE, PAGE, Pattern};
+use rewake_tests::scene::ODD_NAME;
 
 use crate::memory::{Expect, Region};
 use crate::stage::Stage;
@@ -35,6 +39,20 @@ pub(crate) fn random(stage: &Stage) -> anyhow::Result<()> {
             return Ok(());
         }
     }
+}
+
+/// As [`random`], by a program whose own name is not UTF-8, nor is that of a file that it has open and mapped.
+pub(crate) fn odd_names(stage: &Stage) -> anyhow::Result<()> {
+    fs::write("/proc/self/comm", ODD_NAME).context("take another name")?;
+    let path = stage.dir.join(OsStr::from_bytes(b"donn\xe9es"));
+    let file = File::options().read(true).write(true).create_new(true).open(path).context("create a file")?;
+    file.set_len(PAGE as u64).context("a page of the file")?;
+    let (start, pattern) = (BASE + (stage.pages + 16) * PAGE, Pattern::new(stage.seed + 1));
+    let mapped = Region::map_with(start, 1, pattern, libc::MAP_PRIVATE, file.as_raw_fd())?;
+    mapped.fill_all();
+    random(stage)?;
+    mapped.check_all(stage);
+    Ok(())
 }
 
 /// A quarter of the pages in random order, in runs of [`RUN`]; then it writes "answered", and reads all after the test

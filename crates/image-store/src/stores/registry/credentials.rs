@@ -2,6 +2,7 @@
 //! The credentials for a registry, from the files of podman and Docker: `podman login`, `skopeo login` and
 //! `docker login` write them.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
@@ -23,7 +24,7 @@ const NOT_FOUND: &str = "credentials not found";
 /// A file cannot be read, or has them in a way that is not followed here.
 pub(crate) fn read(
     registry: &str,
-    variable: impl Fn(&str) -> Option<String>,
+    variable: impl Fn(&str) -> Option<OsString>,
 ) -> Result<RegistryAuth, String> {
     let servers = if registry == DOCKER_HUB[0] { DOCKER_HUB.to_vec() } else { vec![registry] };
     for path in files(variable) {
@@ -58,7 +59,7 @@ pub(crate) fn read(
 }
 
 /// Where credentials may be, the first place first.
-fn files(variable: impl Fn(&str) -> Option<String>) -> Vec<PathBuf> {
+fn files(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     if let Some(path) = variable("REGISTRY_AUTH_FILE") {
         return vec![path.into()];
     }
@@ -84,6 +85,7 @@ fn refused(path: &Path, registry: &str, error: &CredentialRetrievalError) -> Str
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::ffi::OsStringExt as _;
 
     use super::*;
 
@@ -99,9 +101,8 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             text.inspect(|text| fs::write(&path, text).unwrap());
         }
-        let auth = read(registry, |name| {
-            ["HOME", "XDG_RUNTIME_DIR"].contains(&name).then(|| home.path().display().to_string())
-        });
+        let auth =
+            read(registry, |name| ["HOME", "XDG_RUNTIME_DIR"].contains(&name).then(|| home.path().into()));
         auth.map(|auth| match auth {
             RegistryAuth::Basic(user, password) => format!("{user}:{password}"),
             other => format!("{other:?}"),
@@ -149,8 +150,7 @@ mod tests {
 
     #[test]
     fn a_named_file_is_the_only_one() {
-        let home = tempfile::tempdir().unwrap();
-        let name = |name: &str| home.path().join(name).display().to_string();
+        let name = |name: &str| OsString::from_vec([b"/caf\xe9/", name.as_bytes()].concat());
         let found = files(|variable| Some(name(variable)));
         assert_eq!(found, [Path::new(&name("REGISTRY_AUTH_FILE"))]);
     }

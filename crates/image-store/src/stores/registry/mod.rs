@@ -62,7 +62,7 @@ impl ImageRepository {
     pub(crate) fn open(registry: &str, repository: &str, write: bool, limits: RequestLimits) -> Result<Self> {
         let url = format!("oci://{registry}/{repository}");
         let setup = |what| ImageStoreError::Setup { url: url.clone(), what };
-        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         let auth = credentials::read(registry, variable).map_err(setup)?;
         let client = RegistryClient::new(registry, repository, auth, write, limits).map_err(setup)?;
         let objects = Arc::new(RegistryObjects::new(client.clone()));

@@ -467,7 +467,7 @@ fn of_a_partial_image_right_blocks_count_as_arrived() {
     let FetchedMemory::Files { image: name, files, .. } = &plan.memory else { panic!("{plan:?}") };
     let files: Vec<_> = files.iter().map(|file| (file.first, file.len, file.number)).collect();
     // The names before: core-7, core-8, core-9, inventory, mm-7, mm-8, pagemap-7, pagemap-8.
-    assert_eq!((name.as_str(), files), ("web/1", vec![(0, 3 * PAGE_SIZE, 9), (16, 3 * PAGE_SIZE, 10)]));
+    assert_eq!((&**name, files), (Path::new("web/1"), vec![(0, 3 * PAGE_SIZE, 9), (16, 3 * PAGE_SIZE, 10)]));
     assert_eq!(plan.len, 32 * PAGE_SIZE);
     assert_eq!(arrived(&image), [false, true]);
     let remote = image.remote().unwrap();
