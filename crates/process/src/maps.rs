@@ -21,7 +21,7 @@ pub struct Mapping<'a> {
 }
 
 impl<'a> Mapping<'a> {
-    /// Reads a line; none if it begins no mapping.
+    /// Reads the line that begins a mapping. Other lines of `smaps` give `None`.
     #[must_use]
     pub fn parse(line: &'a [u8]) -> Option<Self> {
         let mut fields = line.splitn(6, |byte| *byte == b' ');

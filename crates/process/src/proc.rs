@@ -102,8 +102,8 @@ pub fn name(pid: i32) -> Vec<u8> {
     name
 }
 
-/// Returns the control group of version 2 of a process, relative to the mount; none if it is in none. `process` is its
-/// number, or `self`.
+/// Returns the path of a process's control group (cgroup v2) below the mount, or `None` where the kernel lists no such
+/// group for it. `process` is a pid, or `self`.
 ///
 /// # Errors
 /// The process has ended.

@@ -197,8 +197,8 @@ fn a_worker_killed_while_the_layout_changes_is_replaced() {
     campaign(&criu, "active", Victim::Worker, rounds(2));
 }
 
-/// Supervisor and worker have one table of descriptors, so that those of a dead worker stay open until its successor
-/// closes them.
+/// A supervisor shares its descriptor table with the worker, so the descriptors of a dead worker stay open until its
+/// successor closes them.
 #[test]
 fn a_successor_keeps_nothing_open_of_the_workers_before_it() {
     let criu = need!(Criu::main());

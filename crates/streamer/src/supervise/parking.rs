@@ -162,8 +162,8 @@ fn park_targets(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<
     }
 }
 
-/// Reads what `rewake park` printed, a line for each target: those that are not parked, with the reasons. None if lines
-/// are missing.
+/// Reads the output of `rewake park`, which has a line for each target. Returns the targets that are not parked yet,
+/// with the reasons, or `None` when lines are missing because the command was killed.
 fn left_by(targets: &[ProcessId], text: &str) -> anyhow::Result<Option<Vec<(ProcessId, String)>>> {
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
     if lines.len() != targets.len() {
