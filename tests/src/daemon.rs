@@ -5,7 +5,7 @@ use std::process::Command;
 
 pub use rewake_testkit::daemon::{Daemon, DaemonOptions, in_namespaces, restore, timeline};
 pub use rewake_testkit::process::processes_naming;
-use rewake_testkit::process::{MINUTE, run};
+use rewake_testkit::process::{PATIENCE, run};
 
 use crate::criu::Criu;
 use crate::scene::Scene;
@@ -24,6 +24,6 @@ pub fn detached(daemon: &Daemon, criu: &Criu, scene: &Scene) -> anyhow::Result<C
 #[must_use]
 pub fn has_namespaces() -> bool {
     let mut probe = Command::new("unshare");
-    let probe = run(probe.args(["--mount", "--pid", "--fork", "--mount-proc", "true"]), MINUTE);
+    let probe = run(probe.args(["--mount", "--pid", "--fork", "--mount-proc", "true"]), PATIENCE);
     probe.is_ok_and(|status| status.success())
 }

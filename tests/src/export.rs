@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use nix::unistd::Pid;
 use rewake_testkit::daemon::restore;
-use rewake_testkit::process::{MINUTE, children, output, processes_naming, until};
+use rewake_testkit::process::{PATIENCE, children, output, processes_naming, until};
 use rewake_testkit::programs::rewake;
 
 pub use rewake_testkit::export::ImageExport;
@@ -99,7 +99,7 @@ pub fn messages(scene: &Scene) -> String {
 /// Some are left.
 pub fn streamer_ended(scene: &Scene) -> anyhow::Result<()> {
     let text = scene.work().display().to_string();
-    let ended = until(MINUTE, || processes_naming(&text).is_empty().then_some(()));
+    let ended = until(PATIENCE, || processes_naming(&text).is_empty().then_some(()));
     ended.with_context(|| format!("the streamer does not end\n{}", messages(scene)))
 }
 

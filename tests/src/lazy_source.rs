@@ -17,7 +17,7 @@ use nix::unistd::pipe2;
 
 use crate::criu::Criu;
 use crate::page_server::free_port;
-use crate::process::{MINUTE, tail, until, wait_child};
+use crate::process::{PATIENCE, tail, until, wait_child};
 use crate::scene::{ACT, END, Scene};
 use crate::server::{Server, ready, with_status_fd};
 
@@ -125,7 +125,7 @@ impl LazyDump {
         let child = command.stderr(Stdio::null()).spawn().context("start criu dump")?;
         drop(command);
         let dump = Self { child, port: 0, images };
-        let is_written = until(MINUTE, || dump.images.join("inventory.img").exists().then_some(()));
+        let is_written = until(PATIENCE, || dump.images.join("inventory.img").exists().then_some(()));
         is_written.with_context(|| format!("criu dump wrote no image\n{}", dump.text()))?;
         Ok(dump)
     }
@@ -141,7 +141,7 @@ impl LazyDump {
     /// # Errors
     /// It did not end in time.
     pub fn ended(&mut self) -> anyhow::Result<ExitStatus> {
-        wait_child(&mut self.child, MINUTE).with_context(|| format!("it did not end\n{}", self.text()))
+        wait_child(&mut self.child, PATIENCE).with_context(|| format!("it did not end\n{}", self.text()))
     }
 
     /// The end of its log.
@@ -185,7 +185,7 @@ impl NamespacedRestore {
     /// # Errors
     /// It did not end in time.
     pub fn ended(&mut self) -> anyhow::Result<ExitStatus> {
-        let ended = wait_child(&mut self.child, MINUTE);
+        let ended = wait_child(&mut self.child, PATIENCE);
         ended.with_context(|| format!("it did not end\n{}", tail(&self.work.join("restore.log"), 40)))
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::Pid;
 
-use crate::process::{MINUTE, until};
+use crate::process::{PATIENCE, until};
 
 /// A control group (version 1, which has `memory.oom_control`) below this process's own. Dropping it removes it, once
 /// its processes have ended.
@@ -67,7 +67,7 @@ impl MemoryLimit {
 
 impl Drop for MemoryLimit {
     fn drop(&mut self) {
-        if until(MINUTE, || fs::remove_dir(&self.group).ok()).is_none() {
+        if until(PATIENCE, || fs::remove_dir(&self.group).ok()).is_none() {
             eprintln!("{} is left behind", self.group.display());
         }
     }

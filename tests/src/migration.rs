@@ -12,7 +12,7 @@ use rewake_testkit::hosts::{DESTINATION, HostPair, entered};
 use serde_json::Value;
 
 use crate::Criu;
-use crate::process::{MINUTE, output, tail, until, write_program};
+use crate::process::{PATIENCE, output, tail, until, write_program};
 use crate::scene::{ACT, Scene};
 use crate::server::rewake;
 use crate::sessions::holds_a_socket;
@@ -108,7 +108,7 @@ impl Migration {
         let file = fs::File::create(&log)?;
         let child = command.stdout(file.try_clone()?).stderr(file).spawn().context("start rewake receive")?;
         let listens = || fs::read_to_string(&log).is_ok_and(|text| text.contains("listening on"));
-        until(MINUTE, || listens().then_some(())).context("rewake receive does not listen")?;
+        until(PATIENCE, || listens().then_some(())).context("rewake receive does not listen")?;
         Ok(HostAgent { child: Some(child) })
     }
 
@@ -360,7 +360,7 @@ impl HostAgent {
     /// It does not end in time.
     pub fn ended(&mut self) -> anyhow::Result<Output> {
         let mut child = self.child.take().context("it was collected")?;
-        let ended = until(MINUTE, || child.try_wait().ok().flatten());
+        let ended = until(PATIENCE, || child.try_wait().ok().flatten());
         if ended.is_none() {
             let _ = entered(&child).map(|pid| kill(pid, Signal::SIGKILL));
         }

@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context as _, ensure};
 use nix::unistd::Pid;
-use rewake_testkit::process::{MINUTE, children, until};
+use rewake_testkit::process::{PATIENCE, children, until};
 use rewake_testkit::programs::rewake;
 use tempfile::TempDir;
 
@@ -125,7 +125,7 @@ impl StoredScene {
     /// # Errors
     /// It has not, with the agent's log.
     pub fn is_complete(&self) -> anyhow::Result<()> {
-        let complete = until(MINUTE, || self.cached().join("rewake-manifest").exists().then_some(()));
+        let complete = until(PATIENCE, || self.cached().join("rewake-manifest").exists().then_some(()));
         complete.with_context(|| format!("the image is not complete\n{}", self.daemon.log()))
     }
 

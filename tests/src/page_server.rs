@@ -18,7 +18,7 @@ use rewake_testkit::authority::{Authority, Issued};
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{MINUTE, ProcessId as _, wait_child};
+use crate::process::{PATIENCE, ProcessId as _, wait_child};
 use crate::server::{ready, rewake, with_status_fd};
 
 /// Bytes of a page.
@@ -116,8 +116,8 @@ impl PageServer {
     /// It refuses.
     pub fn connect(&self, kind: Peer) -> anyhow::Result<PageClient> {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).context("connect")?;
-        stream.set_read_timeout(Some(MINUTE))?;
-        stream.set_write_timeout(Some(MINUTE))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
         stream.set_nodelay(true)?;
         Ok(PageClient { stream, kind })
     }
@@ -139,7 +139,7 @@ impl PageServer {
     /// # Errors
     /// It did not end in time.
     pub fn ended(&mut self) -> anyhow::Result<ExitStatus> {
-        let ended = wait_child(&mut self.child, MINUTE);
+        let ended = wait_child(&mut self.child, PATIENCE);
         ended.with_context(|| format!("the page server did not end\n{}", self.text()))
     }
 
@@ -282,7 +282,7 @@ impl StockLazyPages {
     /// # Errors
     /// It did not end in time.
     pub fn ended(&mut self) -> anyhow::Result<ExitStatus> {
-        wait_child(&mut self.child, MINUTE).with_context(|| format!("it did not end\n{}", self.text()))
+        wait_child(&mut self.child, PATIENCE).with_context(|| format!("it did not end\n{}", self.text()))
     }
 
     fn text(&self) -> String {

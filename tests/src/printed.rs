@@ -13,7 +13,7 @@ pub use rewake_testkit::printed::{PrintedBlock, PrintedCommand, recipe};
 
 use crate::Criu;
 use crate::migration::Migration;
-use crate::process::{MINUTE, until, wait_child, write_program};
+use crate::process::{PATIENCE, until, wait_child, write_program};
 use crate::server::rewake;
 
 /// Where host A is reached.
@@ -117,7 +117,7 @@ impl Terminals {
             // It may have ended.
             let _ = kill(pid, Signal::SIGKILL);
         }
-        until(MINUTE, || all().is_empty().then_some(())).with_context(|| format!("{name} does not end"))
+        until(PATIENCE, || all().is_empty().then_some(())).with_context(|| format!("{name} does not end"))
     }
 
     fn start(&mut self, host: &str, line: &str) -> anyhow::Result<Typed> {
@@ -158,7 +158,7 @@ impl Typed {
     /// It has ended, or does not do it.
     pub fn waits_for(&mut self, what: &str, mut is_done: impl FnMut() -> Option<()>) -> anyhow::Result<()> {
         let child = &mut self.child;
-        let done = until(MINUTE, || match is_done() {
+        let done = until(PATIENCE, || match is_done() {
             Some(()) => Some(true),
             None => matches!(child.try_wait(), Ok(Some(_))).then_some(false),
         });
@@ -179,7 +179,7 @@ impl Typed {
     /// # Errors
     /// It does not end.
     pub fn ended(&mut self) -> anyhow::Result<ExitStatus> {
-        wait_child(&mut self.child, MINUTE)
+        wait_child(&mut self.child, PATIENCE)
             .with_context(|| format!("{} does not end: {}", self.line, self.text()))
     }
 

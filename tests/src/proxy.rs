@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context as _, ensure};
-use rewake_testkit::process::{MINUTE, until};
+use rewake_testkit::process::{PATIENCE, until};
 use tempfile::TempDir;
 
 /// The text for nginx that a site copies is the tested one.
@@ -53,7 +53,7 @@ impl CachingProxy {
         let proxy = Self { child, port, _folder: folder };
         let answers = || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).ok();
         let log = || fs::read_to_string(proxy._folder.path().join("log")).unwrap_or_default();
-        until(MINUTE, answers).with_context(log)?;
+        until(PATIENCE, answers).with_context(log)?;
         Ok(proxy)
     }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, ensure};
-use rewake_testkit::process::{MINUTE, until};
+use rewake_testkit::process::{PATIENCE, until};
 use rewake_testkit::programs::rewake;
 use tempfile::TempDir;
 
@@ -68,7 +68,7 @@ impl RegistryServer {
         let child = command.spawn().context("start docker-registry")?;
         let server = Self { child, port, folder };
         let answers = || std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).ok();
-        until(MINUTE, answers).with_context(|| server.log())?;
+        until(PATIENCE, answers).with_context(|| server.log())?;
         Ok(server)
     }
 

@@ -14,16 +14,16 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{MINUTE, adopt_orphans, kill_all, session, tail, until, wait_pid, write_program};
+use crate::process::{PATIENCE, adopt_orphans, kill_all, session, tail, until, wait_pid, write_program};
 use crate::server::{Server, Setup};
 use crate::verdict::Verdict;
 use rewake_testkit::programs;
 
 /// Time that a target has for its preparation, and for its act after the restore.
-pub const ACT: Duration = MINUTE;
+pub const ACT: Duration = PATIENCE;
 
 /// Time that a server has to end once its target is done or has ended.
-pub const END: Duration = MINUTE;
+pub const END: Duration = PATIENCE;
 
 /// The name of the target `odd-names`: 15 bytes, the last one the first half of a character, as the kernel cuts names.
 pub const ODD_NAME: &[u8] = b"serveur-\xc3\xa9l\xc3\xa9v\xc3";

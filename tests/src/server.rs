@@ -18,7 +18,7 @@ use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, pipe2};
 
 use crate::criu::Criu;
-use crate::process::{MINUTE, children, kill_all, stop_command, until, wait_child};
+use crate::process::{PATIENCE, children, kill_all, stop_command, until, wait_child};
 pub use rewake_testkit::programs::rewake;
 
 /// How a server is started.
@@ -146,10 +146,10 @@ impl Setup {
         if ready(reader)? {
             return Ok(Ok(Server { child, setup: self.clone(), seen: Vec::new() }));
         }
-        let Some(status) = wait_child(&mut child, MINUTE) else {
+        let Some(status) = wait_child(&mut child, PATIENCE) else {
             child.kill()?;
             child.wait()?;
-            bail!("the server neither said that it is ready nor ended within {MINUTE:?}");
+            bail!("the server neither said that it is ready nor ended within {PATIENCE:?}");
         };
         Ok(Err(Refusal { status, text: self.text() }))
     }
@@ -193,7 +193,7 @@ pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
 
 /// True when the byte that means "listening" was received; false when the pipe was closed without it.
 pub(crate) fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
-    let limit = PollTimeout::try_from(MINUTE).context("time limit")?;
+    let limit = PollTimeout::try_from(PATIENCE).context("time limit")?;
     let came =
         poll(&mut [PollFd::new(reader.as_fd(), PollFlags::POLLIN)], limit).context("wait for status")?;
     if came == 0 {

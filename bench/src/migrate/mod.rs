@@ -13,7 +13,7 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 use clap::ValueEnum as _;
 use rewake_testkit::hosts::{DESTINATION, HostPair};
-use rewake_testkit::{MINUTE, until};
+use rewake_testkit::{PATIENCE, until};
 use writer::WriteOrder;
 
 use crate::pipes::PipeRoom;
@@ -162,7 +162,7 @@ impl MigrationScene {
         program.args(["--rate", &options.write_rate.to_string(), "--dir"]).arg(folder.path());
         let program = hosts.source.apart(&program).spawn().context("start a program")?;
         let ready = folder.path().join("ready");
-        until(MINUTE, || ready.exists().then_some(())).context("the program is not ready")?;
+        until(PATIENCE, || ready.exists().then_some(())).context("the program is not ready")?;
         let pid = hosts.source.named(NAME).into_iter().min().context("the program has ended")?;
         let pid = hosts.source.own_number(pid)?.to_string();
         let mut receive = hosts.destination.command(&options.rewake);
@@ -172,7 +172,7 @@ impl MigrationScene {
         receive.arg(&options.criu).stdout(file.try_clone()?).stderr(file);
         let receive = receive.spawn().context("start rewake receive")?;
         let listens = || fs::read_to_string(&log).is_ok_and(|text| text.contains("listening on"));
-        until(MINUTE, || listens().then_some(())).context("rewake receive does not listen")?;
+        until(PATIENCE, || listens().then_some(())).context("rewake receive does not listen")?;
         Ok(Self { folder, hosts, _program: program, _receive: receive, pid })
     }
 
@@ -201,7 +201,7 @@ impl MigrationScene {
     fn check(&self) -> anyhow::Result<()> {
         fs::write(self.folder.path().join("stop"), "")?;
         let verdict = self.folder.path().join("verdict");
-        let said = until(MINUTE, || read(&verdict)).context("the program does not end")?;
+        let said = until(PATIENCE, || read(&verdict)).context("the program does not end")?;
         ensure!(said == "OK", "the program: {said}");
         Ok(())
     }

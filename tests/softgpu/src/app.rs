@@ -11,7 +11,7 @@ use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
 use rewake_testkit::process::{ProcessId as _, output};
 use rewake_testkit::programs::beside;
-use rewake_testkit::{MINUTE, until};
+use rewake_testkit::{PATIENCE, until};
 
 use crate::answers::Answers;
 use crate::criu::Version;
@@ -53,7 +53,7 @@ impl App {
         let mut child = command.spawn().context("start gpu-app")?;
         let said = || std::fs::read_to_string(&log).unwrap_or_default();
         let mut ended = None;
-        until(2 * MINUTE, || {
+        until(PATIENCE, || {
             ended = child.try_wait().ok().flatten();
             (ended.is_some() || said().contains("READY")).then_some(())
         });
@@ -161,7 +161,7 @@ impl App {
             Ok(rounds) => (rounds >= before + more).then_some(Ok(())),
             Err(error) => Some(Err(error)),
         };
-        until(2 * MINUTE, wrong_or_more).with_context(|| format!("no {more} rounds after {before}"))?
+        until(PATIENCE, wrong_or_more).with_context(|| format!("no {more} rounds after {before}"))?
     }
 
     /// Waits for the start of a new round: a dump that begins now finds GPUs at work, in modes whose rounds

@@ -11,7 +11,7 @@ use anyhow::{Context as _, ensure};
 use gpu_app::client;
 use gpu_app::shape::Shape;
 use rewake_testkit::process::output;
-use rewake_testkit::{MINUTE, until};
+use rewake_testkit::{PATIENCE, until};
 use serde_json::{Value, json};
 
 use crate::answers::Answers;
@@ -185,12 +185,12 @@ impl Container {
             serde_json::from_str::<Value>(&state).context("the output of runc state")
         };
         let stopped = || state().is_ok_and(|state| state["status"] == "stopped").then_some(());
-        until(2 * MINUTE, stopped).with_context(|| format!("the container does not end: {:?}", state()))
+        until(PATIENCE, stopped).with_context(|| format!("the container does not end: {:?}", state()))
     }
 
     fn serves(&self) -> anyhow::Result<()> {
         let said = || fs::read_to_string(self.path("files").join("log")).unwrap_or_default();
-        let ready = until(2 * MINUTE, || said().contains("READY").then_some(()));
+        let ready = until(PATIENCE, || said().contains("READY").then_some(()));
         ready.with_context(|| format!("gpu-app does not serve: {}", said()))
     }
 

@@ -73,8 +73,27 @@ impl Dumped {
         shape: &Shape,
         version: Version,
     ) -> Result<[Self; COUNT], &'static str> {
+        Self::made_or_copied(shape, version, KeptDump::of(shape, version, COUNT))
+    }
+
+    /// A server that runs beside another which was started before, and can be restored beside it. No other test gets
+    /// its dump: the other server has the first copy engines, so this one has queues of later numbers.
+    ///
+    /// # Errors
+    /// As [`Dumped::of`].
+    ///
+    /// # Panics
+    /// As [`Dumped::of`].
+    pub fn beside_another(shape: &Shape, version: Version) -> Result<Self, &'static str> {
+        Self::made_or_copied(shape, version, None).map(|[dumped]| dumped)
+    }
+
+    fn made_or_copied<const COUNT: usize>(
+        shape: &Shape,
+        version: Version,
+        kept: Option<KeptDump>,
+    ) -> Result<[Self; COUNT], &'static str> {
         queues()?;
-        let kept = KeptDump::of(shape, version, COUNT);
         if let Some(copies) = kept.as_ref().and_then(KeptDump::copies) {
             let of_copy = |(folder, pid): (ServerFolder, u32)| {
                 let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();

@@ -22,7 +22,7 @@ const SWEEP: Duration = Duration::from_millis(200);
 /// Waits until `done` is true.
 ///
 /// # Panics
-/// It is not within a minute; with what is left of CRIU.
+/// It is not in time; with what is left of CRIU.
 pub fn soon(what: &str, there: impl Fn() -> bool) {
     if !rewake_testkit::soon(there) {
         let left: Vec<String> = [of_criu(), named(GUARD)].concat().into_iter().map(doing).collect();

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_testkit::process::wait_child;
-use rewake_testkit::{MINUTE, soon};
+use rewake_testkit::{PATIENCE, soon};
 
 use crate::faults::Faults;
 use crate::hold::Held;
@@ -249,7 +249,7 @@ impl Peer {
     }
 
     fn wait(&mut self) -> ExitStatus {
-        wait_child(&mut self.child, 4 * MINUTE).unwrap_or_else(|| {
+        wait_child(&mut self.child, PATIENCE).unwrap_or_else(|| {
             // Best effort: a panic reports it.
             let _ = self.child.kill();
             panic!("process {} did not end", self.child.id());

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use anyhow::Context as _;
-use rewake_testkit::process::{MINUTE, wait_child};
+use rewake_testkit::process::{PATIENCE, wait_child};
 use rewake_testkit::programs::rewake;
 
 pub use rewake_testkit::process::children;
@@ -111,7 +111,7 @@ impl Streamer {
     /// # Errors
     /// It does not end.
     pub fn end(&mut self) -> anyhow::Result<ExitStatus> {
-        let status = wait_child(&mut self.child, MINUTE);
+        let status = wait_child(&mut self.child, PATIENCE);
         status.with_context(|| format!("it does not end: {}", self.said()))
     }
 

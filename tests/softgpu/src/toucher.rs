@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use rewake_testkit::{MINUTE, until};
+use rewake_testkit::{PATIENCE, until};
 
 use crate::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use crate::dumped::dies;
@@ -193,7 +193,7 @@ impl Toucher {
     /// # Errors
     /// The answer is not `ok`, or is missing.
     pub fn answer(&self) -> anyhow::Result<()> {
-        let answer = until(MINUTE, || self.take_answer());
+        let answer = until(PATIENCE, || self.take_answer());
         let answer = answer.with_context(|| format!("no answer: {}", self.log()))?;
         if answer == "ok" { Ok(()) } else { bail!(answer) }
     }

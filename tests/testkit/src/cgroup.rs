@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::process::{MINUTE, ProcessId, run, until};
+use crate::process::{PATIENCE, ProcessId, run, until};
 
 /// Bytes that a group may have, beside those that it has, until it runs out of memory.
 const MORE: u64 = 16 << 20;
@@ -103,7 +103,7 @@ impl Cgroup {
         write(&self.path, "memory.max", &(used + MORE).to_string())?;
         let mut endless = Command::new("tail");
         endless.arg("/dev/zero");
-        let status = run(self.entered_by(&endless).stdout(Stdio::null()), MINUTE);
+        let status = run(self.entered_by(&endless).stdout(Stdio::null()), PATIENCE);
         let status = status.map_err(|error| format!("{error:#}"))?;
         if status.signal() == Some(Signal::SIGKILL as i32) { Ok(()) } else { Err(status.to_string()) }
     }
@@ -124,7 +124,7 @@ impl Cgroup {
 impl Drop for Cgroup {
     fn drop(&mut self) {
         let _ = self.kill();
-        if until(MINUTE, || fs::remove_dir(&self.path).ok()).is_none() {
+        if until(PATIENCE, || fs::remove_dir(&self.path).ok()).is_none() {
             eprintln!("{} is left behind", self.path.display());
         }
     }

@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::process::{MINUTE, ProcessId as _, output, tail, until, wait_child};
+use crate::process::{PATIENCE, ProcessId as _, output, tail, until, wait_child};
 use crate::programs::rewake;
 
 /// A running `rewake serve` with a socket of its own. Dropping it kills it; streamers continue.
@@ -112,7 +112,7 @@ impl Daemon {
     }
 
     fn answers(&self) -> anyhow::Result<()> {
-        let answer = until(MINUTE, || self.status().ok());
+        let answer = until(PATIENCE, || self.status().ok());
         answer.map(drop).with_context(|| format!("rewake serve does not answer\n{}", self.logs()))
     }
 
@@ -153,7 +153,7 @@ impl Daemon {
             let (before, _) = log.split_once(" bytes were read from its store")?;
             before.rsplit(' ').next()?.parse().ok()
         };
-        until(MINUTE, read).with_context(|| format!("the image is not complete\n{}", self.log()))
+        until(PATIENCE, read).with_context(|| format!("the image is not complete\n{}", self.log()))
     }
 
     /// The ends of its logs.

@@ -14,7 +14,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_process::proc;
 
-use crate::process::{MINUTE, ProcessId as _, children, output, until};
+use crate::process::{PATIENCE, ProcessId as _, children, output, until};
 
 const SOURCE_ADDRESS: &str = "10.77.0.1/24";
 const DESTINATION_ADDRESS: &str = "10.77.0.2/24";
@@ -54,7 +54,7 @@ impl Host {
         command.arg(ready).arg(first_pid).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let unshare = command.spawn().context("start unshare")?;
         let mut host = Self { unshare, init: Pid::from_raw(0) };
-        until(MINUTE, || ready.exists().then_some(())).context("a host did not start")?;
+        until(PATIENCE, || ready.exists().then_some(())).context("a host did not start")?;
         let first = children(host.unshare.id().pid());
         host.init = *first.first().context("the host's first process")?;
         Ok(host)

@@ -28,5 +28,5 @@ pub mod relay;
 pub mod seaweedfs;
 
 pub use daemon::Daemon;
-pub use process::{MINUTE, soon, until};
+pub use process::{PATIENCE, soon, until};
 pub use random::Random;

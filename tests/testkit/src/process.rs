@@ -16,8 +16,9 @@ use nix::unistd::Pid;
 use rewake_process::names::lines;
 use rewake_process::proc;
 
-/// Time limit of short waits. It is long: machines are busy, and some are emulated.
-pub const MINUTE: Duration = Duration::from_secs(60);
+/// How long to wait for what must happen: an emulated machine beside other load takes one minute to restore several
+/// programs. Only a test that fails waits so long.
+pub const PATIENCE: Duration = Duration::from_secs(180);
 /// Polling interval of a wait: a twentieth of its duration, within these limits.
 const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
 
@@ -64,11 +65,10 @@ pub fn until<T>(limit: Duration, mut done: impl FnMut() -> Option<T>) -> Option<
     }
 }
 
-/// Whether `done` becomes true within three minutes: an emulated machine beside other load takes one to restore several
-/// programs.
+/// Whether `done` becomes true within [`PATIENCE`].
 #[must_use]
 pub fn soon(mut is_so: impl FnMut() -> bool) -> bool {
-    until(3 * MINUTE, || is_so().then_some(())).is_some()
+    until(PATIENCE, || is_so().then_some(())).is_some()
 }
 
 /// Runs a command to its end; kills it at the limit.
@@ -230,7 +230,7 @@ pub fn waits_in_a_page_fault<P: ProcessId>(process: P) -> bool {
 pub fn streamer_of<P: ProcessId>(parent: P) -> (P, Vec<P>) {
     let is_one =
         |child: &P| command_line(child.pid().as_raw()).contains("streamer") && !children(*child).is_empty();
-    let supervisor = until(MINUTE, || children(parent).into_iter().find(is_one)).expect("a streamer");
+    let supervisor = until(PATIENCE, || children(parent).into_iter().find(is_one)).expect("a streamer");
     (supervisor, children(supervisor))
 }
 

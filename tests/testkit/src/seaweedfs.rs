@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::Context;
 use tempfile::TempDir;
 
-use crate::process::{MINUTE, until};
+use crate::process::{PATIENCE, until};
 use crate::programs::rewake;
 
 /// The key that the server knows.
@@ -85,7 +85,7 @@ impl SeaweedServer {
         };
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, server.port));
         let answers = || TcpStream::connect_timeout(&address, Duration::from_secs(1)).ok();
-        until(MINUTE, answers).and_then(|_| until(MINUTE, is_ready)).with_context(|| server.log())?;
+        until(PATIENCE, answers).and_then(|_| until(PATIENCE, is_ready)).with_context(|| server.log())?;
         Ok(server)
     }
 
@@ -119,7 +119,7 @@ impl SeaweedServer {
     /// The server does not answer.
     pub fn upload(&self, name: &str, bytes: &[u8]) -> anyhow::Result<u16> {
         let mut filer = TcpStream::connect((Ipv4Addr::LOCALHOST, self.filer))?;
-        filer.set_read_timeout(Some(MINUTE))?;
+        filer.set_read_timeout(Some(PATIENCE))?;
         let length = bytes.len();
         // A POST makes a folder.
         let method = if name.is_empty() { "POST" } else { "PUT" };

@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use rewake_testkit::authority::Authority;
 use rewake_testkit::process::{output, wait_child, write_program};
-use rewake_testkit::{Daemon, MINUTE, until};
+use rewake_testkit::{Daemon, PATIENCE, until};
 use rewake_tests::daemon::{has_namespaces, in_namespaces};
 use rewake_tests::{Criu, need, skip};
 
@@ -51,7 +51,7 @@ impl TlsServer {
         server.arg(&issued.certificate).arg(&issued.key).current_dir("/");
         server.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut server = server.spawn().unwrap();
-        until(MINUTE, || folder.join("ready").exists().then_some(())).expect("the server is ready");
+        until(PATIENCE, || folder.join("ready").exists().then_some(())).expect("the server is ready");
         fs::create_dir(dir.path().join("images")).unwrap();
         let pid = Pid::from_raw(server.id().cast_signed());
         criu.dump(pid, &dir.path().join("images")).unwrap();
@@ -89,7 +89,7 @@ impl Replica {
             let mut client = Command::new("python3");
             output(client.arg(program("tls_client.py")).arg(self.folder.join("socket"))).ok()
         };
-        let said = until(MINUTE, ask).expect("a replica that answers");
+        let said = until(PATIENCE, ask).expect("a replica that answers");
         let (hello, session) = said.trim().split_once(' ').unwrap();
         Greeting { hello: hello.to_owned(), session: session.to_owned() }
     }
@@ -97,7 +97,7 @@ impl Replica {
     fn end(&mut self) {
         fs::write(self.folder.join("stop"), "").unwrap();
         drop(UnixStream::connect(self.folder.join("socket")).unwrap());
-        let status = wait_child(&mut self.restore, MINUTE).expect("it ends with its server");
+        let status = wait_child(&mut self.restore, PATIENCE).expect("it ends with its server");
         assert!(status.success(), "{status}");
     }
 }

@@ -10,7 +10,7 @@ use std::thread::scope;
 use std::time::{Duration, Instant};
 
 use nix::unistd::Pid;
-use rewake_testkit::{MINUTE, until};
+use rewake_testkit::{PATIENCE, until};
 use rewake_tests::Random;
 use rewake_tests::random::{count, is_share, moment, seed};
 use rewake_tests::scene::END;
@@ -211,7 +211,7 @@ fn a_successor_keeps_nothing_open_of_the_workers_before_it() {
     for _ in 0..3 {
         assert!(server.kill_worker());
         let started = |next: &Pid| *next != worker && count(*next, "task") >= threads;
-        worker = until(MINUTE, || server.worker().filter(started)).expect("a successor");
+        worker = until(PATIENCE, || server.worker().filter(started)).expect("a successor");
     }
     let now = count(worker, "fd");
     assert!(now <= before, "{before} descriptors before, {now} now");

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rewake_tests::daemon::{DaemonOptions, timeline};
 use rewake_tests::held::Gate;
 use rewake_tests::node_cache::{StoredScene, said};
-use rewake_tests::process::{MINUTE, until};
+use rewake_tests::process::{PATIENCE, until};
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Verdict, need};
 use serde_json::Value;
@@ -40,7 +40,7 @@ impl MeteredScene {
 
     fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(&self.address).unwrap();
-        stream.set_read_timeout(Some(MINUTE)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use rewake_tests::migration::{Migration, RECEIVER};
-use rewake_tests::process::{MINUTE, soon, until};
+use rewake_tests::process::{PATIENCE, soon, until};
 use rewake_tests::{Criu, need};
 
 const MIB: usize = 64;
@@ -165,7 +165,7 @@ fn another_terminal_ends_a_migration_before_grant_only() {
     assert_eq!(migration.processes(), (1, 0));
     let mut receive = migration.receive(path(&criu)).unwrap();
     let mut migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_granted().then_some(())).expect("GRANT");
+    until(PATIENCE, || migration.is_granted().then_some(())).expect("GRANT");
     let refused = migration.abort().unwrap();
     assert_eq!(refused.status.code(), Some(1));
     assert!(said(&refused).contains("was given to the destination"), "{}", said(&refused));
@@ -208,13 +208,13 @@ fn without_its_agent_the_program_reads_no_zeros() {
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
     let receive = migration.receive(path(&criu)).unwrap();
     let migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
     receive.signal(Signal::SIGKILL).unwrap();
     migration.act().unwrap();
     // Its threads wait for missing memory while another connection is tried, for 5 s.
     sleep(Duration::from_secs(1));
     assert_eq!(migration.processes().1, 1, "{:?}", migration.written());
-    let ended = until(MINUTE, || (migration.processes().1 == 0).then_some(()));
+    let ended = until(PATIENCE, || (migration.processes().1 == 0).then_some(()));
     assert!(ended.is_some(), "the program runs on: {:?}", migration.written());
     assert!(!migration.written().contains("BAD"), "{:?}", migration.written());
     migrate.signal(Signal::SIGKILL).unwrap();
@@ -227,7 +227,7 @@ fn a_later_agent_continues_a_program_that_runs() {
         let migration = Migration::started(&criu, "random", LARGE).unwrap();
         let mut receive = migration.receive(path(&criu)).unwrap();
         let mut migrate = migration.migrate_with(RECEIVER, options).unwrap();
-        until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+        until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
         receive.signal(Signal::SIGKILL).unwrap();
         receive.ended().unwrap();
         let mut later = migration.receive(path(&criu)).unwrap();
@@ -246,11 +246,11 @@ fn a_later_agent_says_what_became_of_the_program() {
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
     let mut receive = migration.receive(path(&criu)).unwrap();
     let mut migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
     receive.signal(Signal::SIGKILL).unwrap();
     receive.ended().unwrap();
     // It gets no memory for 5 s, and is killed.
-    let ended = until(MINUTE, || (migration.processes().1 == 0).then_some(()));
+    let ended = until(PATIENCE, || (migration.processes().1 == 0).then_some(()));
     assert!(ended.is_some(), "the program runs on: {:?}", migration.written());
     let mut later = migration.receive(path(&criu)).unwrap();
     let migrated = migrate.ended().unwrap();
@@ -276,7 +276,7 @@ fn after_grant_a_cut_link_only_pauses_the_program() {
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
     let mut receive = migration.receive(path(&criu)).unwrap();
     let mut migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
     migration.hosts.cut(true).unwrap();
     sleep(Duration::from_secs(35));
     assert_eq!((migration.processes().1, migration.parked()), (1, 1), "{}", migration.received());
@@ -293,7 +293,7 @@ fn after_grant_the_source_never_runs() {
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
     let mut receive = migration.receive(path(&criu)).unwrap();
     let mut migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_granted().then_some(())).expect("GRANT");
+    until(PATIENCE, || migration.is_granted().then_some(())).expect("GRANT");
     migrate.signal(Signal::SIGKILL).unwrap();
     migrate.ended().unwrap();
     for _ in 0..20 {

@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 use nix::sys::signal::Signal;
 use rewake_tests::migration::Migration;
-use rewake_tests::process::{MINUTE, soon, until};
+use rewake_tests::process::{PATIENCE, soon, until};
 use rewake_tests::{Criu, need};
 
 const MIB: usize = 16;
@@ -105,7 +105,7 @@ fn after_grant_all_of_the_frozen_cgroup_is_killed() {
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
     let mut receive = migration.receive(Path::new(criu.as_ref())).unwrap();
     let mut migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_granted().then_some(())).expect("GRANT");
+    until(PATIENCE, || migration.is_granted().then_some(())).expect("GRANT");
     migrate.signal(Signal::SIGKILL).unwrap();
     migrate.ended().unwrap();
     let mut other = Command::new("sleep").arg("60").spawn().unwrap();

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getsid};
 use rewake_tests::limit::MemoryLimit;
 use rewake_tests::migration::{HostAgent, Migration, RECEIVER};
-use rewake_tests::process::{MINUTE, output, until};
+use rewake_tests::process::{PATIENCE, output, until};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::server::rewake;
 use rewake_tests::{Criu, need};
@@ -47,7 +47,7 @@ fn candidates(migration: &Migration) -> u64 {
 /// Waits until a part of the memory has arrived, before the freeze.
 fn expect_candidates(migration: &Migration, migrate: &mut HostAgent) {
     let arrive = || (candidates(migration) > 4 << 20).then_some(true);
-    let arrived = until(MINUTE, || arrive().or_else(|| migrate.has_ended().then_some(false)));
+    let arrived = until(PATIENCE, || arrive().or_else(|| migrate.has_ended().then_some(false)));
     assert!(arrived == Some(true), "{arrived:?}: {:?}", migrate.ended().map(|migrated| said(&migrated)));
 }
 
@@ -65,7 +65,7 @@ fn a_slow_link_that_is_cut_in_each_phase_pauses_only() {
     migration.restoring().unwrap();
     cut(&link);
     migration.proceed().unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
     cut(&link);
     let migrated = migrate.ended().unwrap();
     assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
@@ -103,7 +103,7 @@ fn a_destination_that_has_another_program_refuses_one_by_name() {
     let source = &migration.hosts.source;
     let mut sleep = Command::new("sleep");
     let mut other = source.apart(sleep.arg("1000")).spawn().unwrap();
-    let sleeper = until(MINUTE, || source.named("sleep").into_iter().find(|pid| is_leader(*pid))).unwrap();
+    let sleeper = until(PATIENCE, || source.named("sleep").into_iter().find(|pid| is_leader(*pid))).unwrap();
     let pid = source.own_number(sleeper).unwrap().to_string();
     let mut refused = source.command(rewake().unwrap());
     refused.args(["migrate", "--insecure", "--to", RECEIVER, "-t", &pid, "--criu"]).arg(path(&criu));
@@ -162,7 +162,7 @@ impl Released {
         let receive = migration.receive(path(criu)).unwrap();
         let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), 2 * RATE).unwrap();
         let migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
-        until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+        until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
         Self { migration, receive, link, migrate }
     }
 }
@@ -184,7 +184,7 @@ fn a_program_lost_during_a_cut_is_reported_afterwards() {
     let waits = || migration.received().contains("the source has no connection").then_some(());
     let server = serves_page_faults(&migration).expect("lazy-pages");
     kill(server, Signal::SIGKILL).unwrap();
-    until(MINUTE, waits).expect("the agent waits for its source");
+    until(PATIENCE, waits).expect("the agent waits for its source");
     assert!(!receive.has_ended());
     link.join();
     expect_lost(&migration, &mut migrate, &mut receive);
@@ -197,9 +197,9 @@ fn a_loss_whose_report_is_cut_is_reported_afterwards() {
     let Released { migration, mut receive, link, mut migrate } = Released::of(&criu);
     link.slow_to(1);
     let before = link.passed();
-    until(MINUTE, || (link.passed() > before).then_some(())).expect("bytes that keep all others back");
+    until(PATIENCE, || (link.passed() > before).then_some(())).expect("bytes that keep all others back");
     kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
-    until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
+    until(PATIENCE, || migration.is_lost().then_some(())).expect("the loss");
     link.part();
     sleep(Duration::from_secs(1));
     assert!(!receive.has_ended(), "{}", migration.received());
@@ -215,7 +215,7 @@ fn a_later_agent_reports_a_loss_that_one_has_recorded() {
     let Released { migration, mut receive, link, mut migrate } = Released::of(&criu);
     link.part();
     kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
-    until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
+    until(PATIENCE, || migration.is_lost().then_some(())).expect("the loss");
     receive.signal(Signal::SIGINT).unwrap();
     assert_eq!(receive.ended().unwrap().status.code(), Some(1), "{}", migration.received());
     assert_eq!(left_at(&migration), ["agent.sock", "lock", "record"]);
@@ -225,7 +225,7 @@ fn a_later_agent_reports_a_loss_that_one_has_recorded() {
     assert_eq!(migrated.status.code(), Some(3), "{}\n{}", said(&migrated), migration.received());
     let log = migration.received();
     assert!(log.contains("its source may not know") && !log.contains("was killed"), "{log}");
-    assert!(until(MINUTE, || left_at(&migration).is_empty().then_some(())).is_some());
+    assert!(until(PATIENCE, || left_at(&migration).is_empty().then_some(())).is_some());
 }
 
 #[test]
@@ -234,14 +234,14 @@ fn a_loss_that_no_source_asks_for_is_forgotten() {
     let Released { migration, mut receive, link, migrate: _migrate } = Released::of(&criu);
     link.part();
     kill(serves_page_faults(&migration).expect("lazy-pages"), Signal::SIGKILL).unwrap();
-    until(MINUTE, || migration.is_lost().then_some(())).expect("the loss");
+    until(PATIENCE, || migration.is_lost().then_some(())).expect("the loss");
     receive.signal(Signal::SIGINT).unwrap();
     receive.ended().unwrap();
     let [folder] = &ended_at(&migration)[..] else { panic!("{:?}", ended_at(&migration)) };
-    let long_ago = SystemTime::now() - 10 * MINUTE - Duration::from_secs(1);
+    let long_ago = SystemTime::now() - Duration::from_secs(601);
     File::open(folder.join("record")).unwrap().set_modified(long_ago).unwrap();
     let _later = migration.receive(path(&criu)).unwrap();
-    until(MINUTE, || ended_at(&migration).is_empty().then_some(())).expect("no record");
+    until(PATIENCE, || ended_at(&migration).is_empty().then_some(())).expect("no record");
 }
 
 /// The names of what the destination keeps of migrations that have ended.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use rewake_tests::migration::{Migration, RECEIVER};
-use rewake_tests::process::{MINUTE, until};
+use rewake_tests::process::{PATIENCE, until};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::{Criu, need};
 
@@ -69,10 +69,11 @@ fn with_pre_copy_only_no_byte_is_missing_after_grant() {
     let migration = Migration::started(&criu, "random", LARGE).unwrap();
     let mut receive = migration.receive(path(&criu)).unwrap();
     let mut migrate = migration.migrate_with(RECEIVER, &["--pre-copy-only"]).unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
     migration.hosts.cut(true).unwrap();
     // A program that ends before that counts as lost.
-    until(MINUTE, || migration.is_resident().then_some(())).expect("all memory is resident without the link");
+    until(PATIENCE, || migration.is_resident().then_some(()))
+        .expect("all memory is resident without the link");
     migration.expect_right_bytes().unwrap();
     migration.hosts.cut(false).unwrap();
     let migrated = migrate.ended().unwrap();
@@ -116,7 +117,7 @@ fn a_process_that_joins_the_cgroup_is_not_killed() {
     let mut receive = migration.receive(path(&criu)).unwrap();
     let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
     let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
-    let cgroup = until(MINUTE, || migration.tree_cgroup()).expect("a cgroup");
+    let cgroup = until(PATIENCE, || migration.tree_cgroup()).expect("a cgroup");
     let mut other = Command::new("sleep").arg("60").spawn().unwrap();
     fs::write(cgroup.join("cgroup.procs"), other.id().to_string()).unwrap();
     let migrated = migrate.ended().unwrap();
@@ -139,10 +140,10 @@ fn a_child_that_leaves_the_cgroup_ends_the_migration() {
     let mut receive = migration.receive(path(&criu)).unwrap();
     let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), RATE).unwrap();
     let mut migrate = migration.migrate_to(&format!("127.0.0.1:{}", link.port())).unwrap();
-    let cgroup = until(MINUTE, || migration.tree_cgroup()).expect("a cgroup");
+    let cgroup = until(PATIENCE, || migration.tree_cgroup()).expect("a cgroup");
     let child = migration.hosts.source.named("target").into_iter().max().expect("a child");
     let moved = || fs::write(cgroup.parent().unwrap().join("cgroup.procs"), child.to_string());
-    until(MINUTE, || moved().ok()).expect("it leaves");
+    until(PATIENCE, || moved().ok()).expect("it leaves");
     let migrated = migrate.ended().unwrap();
     let text = said(&migrated);
     assert_eq!(migrated.status.code(), Some(1), "{text}");

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use rewake_testkit::hosts::{DESTINATION, HostNetwork, HostPair};
-use rewake_testkit::{MINUTE, until};
+use rewake_testkit::{PATIENCE, until};
 use rewake_tests::server::rewake;
 use rewake_tests::{Criu, need};
 
@@ -49,7 +49,7 @@ impl RedisClient {
     /// Sends a command until it is answered.
     fn command(&mut self, command: &str) -> anyhow::Result<String> {
         let start = Instant::now();
-        while start.elapsed() < MINUTE {
+        while start.elapsed() < PATIENCE {
             match self.try_command(command) {
                 Ok(answer) => return Ok(answer),
                 Err(_) => {
@@ -126,7 +126,7 @@ fn a_redis_under_load_moves_with_one_stall_and_every_key() {
     redis.args(["--port", &PORT.to_string(), "--save", "", "--protected-mode", "no"]);
     redis.args(["--enable-debug-command", "yes"]);
     let mut redis = hosts.source.apart(&redis).spawn().unwrap();
-    let pid = until(MINUTE, || hosts.source.named(NAME).into_iter().min()).expect("redis");
+    let pid = until(PATIENCE, || hosts.source.named(NAME).into_iter().min()).expect("redis");
     let pid = hosts.source.own_number(pid).unwrap().to_string();
 
     let mut receive = hosts.destination.command(rewake().unwrap());

@@ -11,7 +11,7 @@ use rewake_testkit::hosts::DESTINATION;
 use rewake_tests::migration::{HostAgent, Migration};
 use rewake_tests::page_server::tls_options;
 use rewake_tests::printed::{HOST_B, Terminals, recipe};
-use rewake_tests::process::{MINUTE, soon, until};
+use rewake_tests::process::{PATIENCE, soon, until};
 use rewake_tests::{Criu, need};
 
 const SOURCE: &str = "host-a";
@@ -108,7 +108,7 @@ fn all_connections_of_a_migration_have_one_certificate() {
     migration.secure_migrate(own.clone());
     let mut receive = migration.receive(Path::new(criu.as_ref())).unwrap();
     let mut migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
     migrate.signal(Signal::SIGKILL).unwrap();
     migrate.ended().unwrap();
 
@@ -134,12 +134,12 @@ fn a_later_agent_answers_its_own_source_only() {
     migration.secure_migrate(own.clone());
     let mut receive = migration.receive(Path::new(criu.as_ref())).unwrap();
     let mut migrate = migration.migrate().unwrap();
-    until(MINUTE, || migration.is_released().then_some(())).expect("RELEASE");
+    until(PATIENCE, || migration.is_released().then_some(())).expect("RELEASE");
     receive.signal(Signal::SIGKILL).unwrap();
     receive.ended().unwrap();
     migrate.signal(Signal::SIGKILL).unwrap();
     migrate.ended().unwrap();
-    until(MINUTE, || (migration.processes().1 == 0).then_some(())).expect("the program's end");
+    until(PATIENCE, || (migration.processes().1 == 0).then_some(())).expect("the program's end");
 
     let mut later = migration.receive(Path::new(criu.as_ref())).unwrap();
     migration.secure_migrate(other);

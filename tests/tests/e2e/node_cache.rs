@@ -15,7 +15,7 @@ use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_fi
 use rewake_tests::held::Gate;
 use rewake_tests::images::{LAZY, PARENT, split};
 use rewake_tests::node_cache::{StoredScene, said};
-use rewake_tests::process::{MINUTE, until};
+use rewake_tests::process::{PATIENCE, until};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::{ACT, Scene};
 use rewake_tests::seaweedfs::SeaweedServer;
@@ -328,7 +328,7 @@ fn an_image_makes_room_only_if_no_restore_uses_it() {
     stored.is_complete().unwrap();
 
     let warmed = || stored.cache(&["warm", &other.url]).unwrap();
-    let done = until(MINUTE, || Some(warmed()).filter(|(succeeded, _)| *succeeded));
+    let done = until(PATIENCE, || Some(warmed()).filter(|(succeeded, _)| *succeeded));
     assert!(done.is_some(), "{}", warmed().1);
     let (_, list) = stored.cache(&["ls"]).unwrap();
     assert!(list.starts_with(&other.id) && list.lines().count() == 1, "{list}");

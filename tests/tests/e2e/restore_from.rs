@@ -17,7 +17,7 @@ use rewake_tests::export::{
 };
 use rewake_tests::page_server::tls_options;
 use rewake_tests::printed::{HOST_A, PrintedBlock, PrintedCommand, Terminals, recipe};
-use rewake_tests::process::{MINUTE, parent, until};
+use rewake_tests::process::{PATIENCE, parent, until};
 use rewake_tests::relay::SlowLink;
 use rewake_tests::scene::ACT;
 use rewake_tests::sessions::{own_sessions, parked, recover, served_again};
@@ -42,7 +42,7 @@ impl Remote {
     /// is used once.
     fn lies_to_the_end(&self) {
         let work = self.scene.work().display().to_string();
-        let ended = until(MINUTE, || {
+        let ended = until(PATIENCE, || {
             self.link.lie();
             processes_naming(&work).is_empty().then_some(())
         });

@@ -15,7 +15,7 @@ use rewake_testkit::hosts::{DESTINATION, HostPair};
 use rewake_testkit::process::tail;
 use rewake_testkit::programs::rewake;
 use rewake_testkit::relay::SlowLink;
-use rewake_testkit::{MINUTE, soon, until};
+use rewake_testkit::{PATIENCE, soon, until};
 use softgpu_tests::app::{App, program_for, serve};
 use softgpu_tests::criu::{Version, queues};
 use softgpu_tests::isolated;
@@ -23,8 +23,8 @@ use softgpu_tests::server::{answers, begin, small};
 
 const PORT: &str = "7700";
 const SERVER: &str = "gpu-app";
-/// Bytes a second of a slow link: in half a minute it brings less than half of the weights.
-const RATE: u64 = 512 << 10;
+/// Bytes a second of a slow link: in four minutes it brings less than half of the weights.
+const RATE: u64 = 64 << 10;
 const CUT: Duration = Duration::from_secs(2);
 
 /// A server on the source, and `rewake receive` on the destination.
@@ -44,7 +44,7 @@ impl GpuMigration {
         let program = program_for(Version::V4_2, folder.path()).unwrap();
         let server = hosts.source.alone(&serve(&program, shape, folder.path())).spawn().unwrap();
         let app = App::in_copy(shape, folder.path());
-        until(2 * MINUTE, || app.answers(&[1, 2, 3], 4).ok()).expect("it serves");
+        until(PATIENCE, || app.answers(&[1, 2, 3], 4).ok()).expect("it serves");
         let mut receive = hosts.destination.command(rewake().unwrap());
         receive.args(["receive", "--address", DESTINATION, "--port", PORT, "--insecure", "--criu", criu]);
         let log = File::create(folder.path().join("receive.log")).unwrap();
@@ -90,7 +90,7 @@ impl GpuMigration {
     fn expect_moved(mut self, migrate: Child) -> Output {
         let migrated = migrate.wait_with_output().unwrap();
         assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), self.received());
-        let received = until(MINUTE, || self.receive.try_wait().unwrap()).expect("it ends");
+        let received = until(PATIENCE, || self.receive.try_wait().unwrap()).expect("it ends");
         assert_eq!(received.code(), Some(0), "{}", self.received());
         self.server.wait().unwrap();
         assert_eq!(self.processes(), (0, 1));
@@ -145,16 +145,17 @@ fn gpu_memory_arrives_while_its_server_runs() {
         let address = format!("{DESTINATION}:{PORT}").parse().unwrap();
         let link = SlowLink::on(&migration.hosts.source, address, u64::MAX).unwrap();
         let mut migrate = migration.begin_migration(&format!("127.0.0.1:{}", link.port()), &[]);
+        let mut wait_until = |is_so: &dyn Fn() -> bool| {
+            let or_ended = || is_so().then_some(None).or_else(|| migrate.try_wait().unwrap().map(Some));
+            assert_eq!(until(PATIENCE, or_ended), Some(None), "{}", migration.received());
+        };
         // Its CPU memory was sent before, and GPU memory is requested only after RELEASE.
-        until(MINUTE, || migration.lists_arriving_files().then_some(())).expect("the freeze");
+        wait_until(&|| migration.lists_arriving_files());
         let sent = link.sent();
         link.slow_after(weights / 2, RATE);
-        let released = || migration.is_released().then_some(Ok(()));
-        let ended = |child: &mut Child| child.try_wait().unwrap().map(Err);
-        let begun = until(MINUTE, || released().or_else(|| ended(&mut migrate))).expect("RELEASE");
-        assert_eq!(begun, Ok(()), "{}", migration.received());
+        wait_until(&|| migration.is_released());
         migration.app.rounds().unwrap();
-        until(MINUTE, || migration.hosts.destination.named("criu").is_empty().then_some(()))
+        until(PATIENCE, || migration.hosts.destination.named("criu").is_empty().then_some(()))
             .expect("criu ends");
         assert_eq!(migrate.try_wait().unwrap(), None);
         // Its CPU answers, and weights are on the other host.

@@ -24,10 +24,9 @@ fn a_server_answers_while_another_is_restored_on_its_gpu() {
         need!(queues());
         let machine = need!(Machine::find(), REAL_GPUS);
         machine.becomes(&ONE_RING);
-        // Both at the same time: the driver restores queues of copy engines by number.
         let folder = tempfile::tempdir().unwrap();
         let other = Server::start(&unreached(), folder.path());
-        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
+        let dumped = need!(Dumped::beside_another(&unreached(), Version::V4_2));
         let over = AtomicBool::new(false);
         let answered = thread::scope(|scope| {
             let answering = scope.spawn(|| {

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_skip::need;
 use rewake_testkit::export::ImageExport;
-use rewake_testkit::process::{MINUTE, children, output, processes_naming};
+use rewake_testkit::process::{PATIENCE, children, output, processes_naming};
 use rewake_testkit::programs::rewake;
 use rewake_testkit::relay::SlowLink;
 use rewake_testkit::{soon, until};
@@ -91,7 +91,7 @@ impl Remote {
 
     fn streamer_ends(&self) {
         let work = self.work().display().to_string();
-        let ended = until(2 * MINUTE, || processes_naming(&work).is_empty().then_some(()));
+        let ended = until(PATIENCE, || processes_naming(&work).is_empty().then_some(()));
         assert!(ended.is_some(), "the streamer does not end: {}", self.messages());
     }
 

@@ -9,7 +9,7 @@ use std::process::Child;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_testkit::{MINUTE, until};
+use rewake_testkit::{PATIENCE, until};
 use softgpu_tests::Scene;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 
@@ -65,7 +65,7 @@ impl Cast {
         let socket = self.socket();
         let mut has_ended = || self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some());
         let up = || UnixStream::connect(&socket).is_ok().then_some(true);
-        until(2 * MINUTE, || up().or_else(|| has_ended().then_some(false))).unwrap_or(false)
+        until(PATIENCE, || up().or_else(|| has_ended().then_some(false))).unwrap_or(false)
     }
 
     fn socket(&self) -> PathBuf {
