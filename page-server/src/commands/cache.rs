@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake cache`: shows and changes the images that the node agent keeps.
 
-use std::io::{self, Write as _};
-
 use rewake_streamer::control::client::Client;
 use rewake_streamer::control::proto::{Acquire, CachedImage};
 use rewake_streamer::units;
 
-use super::control_socket;
+use super::{control_socket, print};
 use crate::cli::{CacheAct, CacheArgs};
 use crate::logging;
 
@@ -21,21 +19,20 @@ pub fn run(options: &CacheArgs) -> anyhow::Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut client = Client::connect(&socket).await?;
-        let mut out = io::stdout();
         match &options.act {
             CacheAct::Warm { image, id } => {
                 let id = id.clone().unwrap_or_default();
                 let acquired = client.acquire(Acquire { url: image.to_string(), id, whole: true }).await?;
-                writeln!(out, "{image}: the cache has image {:.16}", acquired.image_id)?;
+                print::done(format!("{image}: the cache has image {:.16}", acquired.image_id));
             }
             CacheAct::Ls => {
                 for image in client.cached().await? {
-                    writeln!(out, "{}", line(&image))?;
+                    print::done(line(&image));
                 }
             }
             CacheAct::Rm { id } => {
                 let bytes = client.remove_cached(id).await?;
-                writeln!(out, "image {id}: {} are free", units::bytes(bytes))?;
+                print::done(format!("image {id}: {} are free", units::bytes(bytes)));
             }
         }
         Ok(0)

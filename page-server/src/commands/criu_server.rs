@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What the commands in the place of CRIU's servers share: directories, log, and the last words.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
 
 use super::detach::{Pidfile, PidfileRule};
-use super::directory;
+use super::{directory, print};
 use crate::cli::CriuServerArgs;
 use crate::logging;
 
@@ -48,6 +47,6 @@ pub(super) fn pidfile(options: &CriuServerArgs) -> anyhow::Result<Option<Pidfile
 pub(super) fn complain(options: &CriuServerArgs, error: &anyhow::Error) {
     if options.log_file.is_some() || options.verbosity == 0 {
         // The exit code says the rest if stderr is closed.
-        let _ = writeln!(std::io::stderr(), "rewake: {error:#}");
+        print::say(format!("{error:#}"));
     }
 }

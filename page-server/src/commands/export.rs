@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake export`: serves sealed images to other hosts: of a directory, or of a store.
 
-use std::io::Write as _;
 use std::sync::Arc;
 
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
@@ -9,7 +8,7 @@ use rewake_image_server::exports::{Exports, ImageDirectory, ImageFolder};
 use rewake_image_server::server;
 use rewake_image_store::{ImageStore, StoreFolder};
 
-use super::store_runtime;
+use super::{print, store_runtime};
 use crate::cli::{ExportArgs, ExportedPlace};
 use crate::logging;
 
@@ -34,7 +33,7 @@ pub fn run(options: &ExportArgs) -> anyhow::Result<u8> {
     let for_other_hosts = peers.for_other_hosts();
     let entrance = Endpoint::Tcp { address: address.clone(), port: Some(*port), for_other_hosts }.open()?;
     // With port 0 the kernel chose it, and clients need it.
-    let _ = writeln!(std::io::stderr(), "rewake: listening on {entrance}");
+    print::say(format!("listening on {entrance}"));
     let Entrance::Tcp(listener) = entrance else { unreachable!("a TCP port was opened") };
     server::run(exports, admission, &listener)
 }

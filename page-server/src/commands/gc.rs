@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake gc`: frees the space of what no image of a store uses.
 
-use std::io::{self, Write as _};
 use std::time::Duration;
 
 use rewake_image_store::{GRACE, GarbageReport, ImageStore, collect_garbage};
 use rewake_streamer::units;
 
-use super::store_runtime;
+use super::{print, store_runtime};
 use crate::cli::GcArgs;
 use crate::logging;
 
@@ -24,11 +23,10 @@ pub fn run(options: &GcArgs) -> anyhow::Result<u8> {
     let GarbageReport { removed_images, removed_packs, removed_bytes, packs, bytes, unused, waiting } =
         report;
     let [removed_bytes, bytes, unused, waiting] = [removed_bytes, bytes, unused, waiting].map(units::bytes);
-    writeln!(
-        io::stdout(),
+    print::done(format!(
         "{}: removed {removed_images} images and {removed_packs} packs of {removed_bytes}; {packs} packs of {bytes} are \
          left, of which no image uses {unused}; {waiting} are removed when they are a day old",
         options.store
-    )?;
+    ));
     Ok(0)
 }

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake ls`: lists the images of a store.
 
-use std::io::{self, Write as _};
-
 use anyhow::bail;
 use rewake_image_store::{ImageStore, StoredImage};
 use rewake_streamer::units;
 
-use super::store_runtime;
+use super::{print, store_runtime};
 use crate::cli::LsArgs;
 use crate::logging;
 
@@ -20,15 +18,15 @@ pub fn run(options: &LsArgs) -> anyhow::Result<u8> {
     let runtime = store_runtime()?;
     let store = ImageStore::open(&options.store)?;
     let images = runtime.block_on(store.images())?;
-    let (mut out, mut damaged) = (io::stdout(), 0_u32);
+    let mut damaged = 0_u32;
     for (name, image) in images {
         match image {
             Ok(StoredImage { id, files, bytes, .. }) => {
-                writeln!(out, "{name:<24} {id:.16} {files:>5} files {:>10}", units::bytes(bytes))?;
+                print::done(format!("{name:<24} {id:.16} {files:>5} files {:>10}", units::bytes(bytes)));
             }
             Err(error) => {
                 damaged += 1;
-                eprintln!("rewake: {error}");
+                print::say(error);
             }
         }
     }

@@ -10,8 +10,8 @@ use rewake_migration_agent::pre_copy::PreCopyGoal;
 use rewake_migration_agent::source::{self, SourceOptions};
 use rewake_streamer::gpu::plugin_folder;
 
-use super::aborts;
 use super::criu::CriuOptions;
+use super::{aborts, print};
 use crate::cli::{MigrateArgs, Programs};
 use crate::logging;
 
@@ -73,7 +73,9 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
                 report.downtime.map(|time| format!(", downtime {:.1} ms", time.as_secs_f64() * 1e3));
             let (sent, rounds) = (report.sent >> 20, report.rounds);
             let downtime = downtime.unwrap_or_default();
-            println!("{pid} runs at {to}{downtime}, {sent} MiB sent, {rounds} rounds of pre-copy");
+            print::done(format!(
+                "{pid} runs at {to}{downtime}, {sent} MiB sent, {rounds} rounds of pre-copy"
+            ));
             return Ok(0);
         }
         SourceOutcome::Aborted(reason) => match &report.stays_frozen {
@@ -94,7 +96,7 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
             (UNKNOWN, format!("{pid} was given to {to}, and stays frozen here: {reason}"))
         }
     };
-    eprintln!("rewake: {line}");
+    print::say(line);
     Ok(code)
 }
 
@@ -119,10 +121,10 @@ fn wanted(options: &MigrateArgs, to: &str) -> anyhow::Result<SourceOptions> {
 /// Ends the migration that another process runs: exit code 1 if the program was given away.
 fn abort(pid: i32) -> anyhow::Result<u8> {
     if rewake_migration_agent::abort::abort(pid)? {
-        println!("{pid} runs here");
+        print::done(format!("{pid} runs here"));
         return Ok(0);
     }
-    eprintln!("rewake: {pid} was given to the destination: its migration is not ended");
+    print::say(format!("{pid} was given to the destination: its migration is not ended"));
     Ok(1)
 }
 
@@ -130,10 +132,10 @@ fn abort(pid: i32) -> anyhow::Result<u8> {
 fn dry_run(options: &SourceOptions) -> anyhow::Result<u8> {
     let refusals = dry_run::compare(options)?;
     for refusal in &refusals {
-        println!("refused: {refusal}");
+        print::done(format!("refused: {refusal}"));
     }
     if refusals.is_empty() {
-        println!("{} can move to {}", options.tree, options.to);
+        print::done(format!("{} can move to {}", options.tree, options.to));
     }
     Ok(u8::from(!refusals.is_empty()))
 }

@@ -12,7 +12,7 @@ use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
 use super::criu_server::{complain, enter, pidfile};
-use super::{detach, given, to_notify};
+use super::{detach, given, print, to_notify};
 use crate::cli::{PageServerAddress, PageServerArgs};
 
 /// Runs the command; gives the exit code.
@@ -46,7 +46,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     };
     if options.port.is_none() && matches!(entrance, Entrance::Tcp(_)) {
         // The kernel chose it, and the client needs it, whatever the log level.
-        let _ = writeln!(std::io::stderr(), "rewake: listening on {entrance}");
+        print::say(format!("listening on {entrance}"));
     }
     let mut notify = to_notify(server.status_fd);
     if server.daemon

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reports on standard output: as JSON or as text.
+//! What commands write to standard output and to standard error. Neither has to have a reader: a terminal may be
+//! closed, and a script may have seen enough. What a command has done stays done, and its exit code says it.
 
+use std::fmt::Display;
 use std::io::{self, BufWriter, StdoutLock, Write as _};
 
 use serde::Serialize;
@@ -20,5 +22,25 @@ pub(super) fn report(
     match written.and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other,
+    }
+}
+
+/// Says something to the user on standard error.
+pub(super) fn say(line: impl Display) {
+    // One call, so that a line is not cut by those of other processes. No message can say that none can be written.
+    let _ = io::stderr().write_all(format!("rewake: {line}\n").as_bytes());
+}
+
+/// Writes a line about what was done to standard output. A full disk is named on standard error.
+pub(super) fn done(line: impl Display) {
+    text(&format!("{line}\n"));
+}
+
+/// Writes text as [`done`] does.
+pub(super) fn text(text: &str) {
+    let mut out = io::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => say(format!("standard output: {error}")),
+        _ => {}
     }
 }

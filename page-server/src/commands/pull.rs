@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake pull`: copies a sealed image from another host or from a store, or seals the image of an archive.
 
-use std::io::{self, Write as _};
+use std::io::{self};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use rewake_manifest::seal;
 use rewake_peer_stream::{self as peer_stream, PATIENT, PeerStream, watch_peer};
 use rewake_streamer::units;
 
-use super::store_runtime;
+use super::{print, store_runtime};
 use crate::cli::{PullArgs, PullSource, RemoteImage};
 use crate::logging;
 
@@ -36,15 +36,14 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     };
     let PullReport { id, files, bytes, sent, kept, left: _ } = report;
     let (directory, time) = (options.directory.display(), units::seconds(start.elapsed()));
-    let mut out = io::stdout();
     if sent == 0 {
-        return Ok(writeln!(out, "{directory}: it has image {id:.16} already").map(|()| 0)?);
+        print::done(format!("{directory}: it has image {id:.16} already"));
+        return Ok(0);
     }
     let [bytes, sent, kept] = [bytes, sent, kept].map(units::bytes);
-    writeln!(
-        out,
+    print::done(format!(
         "{directory}: {files} files, {bytes} in {time}: {sent} were sent, {kept} were here; image {id:.16}"
-    )?;
+    ));
     Ok(0)
 }
 
@@ -84,21 +83,20 @@ fn from_archive(options: &PullArgs, archive: &Path) -> anyhow::Result<u8> {
     let sealed =
         seal(directory).with_context(|| format!("{shown}: its image was extracted, but not sealed"))?;
     let (bytes, time) = (units::bytes(bytes), units::seconds(start.elapsed()));
-    writeln!(
-        io::stdout(),
+    print::done(format!(
         "{}: {files} files, {bytes} in {time}, of {shown}; sealed as image {:.16}",
         directory.display(),
         sealed.id
-    )?;
+    ));
     Ok(0)
 }
 
 /// Says that the connection is not encrypted, if it is one with another host.
 pub(super) fn warn_unencrypted(host: &str, addresses: &[SocketAddr]) {
     if addresses.iter().any(|address| !address.ip().is_loopback()) {
-        eprintln!(
-            "rewake: the image travels unencrypted from {host}, and any host in between can read and change it: use --tls"
-        );
+        print::say(format!(
+            "the image travels unencrypted from {host}, and any host in between can read and change it: use --tls"
+        ));
     }
 }
 

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake push`: stores a sealed image.
 
-use std::io::{self, Write as _};
 use std::time::Instant;
 
 use anyhow::Context as _;
 use rewake_image_store::{ImageStore, StorePushReport, push};
 use rewake_streamer::units;
 
-use super::store_runtime;
+use super::{print, store_runtime};
 use crate::cli::PushArgs;
 use crate::logging;
 
@@ -24,18 +23,16 @@ pub fn run(options: &PushArgs) -> anyhow::Result<u8> {
     let report = runtime.block_on(push(&store, &options.images_dir, &image.name));
     let report = report.with_context(|| image.to_string())?;
     let StorePushReport { id, files, bytes, shared, written, kept, working_set, had } = report;
-    let mut out = io::stdout();
     if had {
         let and = if working_set > 0 { "; its working set was stored" } else { "" };
-        writeln!(out, "{image}: the store has image {id:.16} under this name already{and}")?;
+        print::done(format!("{image}: the store has image {id:.16} under this name already{and}"));
         return Ok(0);
     }
     let ([bytes, shared, written, kept], time) =
         ([bytes, shared, written, kept].map(units::bytes), units::seconds(start.elapsed()));
-    writeln!(
-        out,
+    print::done(format!(
         "{image}: {files} files, {bytes} in {time}: {written} were written; duplicates, and what the store had: \
          {shared}; from a push that was cut: {kept}; image {id:.16}"
-    )?;
+    ));
     Ok(0)
 }

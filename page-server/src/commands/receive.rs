@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake receive`: the destination of a live migration, in the foreground, for one program.
 
-use std::io::Write as _;
 use std::path::Path;
 
 use anyhow::{bail, ensure};
@@ -12,8 +11,8 @@ use rewake_migration_agent::destination;
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::LaunchPlan;
 
-use super::aborts;
 use super::criu::CriuOptions;
+use super::{aborts, print};
 use crate::cli::{Programs, ReceiveArgs};
 use crate::logging;
 
@@ -74,16 +73,16 @@ pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
         bail!("--address: expected an address of TCP");
     };
     // The source needs the port, whatever the log level.
-    let _ = writeln!(std::io::stderr(), "rewake: listening on {}", listener.local_addr()?);
+    print::say(format!("listening on {}", listener.local_addr()?));
     let report = destination::receive(listener, admission, &criu, gpu_on_demand, aborts)?;
     let line = match &report.outcome {
         DestinationOutcome::Restored { is_discarded: true } => {
-            println!("the program runs here, with all its memory");
+            print::done("the program runs here, with all its memory");
             return Ok(0);
         }
         DestinationOutcome::Restored { is_discarded: false } => {
-            eprintln!(
-                "rewake: the program runs here, with all its memory; the source has not reported that it has ended it"
+            print::say(
+                "the program runs here, with all its memory; the source has not reported that it has ended it",
             );
             return Ok(0);
         }
@@ -92,6 +91,6 @@ pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
             format!("the program is lost: it ran here, and was killed: {reason}")
         }
     };
-    eprintln!("rewake: {line}");
+    print::say(line);
     Ok(1)
 }

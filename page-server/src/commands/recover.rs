@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake recover`: serves the sessions of streamers all of whose processes were killed.
 
-use std::io::{Read as _, Write as _};
+use std::io::Read as _;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::Path;
 
@@ -11,6 +11,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setsid};
 use tracing::{error, info, warn};
 
+use super::print;
 use crate::cli::RecoverArgs;
 use crate::logging;
 use rewake_streamer::control::work_folder;
@@ -44,7 +45,7 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
         match start(&path, None) {
             Ok(streamer) => streamers.extend(streamer),
             Err(error) => {
-                say(&format!("{error:#}"));
+                print::say(format!("{error:#}"));
                 code = LOST;
             }
         }
@@ -60,7 +61,7 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
         }
     }
     if code == 0 {
-        say(&match (sessions, options.daemon) {
+        print::say(match (sessions, options.daemon) {
             (0, _) => "no session waits for a streamer".to_owned(),
             (sessions, true) => format!("sessions that are served again: {sessions}"),
             (sessions, false) => format!("sessions whose memory is all resident: {sessions}"),
@@ -133,10 +134,10 @@ fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8
     let silent = ledger.silent_for();
     let found = take_up(ledger);
     for (pid, why) in &found.killed {
-        say(&format!("killed process {pid}: {why}"));
+        print::say(format!("killed process {pid}: {why}"));
     }
     if let Some(spaces) = found.spaces {
-        say(&format!(
+        print::say(format!(
             "serving {} again, {:.1} s after its streamer was killed",
             ledger.session().paths().0.display(),
             silent.as_secs_f64()
@@ -179,7 +180,7 @@ fn worker_main(start: &Start) -> u8 {
         let summary = outcome?;
         report(&summary);
         Ok(summary.lost_program().map_or(0, |line| {
-            say(&line);
+            print::say(line);
             LOST
         }))
     });
@@ -187,10 +188,4 @@ fn worker_main(start: &Start) -> u8 {
         error!("{error:#}");
         LOST
     })
-}
-
-/// One line for users, independent of the log level.
-fn say(line: &str) {
-    // If stderr is closed, no message can be shown.
-    let _ = writeln!(std::io::stderr(), "rewake: {line}");
 }

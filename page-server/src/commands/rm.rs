@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake rm`: removes an image from a store.
 
-use std::io::{self, Write as _};
-
 use rewake_image_store::ImageStore;
 
-use super::store_runtime;
+use super::{print, store_runtime};
 use crate::cli::RmArgs;
 use crate::logging;
 
@@ -19,6 +17,6 @@ pub fn run(options: &RmArgs) -> anyhow::Result<u8> {
     let store = ImageStore::open(&options.image.store)?;
     let removed = runtime.block_on(store.remove(&options.image.name))?;
     let id = removed.map(|id| format!(" image {id:.16}")).unwrap_or_default();
-    writeln!(io::stdout(), "{}: removed{id}; `rewake gc` frees its space after a day", options.image)?;
+    print::done(format!("{}: removed{id}; `rewake gc` frees its space after a day", options.image));
     Ok(0)
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake seal`: writes the manifest of an image.
 
-use std::io::Write as _;
 use std::path::Path;
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use rewake_manifest::{MANIFEST_NAME, ManifestError, SealReport, VerifyReport, seal, verify_files};
 use rewake_process::file_lock::DirectoryLock;
 use rewake_streamer::units;
 
+use super::print;
 use crate::cli::SealArgs;
 
 /// Runs the command; gives the exit code.
@@ -35,15 +35,13 @@ pub fn run(options: &SealArgs) -> anyhow::Result<u8> {
     let [all, zeros, duplicates, manifest] =
         [bytes, zero_bytes, duplicate_bytes, manifest_bytes].map(units::bytes);
     let time = units::seconds(start.elapsed());
-    writeln!(
-        std::io::stdout(),
-        "sealed {files} files, {all} in {time}: {zeros} of zeros, {duplicates} of duplicates; \
-         {MANIFEST_NAME} has {manifest}; image {id:.16}"
-    )
-    .context("writing the report")?;
+    print::done(format!(
+        "sealed {files} files, {all} in {time}: {zeros} of zeros, {duplicates} of duplicates; {MANIFEST_NAME} has \
+         {manifest}; image {id:.16}"
+    ));
     if sealed.has_unsealed_parent {
         let parent = options.images_dir.join("parent");
-        eprintln!("rewake: {} is not sealed: run `rewake seal` on it too", parent.display());
+        print::say(format!("{} is not sealed: run `rewake seal` on it too", parent.display()));
     }
     Ok(0)
 }
@@ -62,12 +60,10 @@ fn sealed_already(images: &Path) -> anyhow::Result<u8> {
         return Err(ManifestError::Differs { directory, difference }.into());
     }
     let VerifyReport { id, files, bytes, .. } = report;
-    writeln!(
-        std::io::stdout(),
+    print::done(format!(
         "{}: sealed already: {files} files, {}; image {id:.16}; `rewake verify` compares every byte",
         images.display(),
         units::bytes(bytes)
-    )
-    .context("writing the report")?;
+    ));
     Ok(0)
 }

@@ -10,7 +10,7 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use tracing::{info, warn};
 
 use super::detach::{self, Pidfile, PidfileRule};
-use super::{control_socket, to_notify};
+use super::{control_socket, print, to_notify};
 use crate::agent;
 use crate::cli::ServeArgs;
 use crate::logging;
@@ -51,7 +51,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), metrics, || {
         // Whatever the log level; with -d, before the command returns.
-        let _ = writeln!(std::io::stderr(), "rewake: listening on {}", socket.display());
+        print::say(format!("listening on {}", socket.display()));
         for pipe in notify {
             if let Err(error) = std::fs::File::from(pipe).write_all(&[0]) {
                 warn!(%error, "reporting that the agent is ready");

@@ -8,11 +8,11 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, absolute};
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use rewake_process::names::printable;
 use serde_json::{Value, json};
 
-use super::picture;
+use super::{picture, print};
 use crate::cli::StatusArgs;
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::proto::{self, State};
@@ -76,7 +76,7 @@ fn orphan_as_json(orphan: &Orphan) -> Value {
 }
 
 fn shown(text: &str) -> anyhow::Result<u8> {
-    std::io::stdout().write_all(text.as_bytes()).context("writing the status")?;
+    print::text(text);
     Ok(0)
 }
 

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake verify`: compares an image and its parents, or an image of a store, with their manifests.
 
-use std::io::Write as _;
 use std::path::Path;
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use rewake_criu_images::ImageDir;
 use rewake_image_store::{ImageStore, ImageUrl, StoreVerifyReport};
 use rewake_manifest::{VerifyReport, verify};
 use rewake_streamer::units;
 
-use super::store_runtime;
+use super::{print, store_runtime};
 use crate::cli::{SealedPlace, VerifyArgs};
 use crate::logging;
 
@@ -44,15 +43,13 @@ fn stored(image: &ImageUrl) -> anyhow::Result<u8> {
     let start = Instant::now();
     let runtime = store_runtime()?;
     let store = ImageStore::open(&image.store)?;
-    let mut out = std::io::stdout();
-    let (mut shown, mut written) = (0, Ok(()));
+    let mut shown = 0;
     let report = runtime.block_on(rewake_image_store::verify(&store, &image.name, |wrong| {
         shown += 1;
-        if shown <= SHOWN && written.is_ok() {
-            written = writeln!(out, "{image}/{wrong}");
+        if shown <= SHOWN {
+            print::done(format!("{image}/{wrong}"));
         }
     }))?;
-    written.context("writing the report")?;
     let StoreVerifyReport { id, files, bytes, read, wrong } = report;
     if wrong > 0 {
         bail!(
@@ -61,28 +58,31 @@ fn stored(image: &ImageUrl) -> anyhow::Result<u8> {
         );
     }
     let ([bytes, read], time) = ([bytes, read].map(units::bytes), units::seconds(start.elapsed()));
-    writeln!(out, "{image}: as sealed: {files} files, {bytes}; {read} were read in {time}; image {id:.16}")?;
+    print::done(format!(
+        "{image}: as sealed: {files} files, {bytes}; {read} were read in {time}; image {id:.16}"
+    ));
     Ok(0)
 }
 
 /// Verifies one directory, and returns the number of differences.
 fn directory(images: &Path) -> anyhow::Result<u64> {
     let start = Instant::now();
-    let mut out = std::io::stdout();
-    let (mut shown, mut written) = (0, Ok(()));
+    let mut shown = 0;
     let report = verify(images, |difference| {
         shown += 1;
-        if shown <= SHOWN && written.is_ok() {
-            written = writeln!(out, "{}/{difference}", images.display());
+        if shown <= SHOWN {
+            print::done(format!("{}/{difference}", images.display()));
         }
     })?;
-    written.context("writing the report")?;
     let VerifyReport { id, files, bytes, differences } = report;
     if differences > SHOWN {
-        writeln!(out, "{}: {} differences more", images.display(), differences - SHOWN)?;
+        print::done(format!("{}: {} differences more", images.display(), differences - SHOWN));
     } else if differences == 0 {
         let (bytes, time) = (units::bytes(bytes), units::seconds(start.elapsed()));
-        writeln!(out, "{}: as sealed: {files} files, {bytes} in {time}; image {id:.16}", images.display())?;
+        print::done(format!(
+            "{}: as sealed: {files} files, {bytes} in {time}; image {id:.16}",
+            images.display()
+        ));
     }
     Ok(differences)
 }

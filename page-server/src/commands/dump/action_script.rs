@@ -13,6 +13,7 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use serde::{Deserialize, Serialize};
 
+use super::super::print;
 use super::complete::complete;
 use super::place;
 
@@ -55,7 +56,7 @@ impl ActionScript {
         if action == POST_DUMP {
             // Into CRIU's log: `rewake dump` itself reports to the user.
             let (images, target) = (Path::new(&self.images), Path::new(&self.target));
-            eprintln!("rewake: {}", complete(images)?);
+            print::say(complete(images)?);
             place::commit(images, target)?;
         }
         Ok(())

@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use rewake_manifest::seal;
 use rewake_streamer::units;
 
+use super::super::print;
 use crate::sparse;
 
 /// Completes the image of a dump. It is on the disk when this returns. Gives a line for logs.
@@ -16,7 +17,7 @@ use crate::sparse;
 /// The image cannot be sealed.
 pub(super) fn complete(images: &Path) -> anyhow::Result<String> {
     if let Err(error) = sparse::punch_zero_blocks(images) {
-        eprintln!("rewake: zeros in the image are not left out: {error:#}");
+        print::say(format!("zeros in the image are not left out: {error:#}"));
     }
     let start = Instant::now();
     let sealed = seal(images).context("sealing the image")?;

@@ -7,7 +7,6 @@ mod complete;
 mod place;
 
 use std::ffi::OsString;
-use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitStatus;
 use std::time::Instant;
@@ -19,7 +18,7 @@ use rewake_plugin_session::wait_for_tree;
 use self::action_script::ActionScript;
 use self::place::DumpPlace;
 use super::criu::{CriuInvocation, CriuOptions, NO_PLUGIN, code, show_errors, starting};
-use super::directory;
+use super::{directory, print};
 use crate::cli::DumpArgs;
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::units;
@@ -45,8 +44,8 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     let plugins = options.programs.plugins(gpu, &given)?;
     let (tree, log) = (options.tree.to_string(), given.log.clone().unwrap_or_else(|| "dump.log".into()));
     // CRIU's own plugin folder may lack rewake_plugin.so.
-    let say = |line: &str| eprintln!("rewake: {line}");
-    wait_for_tree(options.tree.cast_signed(), say).map_err(|error| anyhow!("{error}"))?;
+    wait_for_tree(options.tree.cast_signed(), |line: &str| print::say(line))
+        .map_err(|error| anyhow!("{error}"))?;
     let place = if given.streams { None } else { Some(DumpPlace::prepare(&target, &log)?) };
     let images = place.as_ref().map_or(&*target, DumpPlace::images);
     let dump = CriuDump {
@@ -140,14 +139,14 @@ impl CriuDump<'_> {
         };
         match self.place.map(DumpPlace::remove_old) {
             None | Some(Ok(true)) => {}
-            Some(Ok(false)) => eprintln!(
-                "rewake: the old image is still being restored: it is in {} until the next dump",
+            Some(Ok(false)) => print::say(format!(
+                "the old image is still being restored: it is in {} until the next dump",
                 self.criu.images.display()
-            ),
-            Some(Err(error)) => eprintln!("rewake: the old image is not removed: {error:#}"),
+            )),
+            Some(Err(error)) => print::say(format!("the old image is not removed: {error:#}")),
         }
         if let Err(error) = self.report() {
-            eprintln!("rewake: the dump has succeeded, and cannot be reported: {error:#}");
+            print::say(format!("the dump has succeeded, and cannot be reported: {error:#}"));
         }
         Ok(code(exit))
     }
@@ -157,20 +156,17 @@ impl CriuDump<'_> {
     /// Writes the line of a dump that has succeeded.
     fn report(&self) -> anyhow::Result<()> {
         let (tree, time) = (self.options.tree, units::seconds(self.start.elapsed()));
-        let mut out = io::stdout();
         if self.place.is_none() {
-            writeln!(
-                out,
+            print::done(format!(
                 "process {tree} was dumped in {time}; CRIU has sent its memory, so no image is sealed here"
-            )?;
+            ));
             return Ok(());
         }
         let VerifyReport { id, files, bytes, .. } = verify_files(self.target, |_| ())?;
         let (images, bytes) = (self.target.display(), units::bytes(bytes));
-        writeln!(
-            out,
+        print::done(format!(
             "{images}: process {tree} was dumped in {time}: {files} files, {bytes}; image {id:.16}"
-        )?;
+        ));
         Ok(())
     }
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One restore that runs: waits for CRIU and for the streamer, passes signals on, and says how both ended.
 
-use std::io::Write as _;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -11,10 +10,11 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Deadline, interval, sleep, sleep_until, timeout};
 
 use super::super::criu::{self, Criu};
+use super::super::print;
 use super::RestoreRequest;
 use super::place::WaitingStreamer;
 use super::timeline::{Clock, EndedEarly, RestoreTimeline};
-use super::view::{View, write};
+use super::view::View;
 use crate::cli::WaitFor;
 use rewake_criu_images::ImageDir;
 use rewake_manifest::WORKING_SET_NAME;
@@ -248,7 +248,7 @@ impl RestoreRun<'_> {
             self.waiting.leave_work().await;
         }
         let fate = if runs { "continue; so does their streamer" } else { "were killed" };
-        write(&format!("rewake: {signal}: the restored processes {fate}\n"));
+        print::say(format!("{signal}: the restored processes {fate}"));
         Ok(128 + u8::try_from(signal as i32).unwrap_or(0))
     }
 
@@ -279,7 +279,7 @@ impl RestoreRun<'_> {
         self.timeline.ok = ran && (self.timeline.ok || self.ended.is_none());
         if self.request.options.json {
             let text = serde_json::to_string_pretty(&self.timeline)?;
-            writeln!(std::io::stdout(), "{text}").context("writing the timeline")?;
+            print::done(text);
         }
         if !succeeded {
             self.criu.show_errors();
@@ -294,7 +294,7 @@ impl RestoreRun<'_> {
         match reason {
             Some(reason) if reason == ABANDONED => bail!("{reason}"),
             Some(reason) if self.ended.iter().flatten().any(|ended| end_state(ended) == State::Ended) => {
-                write(&format!("rewake: {reason}\n"));
+                print::say(reason);
                 return Ok(if detached { PROGRAM_ENDED } else { criu::code(exit) });
             }
             Some(reason) => bail!("the restored processes were killed: {reason}"),

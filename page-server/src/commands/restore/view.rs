@@ -76,7 +76,7 @@ fn redrawn(drawn: usize, lines: &[String]) -> String {
 }
 
 /// Writes to stderr. The restore does not depend on it.
-pub(super) fn write(text: &str) {
+fn write(text: &str) {
     let _ = stderr().write_all(text.as_bytes());
 }
 
