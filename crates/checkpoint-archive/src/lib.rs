@@ -9,12 +9,13 @@ mod error;
 mod input;
 mod names;
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io::{self, BufReader, ErrorKind, Read, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::sys::statvfs::statvfs;
+use rewake_criu_images::FILE_MODE;
 use tar::{Archive, Entry, EntryType};
 
 pub use error::{ArchiveError, Result};
@@ -72,8 +73,7 @@ pub fn extract(archive: &Path, directory: &Path) -> Result<ExtractReport> {
 /// Makes the directory. Returns false if it exists, and is empty.
 fn make(directory: &Path) -> Result<bool> {
     let failed = |reason| ArchiveError::Directory { directory: directory.to_owned(), reason };
-    // Memory may have secrets.
-    match DirBuilder::new().mode(0o700).create(directory) {
+    match fs::create_dir(directory) {
         Ok(()) => return Ok(true),
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
         Err(error) => return Err(failed(error)),
@@ -176,7 +176,7 @@ impl Extraction<'_> {
         if length > free {
             return Err(ArchiveError::Space { file: path, length, free });
         }
-        let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
+        let file = File::options().write(true).create_new(true).mode(FILE_MODE).open(&path);
         let file = match file {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 return Err(self.wrong(&format!("it has checkpoint/{name} twice")));

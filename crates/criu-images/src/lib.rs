@@ -45,5 +45,9 @@ pub use tasks::{MAX_TASKS, Task, TaskState};
 
 /// Bytes in a page of an image: CRIU writes only base pages.
 pub const PAGE: u64 = 4096;
+
+/// The mode of an image's file, from which the umask takes. A task in a user namespace opens files of its image itself,
+/// as that namespace's root, so it must be able to read what another user has written. CRIU makes them so, too.
+pub const FILE_MODE: u32 = 0o644;
 /// [`PAGE`] as a buffer length.
 const PAGE_LEN: usize = 4096;

@@ -14,7 +14,7 @@ use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use nix::unistd::{Whence, lseek};
-use rewake_criu_images::{Digest, ImageDir, ImageLease};
+use rewake_criu_images::{Digest, FILE_MODE, ImageDir, ImageLease};
 use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{
     MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent, WORKING_SET_NAME,
@@ -310,7 +310,7 @@ fn sole_lease(path: &Path) -> anyhow::Result<Option<ImageLease>> {
 fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-    options.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits());
+    options.read(true).write(true).create(true).mode(FILE_MODE).custom_flags(flags.bits());
     options
 }
 

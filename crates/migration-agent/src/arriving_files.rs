@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_criu_images::{ARRIVING_NAME, GPU_HEADER, ImageDir, add_arriving_file, is_gpu_pages_file};
+use rewake_criu_images::{
+    ARRIVING_NAME, FILE_MODE, GPU_HEADER, ImageDir, add_arriving_file, is_gpu_pages_file,
+};
 use rewake_page_protocol::PageRun;
 
 use crate::frame::Frame;
@@ -89,7 +91,7 @@ pub(crate) fn make(images: &Path, number: u32, len: u64, name: &str, head: &[u8]
     let listed = ImageDir::open(images)?.arriving_files()?.len();
     ensure!(listed == number as usize, "file {number} of GPU memory after {listed} others");
     let making = || format!("making {} with {len} bytes", path.display());
-    let file = File::options().create(true).write(true).truncate(false).mode(0o600).open(&path);
+    let file = File::options().create(true).write(true).truncate(false).mode(FILE_MODE).open(&path);
     let file = file.with_context(making)?;
     file.set_len(len).with_context(making)?;
     file.write_all_at(head, 0).with_context(making)?;

@@ -82,7 +82,9 @@ impl MigrationFolder {
         let path = path(name);
         let images = path.join("images");
         for _ in 0..MAX_TRIES {
-            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&images);
+            // Other users do not get as far as the image, which a task in a user namespace reads itself.
+            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
+            let made = made.and_then(|()| fs::DirBuilder::new().recursive(true).create(&images));
             made.with_context(|| format!("making {}", images.display()))?;
             let locking = || format!("locking {}", path.display());
             let file = File::create(path.join(LOCK)).with_context(locking)?;

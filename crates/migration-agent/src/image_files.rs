@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
-use rewake_criu_images::{ImageDir, is_gpu_pages_file};
+use rewake_criu_images::{FILE_MODE, ImageDir, is_gpu_pages_file};
 use rewake_page_protocol::PageRun;
 
 use crate::frame::{FILE_PIECE, Frame, FrameWriter};
@@ -83,7 +83,7 @@ pub(crate) fn size(images: &Path, gpu_on_demand: bool) -> anyhow::Result<u64> {
 /// Writes a part of a file that was received.
 pub(crate) fn store(images: &Path, name: &str, offset: u64, bytes: &[u8]) -> anyhow::Result<()> {
     let path = place(images, name)?;
-    let file = File::options().create(true).write(true).truncate(offset == 0).mode(0o600).open(&path);
+    let file = File::options().create(true).write(true).truncate(offset == 0).mode(FILE_MODE).open(&path);
     let file = file.with_context(|| format!("making {}", path.display()))?;
     file.write_all_at(bytes, offset).with_context(|| format!("writing {}", path.display()))
 }

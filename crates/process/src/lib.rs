@@ -7,6 +7,7 @@
 //! * [`kcmp`]: whether threads have an open file or an address space in common.
 //! * [`maps`]: lines of `/proc/PID/maps`. [`names`]: names of programs and of files, which are bytes.
 //! * [`proc`]: what `/proc` shows of processes and threads.
+//! * [`ready`]: what a server does when it is ready.
 //! * [`Notifier`]: an eventfd.
 //!
 //! [`pidfd`], but for `pidfd_pid`, and [`kcmp`] only make system calls: they allocate nothing, and a forked
@@ -27,6 +28,8 @@ mod notifier;
 #[allow(unsafe_code, reason = "the system calls have no other form")]
 pub mod pidfd;
 pub mod proc;
+#[allow(unsafe_code, reason = "the system call has no other form")]
+pub mod ready;
 
 pub use notifier::Notifier;
 

@@ -401,7 +401,7 @@ impl Fetch {
                     bail!("the fetcher of {}: {error}", self.name);
                 }
                 Err(_) => {
-                    let reason = format!("the fetcher of {} has ended", self.name);
+                    let reason = format!("the fetcher of {} has ended{}", self.name, self.files.words.take());
                     return Ok(FetcherEnd::Failed { again: true, reason });
                 }
             }

@@ -13,6 +13,7 @@ use rewake_fetcher::channel;
 use rewake_fetcher::plan::{FetchPlan, PagePeer};
 use rewake_fetcher::process::COMMAND;
 
+use crate::last_words::LastWords;
 use crate::session::image::Image;
 use crate::session::image::remote_memory::RemoteMemory;
 use crate::supervise::launch;
@@ -25,6 +26,8 @@ pub(crate) struct FetchDescriptors {
     pub(crate) presence: OwnedFd,
     /// The files that it writes.
     pub(crate) files: Vec<OwnedFd>,
+    /// What it says when it panics: a daemon's fetcher must not keep the pipe of who started the daemon.
+    pub(crate) words: LastWords,
 }
 
 impl FetchDescriptors {
@@ -44,7 +47,8 @@ impl FetchDescriptors {
             PagePeer::Agent(_) => Vec::new(),
             _ => image.files_to_write().context("opening the files for what arrives")?,
         };
-        Ok(Self { plan: memory.into(), presence, files })
+        let words = LastWords::new().context("a memory file for the fetcher")?;
+        Ok(Self { plan: memory.into(), presence, files, words })
     }
 }
 
@@ -62,7 +66,7 @@ pub(crate) fn start(
         .context("making a socket for the fetcher")?;
     let mut command = Command::new(launch::program()?);
     command.arg(COMMAND).env_clear().process_group(0);
-    command.stdin(Stdio::from(its)).stdout(Stdio::null());
+    command.stdin(Stdio::from(its)).stdout(Stdio::null()).stderr(files.words.writer()?);
     sys::give_short_time_slices(&mut command);
     let child = command.spawn().context("starting the fetcher")?;
     let sent =

@@ -24,6 +24,7 @@ pub mod fetch;
 pub mod fetch_peer;
 mod fetcher_process;
 pub mod gpu;
+mod last_words;
 pub mod ledger;
 pub mod planner;
 pub mod record;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What the commands in the place of CRIU's servers share: directories, log, and the last words.
 
+use std::fs::File;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
@@ -16,6 +17,8 @@ pub(super) struct Directories {
     pub(super) images: PathBuf,
     /// The work directory, which this process is in.
     pub(super) work: PathBuf,
+    /// The log file.
+    pub(super) log: Option<File>,
 }
 
 /// Enters the work directory, and starts the log.
@@ -30,8 +33,8 @@ pub(super) fn enter(options: &CriuServerArgs) -> anyhow::Result<Directories> {
     };
     std::env::set_current_dir(&work)
         .with_context(|| format!("entering work directory {}", work.display()))?;
-    logging::start(options.log_file.as_deref(), options.verbosity)?;
-    Ok(Directories { images, work })
+    let log = logging::start(options.log_file.as_deref(), options.verbosity)?;
+    Ok(Directories { images, work, log })
 }
 
 /// Takes the pidfile of a daemon by CRIU's rule: a file that exists is refused before anything is started.

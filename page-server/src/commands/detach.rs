@@ -3,7 +3,7 @@
 //!
 //! The daemon does nothing before its pidfile is written, so a pidfile that cannot be written leaves no process.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, PipeReader, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::kill;
 use nix::unistd::{ForkResult, Pid};
 use rewake_process::proc;
+use rewake_process::ready::Ready;
 
 /// Digits of the longest process id, and a newline.
 const MAX_PIDFILE: usize = 20;
@@ -114,22 +115,28 @@ fn runs(pid: Pid) -> bool {
 }
 
 /// Becomes a background process. In the parent returns the exit code, once the daemon is ready or the child
-/// has failed; in the child, whose pidfile is written, returns none.
+/// has failed; in the child, whose pidfile is written, returns none. The child lets go of what this process has when
+/// it is ready.
 ///
 /// # Errors
 /// No process can be made, or the pidfile cannot be written: no process is left.
-pub(super) fn background(pidfile: Option<&Pidfile>, notify: &mut Vec<OwnedFd>) -> anyhow::Result<Option<u8>> {
-    let (ready, writer) = io::pipe().context("making a pipe")?;
+pub(super) fn background(
+    pidfile: Option<&Pidfile>,
+    log: Option<File>,
+    ready: &mut Ready,
+) -> anyhow::Result<Option<u8>> {
+    let (is_ready, writer) = io::pipe().context("making a pipe")?;
     let (mut permitted, permit) = io::pipe().context("making a pipe")?;
     // SAFETY: this process has one thread.
     match unsafe { nix::unistd::fork() }.context("going to the background")? {
         ForkResult::Child => {
-            drop((ready, permit));
+            drop((is_ready, permit));
             if permitted.read(&mut [0]).unwrap_or(0) != 1 {
                 std::process::exit(1); // the parent says why
             }
             nix::unistd::setsid().context("leaving the session")?;
-            notify.push(writer.into());
+            lets_go(log, ready)?;
+            ready.waiting.push(OwnedFd::from(writer).into());
             Ok(None)
         }
         ForkResult::Parent { child } => {
@@ -137,13 +144,24 @@ pub(super) fn background(pidfile: Option<&Pidfile>, notify: &mut Vec<OwnedFd>) -
             if let Some(pidfile) = pidfile {
                 pidfile.write(child)?;
             }
-            let is_ready = start(permit, ready);
+            let is_ready = start(permit, is_ready);
             if !is_ready && let Some(pidfile) = pidfile {
                 pidfile.remove(child);
             }
             Ok(Some(u8::from(!is_ready))) // a child that has failed has said why
         }
     }
+}
+
+/// Has a daemon let go of the standard descriptors of the command that started it: a script reads until no process has
+/// its pipe any more. Until the daemon is ready, it says there what goes wrong; from then on, in its log.
+///
+/// # Errors
+/// There is no `/dev/null`.
+pub(super) fn lets_go(log: Option<File>, ready: &mut Ready) -> anyhow::Result<()> {
+    let null = rewake_process::ready::let_go().context("/dev/null")?;
+    ready.standard_error = Some(log.map_or(null, OwnedFd::from));
+    Ok(())
 }
 
 /// Lets the daemon begin, and waits until it is ready. False: it has ended.

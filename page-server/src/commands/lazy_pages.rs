@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail, ensure};
 use tracing::warn;
 
 use super::criu_server::{Directories, complain, enter, pidfile};
-use super::{detach, given, to_notify};
+use super::{detach, given, ready};
 use crate::cli::{LazyPagesArgs, PageServerAddress, Remote};
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
@@ -27,12 +27,12 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
         bail!("{option}: not supported yet");
     }
     let server = &options.server;
-    let Directories { images, work } = enter(server)?;
+    let Directories { images, work, log } = enter(server)?;
     let pidfile = pidfile(server)?;
     let page_server = page_server(&options.remote, &work)?;
-    let mut notify = to_notify(server.status_fd);
+    let mut ready = ready(server.status_fd)?;
     if server.daemon
-        && let Some(code) = detach::background(pidfile.as_ref(), &mut notify)?
+        && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {
         return Ok(code);
     }
@@ -44,7 +44,7 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
         server: page_server,
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;
-    let code = supervisor::supervise(notify, |start| {
+    let code = supervisor::supervise(ready, |start| {
         restore.serve(start).unwrap_or_else(|error| {
             complain(server, &error);
             1

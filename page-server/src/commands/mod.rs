@@ -32,11 +32,13 @@ pub mod verify;
 mod aborts;
 mod detach;
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use rewake_process::ready::Ready;
 use rewake_streamer::session::address;
 use tokio::runtime::Runtime;
 
@@ -49,9 +51,20 @@ fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
     Ok(full)
 }
 
-/// The descriptor of `--status-fd`, if it was given; to be asked for once.
-fn to_notify(status: Option<RawFd>) -> Vec<OwnedFd> {
-    status.map(given).into_iter().collect()
+/// Reports to the descriptor of `--status-fd`, if it was given; to be asked for once.
+///
+/// # Errors
+/// EMFILE.
+fn ready(status: Option<RawFd>) -> anyhow::Result<Ready> {
+    // A process keeps its standard descriptors: what another file of such a number is would get messages.
+    let taken = status.map(|number| match number {
+        0 => io::stdin().as_fd().try_clone_to_owned(),
+        1 => io::stdout().as_fd().try_clone_to_owned(),
+        2 => io::stderr().as_fd().try_clone_to_owned(),
+        _ => Ok(given(number)),
+    });
+    let taken = taken.transpose().context("--status-fd")?;
+    Ok(Ready { waiting: taken.map(File::from).into_iter().collect(), standard_error: None })
 }
 
 /// A descriptor that an option names; to be asked for once.

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake page-server`: the server with the options of `criu page-server`, in both of its roles.
 
-use std::fs::File;
-use std::io::Write as _;
-
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
 use rewake_criu_page_server::receive::{ReceiveOptions, Receiver};
 use rewake_criu_page_server::serve::ServedImage;
@@ -11,8 +8,8 @@ use rewake_criu_page_server::server::{self, PageService, Role};
 use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
-use super::criu_server::{complain, enter, pidfile};
-use super::{detach, given, print, to_notify};
+use super::criu_server::{Directories, complain, enter, pidfile};
+use super::{detach, given, print, ready};
 use crate::cli::{PageServerAddress, PageServerArgs};
 
 /// Runs the command; gives the exit code.
@@ -21,7 +18,7 @@ use crate::cli::{PageServerAddress, PageServerArgs};
 /// Options or directories are wrong, the image cannot be served, or the socket cannot be bound.
 pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     let server = &options.server;
-    let images = enter(server)?.images;
+    let Directories { images, log, .. } = enter(server)?;
     let pidfile = pidfile(server)?;
     let tls = options
         .tls
@@ -48,20 +45,18 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
         // The kernel chose it, and the client needs it, whatever the log level.
         print::say(format!("listening on {entrance}"));
     }
-    let mut notify = to_notify(server.status_fd);
+    let mut ready = ready(server.status_fd)?;
     if server.daemon
-        && let Some(code) = detach::background(pidfile.as_ref(), &mut notify)?
+        && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {
         return Ok(code);
     }
-    let ready = || {
-        for pipe in notify {
-            if let Err(error) = File::from(pipe).write_all(&[0]) {
-                warn!(%error, "reporting that clients can connect");
-            }
+    let report = || {
+        if let Err(error) = ready.report() {
+            warn!(%error, "reporting that clients can connect");
         }
     };
-    match server::run(PageService { role, tls, keep_listening: options.keep_listening }, entrance, ready) {
+    match server::run(PageService { role, tls, keep_listening: options.keep_listening }, entrance, report) {
         Ok(()) => Ok(0),
         Err(error) => {
             complain(server, &error);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake recover`: serves the sessions of streamers all of whose processes were killed.
 
-use std::io::Read as _;
+use std::fs::File;
+use std::io::{PipeWriter, Read as _};
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::Path;
 
@@ -11,9 +12,10 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setsid};
 use tracing::{error, info, warn};
 
-use super::print;
+use super::{detach::lets_go, print};
 use crate::cli::RecoverArgs;
 use crate::logging;
+use rewake_process::ready::Ready;
 use rewake_streamer::control::work_folder;
 use rewake_streamer::ledger::{Folder, Ledger};
 use rewake_streamer::session::address;
@@ -38,11 +40,12 @@ const LOST: u8 = 1;
 /// # Errors
 /// The folder of the ledgers cannot be read, or a ledger has another version.
 pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
-    logging::start(options.log_file.as_deref(), options.verbosity)?;
+    let log = logging::start(options.log_file.as_deref(), options.verbosity)?;
+    let daemon = options.daemon.then_some(log.as_ref());
     let mut code = 0;
     let mut streamers = Vec::new();
     for path in Folder::all()? {
-        match start(&path, None) {
+        match start(&path, None, daemon) {
             Ok(streamer) => streamers.extend(streamer),
             Err(error) => {
                 print::say(format!("{error:#}"));
@@ -71,14 +74,14 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
 }
 
 /// Starts a streamer for each ledger whose processes have all ended, and waits for none: `rewake serve` does that
-/// when it starts. `own`: a descriptor that is for the caller alone.
-pub fn start_all(own: Option<RawFd>) {
+/// when it starts. `own`: a descriptor that is for the caller alone. `daemon`: the caller's log, if it becomes a daemon.
+pub fn start_all(own: Option<RawFd>, daemon: Option<Option<&File>>) {
     let folders = Folder::all().unwrap_or_else(|error| {
         warn!("looking for sessions without a streamer: {error:#}");
         Vec::new()
     });
     for path in folders {
-        if let Err(error) = start(&path, own) {
+        if let Err(error) = start(&path, own, daemon) {
             error!("{error:#}");
         }
     }
@@ -99,7 +102,7 @@ impl Streamer {
 }
 
 /// None when nothing depends on the ledger, or its processes live.
-fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
+fn start(path: &Path, own: Option<RawFd>, daemon: Option<Option<&File>>) -> anyhow::Result<Option<Streamer>> {
     let Ok((folder, ledger)) = Folder::take(path)? else { return Ok(None) };
     if !ledger.is_depended_on() {
         parking::unpark_slot(ledger.session());
@@ -117,7 +120,8 @@ fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
                 drop(unsafe { sys::take_over(own) });
             }
             let _ = setsid();
-            let code = serve(folder, ledger, tell.into()).unwrap_or_else(|error| {
+            let served = reporting_to(tell, daemon).and_then(|ready| serve(folder, ledger, ready));
+            let code = served.unwrap_or_else(|error| {
                 error!("{error:#}");
                 LOST
             });
@@ -126,8 +130,17 @@ fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
     }
 }
 
+/// What the streamer does when it serves.
+fn reporting_to(tell: PipeWriter, daemon: Option<Option<&File>>) -> anyhow::Result<Ready> {
+    let mut ready = Ready { waiting: vec![OwnedFd::from(tell).into()], standard_error: None };
+    if let Some(log) = daemon {
+        lets_go(log.map(File::try_clone).transpose()?, &mut ready)?;
+    }
+    Ok(ready)
+}
+
 /// Serves the session of a ledger to its end; gives the exit code.
-fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8> {
+fn serve(mut folder: Folder, ledger: Ledger, mut ready: Ready) -> anyhow::Result<u8> {
     supervisor::raise_descriptor_limit();
     has_descriptors_for(ledger)?;
     folder.rename()?;
@@ -145,9 +158,11 @@ fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8
         info!(spaces, "recovered");
     }
     // Closed without a byte, it says that processes were killed.
-    let notify = if found.killed.is_empty() { vec![tell] } else { Vec::new() };
+    if !found.killed.is_empty() {
+        ready.waiting.clear();
+    }
     let (_, work) = ledger.session().paths();
-    let code = supervisor::supervise_ledger(folder, ledger, true, notify, worker_main)?;
+    let code = supervisor::supervise_ledger(folder, ledger, true, ready, worker_main)?;
     let socket = address::default_socket();
     if code == 0
         && socket.is_ok_and(|socket| socket.parent().is_some_and(|of| work_folder::is_of_agent(&work, of)))

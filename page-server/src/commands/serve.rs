@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake serve`: the node agent, which starts a streamer for each restore.
 
-use std::io::Write as _;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, absolute};
 
@@ -10,7 +9,7 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use tracing::{info, warn};
 
 use super::detach::{self, Pidfile, PidfileRule};
-use super::{control_socket, print, to_notify};
+use super::{control_socket, print, ready};
 use crate::agent;
 use crate::cli::ServeArgs;
 use crate::logging;
@@ -25,9 +24,10 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let socket = control_socket(options.socket.as_deref())?;
     let path = options.pidfile.as_deref().filter(|_| options.daemon).map(absolute).transpose()?;
     let pidfile = path.map(|path| Pidfile::claim(&path, PidfileRule::Agent)).transpose()?;
-    logging::start(options.log_file.as_deref(), options.verbosity)?;
+    let log = logging::start(options.log_file.as_deref(), options.verbosity)?;
+    let own = options.daemon.then_some(log.as_ref());
     // Before the socket is bound: the processes that serve those sessions must not hold it.
-    super::recover::start_all(options.status_fd);
+    super::recover::start_all(options.status_fd, own);
     if options.cache.is_some() {
         rewake_image_store::need_stores("--cache")?;
     }
@@ -35,9 +35,9 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
         options.cache.as_deref().map(|path| CacheFolder::open(path, options.cache_size)).transpose()?;
     let metrics = options.metrics.map(listen).transpose()?;
     let listener = address::bind(&socket)?;
-    let mut notify = to_notify(options.status_fd);
+    let mut ready = ready(options.status_fd)?;
     if options.daemon
-        && let Some(code) = detach::background(pidfile.as_ref(), &mut notify)?
+        && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {
         return Ok(code);
     }
@@ -52,10 +52,8 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), metrics, || {
         // Whatever the log level; with -d, before the command returns.
         print::say(format!("listening on {}", socket.display()));
-        for pipe in notify {
-            if let Err(error) = std::fs::File::from(pipe).write_all(&[0]) {
-                warn!(%error, "reporting that the agent is ready");
-            }
+        if let Err(error) = ready.report() {
+            warn!(%error, "reporting that the agent is ready");
         }
     }));
     remove(&socket);

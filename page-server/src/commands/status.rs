@@ -3,7 +3,6 @@
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
-use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, absolute};
 use std::time::Duration;

@@ -13,7 +13,7 @@ const WHOLE_FILE_LINES: usize = 900;
 const COMMENT_WIDTH: usize = 120;
 /// Characters of a test's name.
 const NAME: usize = 60;
-/// Macros that print to the terminal of a library's host.
+/// Macros that print, and panic when the terminal or the pipe is closed.
 const PRINTING: [&str; 5] = ["println!", "eprintln!", "print!", "eprint!", "dbg!"];
 /// Files of `/proc` with numbers and words of the kernel's only: neither a program nor a user chooses a byte of them.
 const NUMBERS: [&str; 10] = [
@@ -82,17 +82,21 @@ pub(crate) fn first_test_line(lines: &[&str]) -> usize {
 
 fn printing(document: &Document, lines: &[&str]) -> Vec<Finding> {
     let path = &document.path;
-    let library = ["crates/", "plugin/"].iter().any(|folder| path.starts_with(folder))
+    let product = ["crates/", "plugin/", "page-server/"].iter().any(|folder| path.starts_with(folder))
         && !is_test_file(path)
         && !["/src/bin/", "/examples/", "/benches/", "/fuzz/"].iter().any(|folder| path.contains(folder))
         && !path.ends_with("/build.rs");
-    if !library {
+    if !product {
         return Vec::new();
     }
     let code = lines.iter().take(first_test_line(lines)).enumerate();
     let found = code.filter_map(|(number, line)| {
-        let macros = PRINTING.iter().find(|name| line.trim_start().starts_with(**name))?;
-        let advice = format!("`{macros}` in a library: return an error, or record an event with tracing");
+        let code = line.split("//").next().unwrap_or_default();
+        let macros = PRINTING.iter().find(|name| code.contains(**name))?;
+        let advice = format!(
+            "`{macros}` panics when nobody reads: return an error, record an event with tracing, or say it as \
+             commands/print.rs does"
+        );
         Some(document.finding(number, "printing", advice))
     });
     found.collect()
@@ -223,11 +227,13 @@ mod tests {
     }
 
     #[test]
-    fn printing_is_found_in_libraries_only() {
+    fn printing_is_found_where_a_closed_pipe_must_cost_nothing() {
         let text = "fn f() {\n    println!(\"x\");\n}\n";
         assert_eq!(found(text), ["3 printing"]);
         assert_eq!(found("fn f() {\n    dbg!(1);\n}\n"), ["3 printing"]);
-        assert_eq!(found_in("page-server/src/main.rs", text), [""; 0]);
+        assert_eq!(found_in("page-server/src/main.rs", text), ["3 printing"]);
+        assert_eq!(found("fn f() {\n    Err(error) => eprintln!(\"x\"),\n}\n"), ["3 printing"]);
+        assert_eq!(found_in("xtask/src/main.rs", text), [""; 0]);
         assert_eq!(found_in("crates/a/tests/all.rs", text), [""; 0]);
         assert_eq!(found_in("crates/a/build.rs", text), [""; 0]);
         assert_eq!(

@@ -3,10 +3,10 @@
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
@@ -70,7 +70,9 @@ impl IncomingImage {
     pub(super) fn new(destination: Destination) -> anyhow::Result<Self> {
         let images = destination.images();
         let made = || -> io::Result<_> {
-            let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(images)?;
+            // As directories are made: it may become the image's, which a task in a user namespace searches itself.
+            let mode = Permissions::from_mode(0o777);
+            let folder = tempfile::Builder::new().prefix(PREFIX).permissions(mode).tempdir_in(images)?;
             let lock = DirectoryLock::take(folder.path())?.ok_or(io::ErrorKind::WouldBlock)?;
             Ok((folder, lock))
         };

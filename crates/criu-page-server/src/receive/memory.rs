@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::{
-    Generation, MAX_PAGEMAP_ENTRIES, PageFlags, PagemapEntry, PagemapId, pages_name, write,
+    FILE_MODE, Generation, MAX_PAGEMAP_ENTRIES, PageFlags, PagemapEntry, PagemapId, pages_name, write,
 };
 use rewake_page_protocol::PageRun;
 
@@ -92,10 +92,10 @@ impl ReceivedMemory {
     }
 }
 
-/// Makes a file for this user only: it has a program's memory.
+/// Makes a file of the image.
 fn create(folder: &Path, name: &str) -> anyhow::Result<(File, PathBuf)> {
     let path = folder.join(name);
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+    let file = OpenOptions::new().write(true).create_new(true).mode(FILE_MODE).open(&path);
     Ok((file.with_context(|| writing(&path))?, path))
 }
 

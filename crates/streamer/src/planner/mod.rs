@@ -21,7 +21,6 @@ mod confine;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
-use std::os::unix::fs::FileExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -37,8 +36,10 @@ use nix::sys::stat::{SFlag, fstat, fstatat};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 use rewake_plugin_protocol::Channel;
+use rewake_process::names::printable;
 use rewake_process::proc;
 
+use crate::last_words::LastWords;
 use crate::session::image::draft::DraftRemote;
 use crate::session::image::remote_memory::RemoteMemory;
 use crate::session::image::{Image, LazyMemory, sealed};
@@ -71,9 +72,6 @@ pub const PLAN: u64 = 1 << 30;
 
 /// Pages files and leases of a plan: each takes a descriptor of the streamer.
 const MAX_FILES: usize = 1 << 16;
-
-/// Bytes of the planner's last words that an error shows.
-const WORDS: usize = 200;
 
 /// Time that a planner has to exit when its work is done.
 const EXIT: Duration = Duration::from_millis(100);
@@ -138,8 +136,8 @@ struct Planner<'a> {
     channel: Channel,
     /// Where it writes the plan.
     plan: File,
-    /// Where it writes what a panic or the allocator says.
-    words: File,
+    /// What a panic or the allocator says.
+    words: LastWords,
     deadline: Instant,
     /// CPU time that it had used when the deadline was set, in clock ticks.
     used: u64,
@@ -149,11 +147,11 @@ impl<'a> Planner<'a> {
     fn start(images: &'a Path, options: &[&str]) -> anyhow::Result<Self> {
         let (ours, its) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .context("making a socket for the planner")?;
-        let memory = || sealed::memory_file().context("making a memory file for the planner");
-        let (plan, words) = (memory()?, memory()?);
+        let made = sealed::memory_file().and_then(|plan| Ok((plan, LastWords::new()?)));
+        let (plan, words) = made.context("making memory files for the planner")?;
         let mut command = Command::new(launch::program()?);
         command.arg(COMMAND).args(options).arg(images).env_clear();
-        command.stdin(Stdio::from(its)).stdout(plan.try_clone()?).stderr(words.try_clone()?);
+        command.stdin(Stdio::from(its)).stdout(plan.try_clone()?).stderr(words.writer()?);
         let deadline = Instant::now() + TIME;
         let child = command.spawn().context("starting the planner")?;
         let channel = Channel::with_timeout(ours, TIME)?;
@@ -180,7 +178,7 @@ impl<'a> Planner<'a> {
                 step::DIRECTORIES if directories.is_empty() => directories = descriptors,
                 step::FILES if files.len() < MAX_FILES => files.extend(descriptors),
                 step::DONE => return Ok((directories, files)),
-                step::REFUSED => bail!("{}", printable(&report.reason)),
+                step::REFUSED => bail!("{}", printable(report.reason.trim().as_bytes())),
                 other => bail!("{}: unexpected report {other} of the planner", self.images.display()),
             }
         }
@@ -230,14 +228,11 @@ impl<'a> Planner<'a> {
             Some((None, Some(code))) => format!("exited with {code}"),
             _ => "closed its socket".to_owned(),
         };
-        let mut words = [0; WORDS];
-        let count = self.words.read_at(&mut words, 0).unwrap_or(0);
-        let words = printable(&String::from_utf8_lossy(&words[..count]));
-        let separator = if words.is_empty() { "" } else { ": " };
         format!(
-            "{}: the planner of this restore {how}{separator}{words} (its limits: {} GiB of memory, {} s): \
+            "{}: the planner of this restore {how}{} (its limits: {} GiB of memory, {} s): \
              is the image damaged? If another program killed it, restore again",
             self.images.display(),
+            self.words.take(),
             MEMORY >> 30,
             TIME.as_secs()
         )
@@ -284,11 +279,6 @@ pub(crate) fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Re
         ensure!(directories.iter().any(is_in), "{} is not a file of the image", file.name().display());
     }
     Ok(())
-}
-
-/// Replaces characters that would change the look of a log or a terminal.
-pub(crate) fn printable(text: &str) -> String {
-    text.trim().chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 
 /// Why a planner cannot be confined.

@@ -22,6 +22,7 @@ use remote_memory::RemoteMemory;
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_io::ImageFile;
 use rewake_pager::{Plan, Prefetch};
+use rewake_process::names::printable;
 use tokio::sync::oneshot;
 
 use crate::session::WorkingSetPart;
@@ -135,7 +136,7 @@ impl Image {
 
     /// Returns why the recorded working set is not used; none if it is, or if there is none.
     pub(crate) fn working_set_note(&self) -> Option<String> {
-        (!self.working_set_note.is_empty()).then(|| planner::printable(&self.working_set_note))
+        (!self.working_set_note.is_empty()).then(|| printable(self.working_set_note.as_bytes()))
     }
 
     /// Opens the image directory again.

@@ -5,7 +5,6 @@
 //! not help it kills the restored processes, so that none reads a page that was never loaded.
 
 use std::collections::BTreeSet;
-use std::io::Write as _;
 use std::os::fd::{AsRawFd as _, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,6 +14,7 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rewake_process::ready::Ready;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Folder, Ledger, NO_FD, Starter};
@@ -53,8 +53,9 @@ pub struct Start {
     pub starter: Starter,
     /// Descriptors that a worker must not close: they were open before the first worker started.
     inherited: BTreeSet<i32>,
-    /// Descriptors that get a zero byte, and are closed, when the daemon is ready.
-    notify: Vec<RawFd>,
+    /// The descriptors of the [`Ready`] that is reported, and closed, when the first worker serves.
+    waiting: Vec<RawFd>,
+    standard_error: Option<RawFd>,
 }
 
 /// The process that starts workers. Each of them has its pidfd: they share a descriptor table.
@@ -94,13 +95,13 @@ impl Supervisor {
 
 /// Runs `worker` in a child until it exits by itself, and returns its exit code.
 ///
-/// The descriptors of `notify` get a zero byte once, when a worker is ready.
+/// `ready` is reported once, when a worker is ready.
 ///
 /// # Errors
 /// The ledger or the first worker cannot be made.
-pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow::Result<u8> {
+pub fn supervise(ready: Ready, worker: impl Fn(&Start) -> u8) -> anyhow::Result<u8> {
     let (folder, ledger) = Folder::create()?;
-    supervise_ledger(folder, ledger, false, notify, worker)
+    supervise_ledger(folder, ledger, false, ready, worker)
 }
 
 /// Runs workers as [`supervise`] does, for a ledger that may have sessions. The first worker is a `successor`
@@ -112,7 +113,7 @@ pub fn supervise_ledger(
     folder: Folder,
     ledger: Ledger,
     successor: bool,
-    notify: Vec<OwnedFd>,
+    ready: Ready,
     worker: impl Fn(&Start) -> u8,
 ) -> anyhow::Result<u8> {
     // A terminal, a service manager or a script sends signals to whole groups: SIGHUP, SIGQUIT, SIGUSR1.
@@ -126,9 +127,10 @@ pub fn supervise_ledger(
     let inherited = inherited.into_iter().filter(|number| !ledger.descriptors().any(|own| own == *number));
     let inherited = inherited.collect();
     // The worker closes them in the table that both share, so they are plain numbers from here on.
-    let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
+    let waiting = ready.waiting.into_iter().map(IntoRawFd::into_raw_fd).collect();
+    let standard_error = ready.standard_error.map(IntoRawFd::into_raw_fd);
     let starter = folder.starter()?;
-    let first = Start { ledger, successor, supervisor, starter, inherited, notify };
+    let first = Start { ledger, successor, supervisor, starter, inherited, waiting, standard_error };
     let code = run_workers(first, worker);
     // No process serves what is left, even if the reason is an error of the supervisor.
     end_all(ledger);
@@ -270,9 +272,11 @@ impl Start {
     /// # Errors
     /// The descriptors cannot be listed.
     pub fn close_leftovers(&self) -> std::io::Result<()> {
-        // A notified descriptor is closed, and another file may have its number by now: a userfaultfd, too.
-        let notified = |number: &i32| self.ledger.is_ready() && self.notify.contains(number);
-        let inherited = self.inherited.iter().copied().filter(|number| !notified(number));
+        // What was told is closed, and another file may have its number by now: a userfaultfd, too.
+        let until_ready =
+            |number: &i32| self.waiting.contains(number) || self.standard_error == Some(*number);
+        let is_closed = |number: &i32| self.ledger.is_ready() && until_ready(number);
+        let inherited = self.inherited.iter().copied().filter(|number| !is_closed(number));
         let needed: BTreeSet<i32> = self.ledger.descriptors().chain(inherited).collect();
         for number in open_descriptors()?.difference(&needed) {
             // One of them is the listing's own descriptor, which is closed already: EBADF is harmless.
@@ -288,17 +292,18 @@ impl Start {
             return;
         }
         // SAFETY: open until a worker sets the ledger's flag, and nothing owns them.
-        let own = |number: &RawFd| std::fs::File::from(unsafe { sys::take_over(*number) });
-        let mut files: Vec<std::fs::File> = self.notify.iter().map(own).collect();
-        for file in &mut files {
-            if let Err(error) = file.write_all(&[0]) {
-                warn!(%error, "reporting that the daemon is ready");
-            }
+        let own = |number: &RawFd| unsafe { sys::take_over(*number) };
+        let ready = Ready {
+            waiting: self.waiting.iter().map(|number| own(number).into()).collect(),
+            standard_error: self.standard_error.as_ref().map(own),
+        };
+        if let Err(error) = ready.report() {
+            warn!(%error, "reporting that the daemon is ready");
         }
         // Before they are closed: a successor must not mistake other files for them that have their numbers
         // by then.
         self.ledger.set_ready();
-        drop(files);
+        drop(ready);
     }
 }
 

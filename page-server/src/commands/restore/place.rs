@@ -7,10 +7,11 @@ use anyhow::Context as _;
 
 use super::view::View;
 use super::{RestoreRequest, loading_options};
+use crate::cli::WaitFor;
 use crate::commands::{control_socket, directory};
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::streamer;
-use rewake_streamer::control::work_folder::WorkFolder;
+use rewake_streamer::control::work_folder::{LOG, WorkFolder};
 use rewake_streamer::supervise::launch::LaunchPlan;
 
 /// A streamer that waits for the restore. Dropping this removes the work directory if it was made for the restore.
@@ -86,8 +87,10 @@ impl WaitingStreamer {
         given: Option<PathBuf>,
     ) -> anyhow::Result<Self> {
         let (work, own) = work(given, &std::env::temp_dir())?;
-        streamer::start(request.images, &work, &plan, loading_options(request.options), None, own.is_some())
-            .await?;
+        // One that this command does not wait for must not keep the terminal, or a script's pipe.
+        let log = (request.options.wait != WaitFor::Resident).then(|| work.join(LOG));
+        let loading = loading_options(request.options);
+        streamer::start(request.images, &work, &plan, loading, log.as_deref(), own.is_some()).await?;
         Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), own })
     }
 }
