@@ -2,8 +2,8 @@
 //! A target in a container that runc made: with namespaces of its own, the one of pids among them, and a root
 //! of the host's libraries.
 
-use std::fs;
-use std::os::unix::fs::symlink;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{self, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::criu::Criu;
+use crate::page_server::PageServer;
 use crate::process::{adopt_orphans, in_group, kill_all, run, tail, until, wait_pid};
 use crate::scene::{ACT, END};
 use crate::server::{Server, Setup};
@@ -23,6 +24,9 @@ use rewake_testkit::programs;
 
 /// Time that one runc command may take: only so that none hangs for ever.
 const LIMIT: Duration = Duration::from_secs(120);
+
+/// The host's number for root of a container's user namespace.
+const ROOT_INSIDE: u32 = 100_000;
 
 /// Folders of the host that the target's program needs, read only.
 const LIBRARIES: [&str; 3] = ["/usr", "/lib", "/lib64"];
@@ -39,7 +43,7 @@ pub fn runc_works(criu: &Criu) -> Result<(), String> {
         return Err(format!("runc: {error}: apt-get install runc"));
     }
     let probe = || {
-        let container = Container::new(criu, Network::Own, "none", 0)?;
+        let container = Container::new(criu, Network::Own, false, "none", 0)?;
         // The target reports that no scenario has this name: it ran.
         container.start()?;
         until(ACT, || container.written().contains("no scenario").then_some(())).context("nothing ran")
@@ -65,6 +69,8 @@ pub struct Container {
     criu: Criu,
     id: String,
     network: Network,
+    /// It is root of a user namespace, whom the host calls [`ROOT_INSIDE`].
+    maps_users: bool,
     /// The target's arguments.
     arguments: Vec<String>,
 }
@@ -75,15 +81,35 @@ impl Container {
     /// # Errors
     /// The target or runc failed.
     pub fn dumped(criu: &Criu, network: Network, scenario: &str, mib: usize) -> anyhow::Result<Self> {
-        let container = Self::new(criu, network, scenario, mib)?;
-        container.start()?;
-        until(ACT, || container.files().join("ready").exists().then_some(()))
-            .with_context(|| format!("the target did not get ready: {}", container.written()))?;
+        let container = Self::new(criu, network, false, scenario, mib)?;
+        container.start_target()?;
         container.dump()?;
         Ok(container)
     }
 
-    fn new(criu: &Criu, network: Network, scenario: &str, mib: usize) -> anyhow::Result<Self> {
+    /// Starts the target in a container with a network and users of its own.
+    ///
+    /// # Errors
+    /// The target or runc failed.
+    pub fn in_user_namespace(criu: &Criu, scenario: &str, mib: usize) -> anyhow::Result<Self> {
+        let container = Self::new(criu, Network::Own, true, scenario, mib)?;
+        container.start_target()?;
+        Ok(container)
+    }
+
+    fn start_target(&self) -> anyhow::Result<()> {
+        self.start()?;
+        until(ACT, || self.files().join("ready").exists().then_some(()))
+            .with_context(|| format!("the target did not get ready: {}", self.written()))
+    }
+
+    fn new(
+        criu: &Criu,
+        network: Network,
+        maps_users: bool,
+        scenario: &str,
+        mib: usize,
+    ) -> anyhow::Result<Self> {
         adopt_orphans()?;
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let dir =
@@ -94,9 +120,15 @@ impl Container {
         let (mib, seed) = (mib.to_string(), (1_000_000 + number).to_string());
         let arguments =
             [scenario, "--dir", files, "--mib", &mib, "--seed", &seed].map(str::to_owned).to_vec();
-        let container = Self { dir, criu: criu.clone(), id, network, arguments };
+        let container = Self { dir, criu: criu.clone(), id, network, maps_users, arguments };
         for folder in ["images", "files", "work", "bundle", "bundle/rootfs", "path"] {
             fs::create_dir(container.dir.path().join(folder)).with_context(|| format!("create {folder}"))?;
+        }
+        if maps_users {
+            fs::set_permissions(container.dir.path(), Permissions::from_mode(0o711)).context("chmod")?;
+            for path in ["files", "bundle/rootfs"].map(|name| container.dir.path().join(name)) {
+                chown(path, Some(ROOT_INSIDE), Some(ROOT_INSIDE)).context("chown")?;
+            }
         }
         // runc takes the first `criu` of the path: 1.2 and newer know no option for it.
         let program = criu.command("").get_program().to_owned();
@@ -132,6 +164,11 @@ impl Container {
             namespaces.push("network");
             annotations = json!({"org.criu.config": self.options()});
         }
+        let mut users = json!([]);
+        if self.maps_users {
+            namespaces.push("user");
+            users = json!([{"containerID": 0, "hostID": ROOT_INSIDE, "size": 1000}]);
+        }
         let namespaces: Vec<Value> = namespaces.into_iter().map(|kind| json!({"type": kind})).collect();
         Ok(json!({
             "ociVersion": "1.0.2",
@@ -139,7 +176,7 @@ impl Container {
             "hostname": "rewake",
             "process": {"cwd": "/", "user": {"uid": 0, "gid": 0}, "args": arguments.collect::<Vec<_>>()},
             "mounts": mounts,
-            "linux": {"namespaces": namespaces},
+            "linux": {"namespaces": namespaces, "uidMappings": users, "gidMappings": users},
             "annotations": annotations,
         }))
     }
@@ -186,8 +223,20 @@ impl Container {
     /// # Errors
     /// runc failed, and the container continues.
     pub fn dump(&self) -> anyhow::Result<()> {
+        self.dump_with(&[])
+    }
+
+    /// The same through a page server.
+    ///
+    /// # Errors
+    /// As [`Container::dump`].
+    pub fn dump_through(&self, server: &PageServer) -> anyhow::Result<()> {
+        self.dump_with(&["--page-server", &format!("127.0.0.1:{}", server.port())])
+    }
+
+    fn dump_with(&self, options: &[&str]) -> anyhow::Result<()> {
         let mut command = self.runc("checkpoint");
-        command.arg("--image-path").arg(self.images()).arg("--work-path").arg(self.work());
+        command.arg("--image-path").arg(self.images()).arg("--work-path").arg(self.work()).args(options);
         self.finish(command)?;
         // Its number must be free for the restore, and this process collects it.
         self.verdict(END).map(drop)
@@ -241,6 +290,14 @@ impl Container {
     /// # Errors
     /// runc failed.
     pub fn restore(&self) -> anyhow::Result<()> {
+        self.restore_with(&["--lazy-pages", "--work-path", self.work().to_str().context("a path in words")?])
+    }
+
+    /// The same with all memory first.
+    ///
+    /// # Errors
+    /// runc failed.
+    pub fn restore_eagerly(&self) -> anyhow::Result<()> {
         self.restore_with(&["--work-path", self.work().to_str().context("a path in words")?])
     }
 
@@ -249,12 +306,12 @@ impl Container {
     /// # Errors
     /// runc failed.
     pub fn restore_without_work_path(&self) -> anyhow::Result<()> {
-        self.restore_with(&[])
+        self.restore_with(&["--lazy-pages"])
     }
 
     fn restore_with(&self, options: &[&str]) -> anyhow::Result<()> {
         let mut command = self.runc("restore");
-        command.args(["--detach", "--lazy-pages", "--image-path"]).arg(self.images()).args(options);
+        command.args(["--detach", "--image-path"]).arg(self.images()).args(options);
         command.arg("--pid-file").arg(self.dir.path().join("pid"));
         command.arg("--bundle").arg(self.dir.path().join("bundle"));
         self.finish(command)

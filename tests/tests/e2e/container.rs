@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rewake_tests::container::{Network, runc_works};
+use rewake_tests::page_server::PageServer;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
@@ -43,6 +44,20 @@ fn memory_of_a_container_is_restored() {
 #[test]
 fn a_container_in_the_host_network_is_restored_by_another_criu() {
     restores(&need_runc!(Criu::alternative()), Network::Hosts, "plain");
+}
+
+/// Its tasks open files of the image themselves, as the namespace's root. Stock loads all memory of such a container
+/// first, too: the kernel gives tasks of a user namespace no userfaultfd.
+#[test]
+fn a_container_with_users_is_restored_from_received_memory() {
+    let criu = need_runc!(Criu::main());
+    let container = Container::in_user_namespace(&criu, "plain", 64).unwrap();
+    let mut receiver = PageServer::ours(&container.images(), &[]).unwrap();
+    container.dump_through(&receiver).unwrap();
+    assert_eq!(receiver.ended().unwrap().code(), Some(0), "{}", receiver.text());
+    container.go().unwrap();
+    container.restore_eagerly().unwrap();
+    assert_eq!(container.verdict(ACT).unwrap(), Verdict::Ok);
 }
 
 #[test]

@@ -50,4 +50,5 @@ mod serve_gpus;
 mod signals;
 mod store;
 mod store_s3;
+mod terminal;
 mod working_set;
