@@ -5,13 +5,14 @@ use std::cell::Cell;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
-use tokio::task::LocalSet;
-use tokio::time::timeout;
+use tokio::task::{LocalSet, spawn_blocking};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use tracing::{debug, info, warn};
 
 use super::answer::{answer, failure};
@@ -22,6 +23,10 @@ use rewake_node_cache::NodeCache;
 use rewake_streamer::control::frame::{FrameError, receive};
 use rewake_streamer::control::proto::{self, Request, reply, request};
 use rewake_streamer::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
+use rewake_streamer::supervise::recover::take_back_left;
+
+/// Time between two looks at what is to be taken back.
+const TAKE_BACK: Duration = Duration::from_secs(60);
 
 /// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers continue afterwards.
 /// `cache` has images of stores. Clients of the listener `metrics` read metrics.
@@ -47,6 +52,7 @@ pub async fn run(
                 let (registry, cache) = (Rc::clone(&server.registry), server.cache.clone());
                 tokio::task::spawn_local(metrics::serve(listener, registry, cache));
             }
+            tokio::task::spawn_local(take_back());
             ready();
             let asked = async {
                 tokio::select! {
@@ -58,6 +64,21 @@ pub async fn run(
             Ok(())
         })
         .await
+}
+
+/// Takes back what frozen or traced processes keep of restores that are over, when they can be stopped again.
+async fn take_back() {
+    let mut ticks = interval(TAKE_BACK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        match spawn_blocking(take_back_left).await {
+            Ok(Ok(left)) => left.iter().for_each(|line| debug!("{line}")),
+            Ok(Err(error)) => debug!("{error:#}"),
+            // The agent ends.
+            Err(_) => return,
+        }
+    }
 }
 
 struct Server {

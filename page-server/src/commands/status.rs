@@ -55,6 +55,15 @@ pub fn run(options: &StatusArgs) -> anyhow::Result<u8> {
 }
 
 fn orphan_as_line(orphan: &Orphan) -> String {
+    if orphan.is_over {
+        let processes: Vec<String> = orphan.processes.iter().map(ToString::to_string).collect();
+        return format!(
+            "a restore of {} is over, and processes keep an empty descriptor of it, with which CRIU cannot dump them: {}; \
+             run `rewake recover` when they are neither frozen nor traced\n",
+            orphan.images.display(),
+            processes.join(", ")
+        );
+    }
     format!(
         "a restore of {} has no streamer for {} s: {} processes have missing memory, {} of their threads wait; run \
          `rewake recover`\n",
@@ -71,6 +80,7 @@ fn orphan_as_json(orphan: &Orphan) -> Value {
         "processes": orphan.processes,
         "waiting_threads": orphan.waiting,
         "seconds": orphan.silent.as_secs(),
+        "is_over": orphan.is_over,
     })
 }
 

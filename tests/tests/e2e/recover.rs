@@ -6,18 +6,22 @@
 //! `REWAKE_SEED` repeats the moments of another run.
 
 use std::fs;
-use std::process::Output;
+use std::process::{Command, Output};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use rewake_tests::Random;
-use rewake_tests::daemon::Daemon;
+use rewake_tests::daemon::{Daemon, processes_naming, restore, timeline};
 use rewake_tests::process::{kill_all, session, until};
 use rewake_tests::random::{count, is_share, moment, seed};
 use rewake_tests::scene::{ACT, END};
+use rewake_tests::server::rewake;
 use rewake_tests::sessions::{
-    folders, meets_a_missing_page, own_sessions, parked, recover, served_again, waits_in_a_page_fault,
+    are_parked, folders, meets_a_missing_page, own_sessions, parked, recover, served_again,
+    waits_in_a_page_fault,
 };
 use rewake_tests::{Criu, Scene, Server, Verdict, images, need};
 
@@ -310,4 +314,63 @@ fn deaths_at_any_moment(criu: &Criu) {
     }
     eprintln!("{}, REWAKE_SEED={seed}: {served} ended well, {refused} were refused", criu.version().unwrap());
     assert!(is_share(served, 4, rounds()), "{served} ended well, {refused} were refused");
+}
+
+/// A restore is over while its target has a tracer, so that nobody else can stop the target and take the descriptor of
+/// the session back.
+fn ended_while_traced(criu: &Criu) -> Scene {
+    own_sessions().unwrap();
+    let scene = Scene::dumped(criu, "plain", 16).unwrap();
+    let mut command = restore(criu, &scene.images()).unwrap();
+    command.args(["--on-demand-only=2", "--wait=alive", "-W"]).arg(scene.work()).args(["--", "-d"]);
+    timeline(&command.output().unwrap()).unwrap();
+    assert!(parked(scene.pid(), || false).unwrap());
+    ptrace::seize(scene.pid(), ptrace::Options::empty()).unwrap();
+    let work = scene.work();
+    until(ACT, || processes_naming(work.to_str().unwrap()).is_empty().then_some(()))
+        .expect("the streamer ends");
+    assert!(are_parked(scene.pid()));
+    scene
+}
+
+#[test]
+fn what_a_traced_target_keeps_is_shown_and_taken_back_later() {
+    let criu = need!(Criu::main());
+    let scene = ended_while_traced(&criu);
+    let status = Command::new(rewake().unwrap()).arg("status").output().unwrap();
+    let shown = String::from_utf8_lossy(&status.stdout).into_owned();
+    assert!(shown.contains(&format!(
+        "keep an empty descriptor of it, with which CRIU cannot dump them: {}",
+        scene.pid()
+    )));
+    let output = recover().unwrap().output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && said.contains("a process keeps an empty descriptor"), "{said}");
+    assert_eq!(folders().len(), 1, "it is not forgotten");
+
+    interrupt_and_detach(&scene);
+    let output = recover().unwrap().output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!are_parked(scene.pid()) && folders().is_empty());
+    scene.go().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+}
+
+#[test]
+fn an_agent_takes_back_what_a_traced_target_kept() {
+    let criu = need!(Criu::main());
+    let scene = ended_while_traced(&criu);
+    interrupt_and_detach(&scene);
+    let _daemon = Daemon::start().unwrap();
+    until(END, || (!are_parked(scene.pid()) && folders().is_empty()).then_some(()))
+        .expect("it is taken back");
+    scene.go().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+}
+
+/// Ends the tracing: only a stopped task can be left.
+fn interrupt_and_detach(scene: &Scene) {
+    ptrace::interrupt(scene.pid()).unwrap();
+    waitpid(scene.pid(), Some(WaitPidFlag::__WALL)).unwrap();
+    ptrace::detach(scene.pid(), None).unwrap();
 }

@@ -174,7 +174,6 @@ impl SessionSlot {
     /// [`SessionSlot::free`], in this state.
     pub(crate) fn end(&self, state: SessionState) {
         drop(self.take_store());
-        self.inode.store(0, Ordering::Release);
         self.set_state(state);
     }
 

@@ -32,13 +32,12 @@ impl OwnSession {
 
     /// Nothing is missing any more: the targets lose the store.
     pub(super) fn close(self) {
-        let inode = self.note.store.inode;
         if let Some((store, writer)) = self.slot.take_store() {
             let of = FdStore::of(store.as_raw_fd(), writer.as_raw_fd());
             if let Err(error) = of.and_then(|of| of.empty()) {
                 warn!(%error, "emptying the fd store");
             }
-            parking::unpark_now(inode, store, &writer);
+            parking::unpark_now(self.slot, store, &writer);
         }
         self.slot.free();
         if let Err(error) = root().and_then(|root| Ok(self.note.remove(&root)?)) {

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, bail};
 use rewake_plugin_protocol::SessionNote;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::fetch::Fetch;
 use crate::ledger::{NO_FD, SessionSlot, SessionState};
@@ -104,9 +104,8 @@ impl OpenSession {
             if let Err(error) = store.empty() {
                 warn!(%error, "emptying the fd store");
             }
-            let inode = store.inode();
             if let Some((store, writer)) = self.slot.take_store() {
-                parking::unpark(inode, store, writer).await;
+                parking::unpark(self.slot, store, writer).await;
             }
         }
         self.slot.end(if self.fetches_rest { SessionState::Completing } else { SessionState::Free });
@@ -118,7 +117,9 @@ impl OpenSession {
 pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, folder: String) {
     std::thread::spawn(move || {
         drop(slot.take_store());
-        parking::unpark_slot(slot);
+        if let Err(error) = parking::unpark_slot(slot) {
+            info!("{error:#}");
+        }
         let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
         for note in left.iter().filter(|note| note.folder == folder) {
             if let Err(error) = note.remove(&notes) {

@@ -77,41 +77,46 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Takes the store's descriptor out of every process that has it. The store is empty by then.
-pub async fn unpark(inode: u64, store: OwnedFd, writer: OwnedFd) {
-    let work = move || unpark_now(inode, store, &writer);
-    let _ = tokio::task::spawn_blocking(work).await;
+/// Takes the store's descriptor out of every process that has it. The store is empty by then. The slot has the store's
+/// number until that has succeeded: a process that is frozen or traced keeps the descriptor.
+pub async fn unpark(slot: &'static SessionSlot, store: OwnedFd, writer: OwnedFd) {
+    let _ = tokio::task::spawn_blocking(move || unpark_now(slot, store, &writer)).await;
 }
 
 /// Unparks as [`unpark`] does, in this thread.
-pub fn unpark_now(inode: u64, store: OwnedFd, writer: &OwnedFd) {
+pub fn unpark_now(slot: &SessionSlot, store: OwnedFd, writer: &OwnedFd) {
     drop(store);
     // The writer hangs up when the last copy of the store is closed: usually because the processes have
     // ended.
-    if !sys::has_hung_up(writer.as_raw_fd()) {
-        unpark_inode(inode);
+    if sys::has_hung_up(writer.as_raw_fd()) {
+        slot.inode.store(0, Ordering::Release);
+    } else if let Err(error) = unpark_slot(slot) {
+        info!("{error:#}");
     }
 }
 
-/// Unparks the session of a streamer that ends before it has unparked it.
-pub fn unpark_slot(slot: &SessionSlot) {
+/// Unparks the session of a streamer that has not done it. It may take seconds.
+///
+/// # Errors
+/// A process keeps the descriptor.
+pub fn unpark_slot(slot: &SessionSlot) -> anyhow::Result<()> {
     let inode = slot.inode.load(Ordering::Acquire);
-    if inode != 0 {
-        unpark_inode(inode);
+    if inode == 0 {
+        return Ok(());
     }
-}
-
-fn unpark_inode(inode: u64) {
-    let unpark = || -> anyhow::Result<()> {
-        let mut command = park_command()?;
-        command.args(["--unpark", &inode.to_string()]).stdin(Stdio::null());
-        let output = command.output().context("starting rewake park")?;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout).trim_end());
-        Ok(())
-    };
-    if let Err(error) = unpark() {
-        info!("a process keeps an empty descriptor of this session, and CRIU cannot dump it: {error:#}");
-    }
+    let mut command = park_command()?;
+    command.args(["--unpark", &inode.to_string()]).stdin(Stdio::null());
+    let output = command.output().context("starting rewake park")?;
+    let why = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success(),
+        "a process keeps an empty descriptor of the restore of {}, and CRIU cannot dump that process: {}; `rewake recover` \
+         takes the descriptor back when the process can be stopped",
+        slot.paths().0.display(),
+        why.trim_end().replace(['\n', '\r'], "; ")
+    );
+    slot.inode.store(0, Ordering::Release);
+    Ok(())
 }
 
 /// Returns the session's tasks, and the children that they forked before they had the store; without those in

@@ -134,8 +134,11 @@ pub fn supervise_ledger(
     let code = run_workers(first, worker);
     // No process serves what is left, even if the reason is an error of the supervisor.
     end_all(ledger);
-    parking::unpark_slot(ledger.session());
-    folder.remove();
+    match parking::unpark_slot(ledger.session()) {
+        Ok(()) => folder.remove(),
+        // Whoever recovers sessions next finds the folder.
+        Err(error) => warn!("{error:#}"),
+    }
     code
 }
 
