@@ -308,6 +308,19 @@ mod tests {
     }
 
     #[test]
+    fn another_compression_is_named() {
+        for (start, name) in [(&b"\xfd7zXZ\0"[..], "xz"), (b"BZh91AY", "bzip2"), (b"\x04\x22\x4d\x18", "lz4")]
+        {
+            let bytes = [start, &[7; 2000]].concat();
+            let (report, files) = extracted(&bytes);
+            let refused = report.unwrap_err();
+            let expected = format!("it is compressed with {name}: expected a tar");
+            assert!(refused.contains(&expected) && refused.lines().count() == 1, "{refused}");
+            assert!(files.is_empty());
+        }
+    }
+
+    #[test]
     fn an_archive_that_is_cut_anywhere_is_refused() {
         let tar = podman();
         let zstd = zstd::encode_all(&*tar, 1).unwrap();
