@@ -33,12 +33,15 @@ mod aborts;
 mod detach;
 
 use std::io;
-use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use nix::sys::stat::{SFlag, fstat};
 use rewake_streamer::session::address;
 use tokio::runtime::Runtime;
+
+use crate::cli::GivenDescriptor;
 
 /// The full path of a directory that `option` names.
 fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
@@ -50,14 +53,34 @@ fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// The descriptor of `--status-fd`, if it was given; to be asked for once.
-fn to_notify(status: Option<RawFd>) -> Vec<OwnedFd> {
-    status.map(given).into_iter().collect()
+///
+/// # Errors
+/// It is not open.
+fn to_notify(status: Option<GivenDescriptor>) -> anyhow::Result<Vec<OwnedFd>> {
+    let status = status.filter(|status| status.number().is_some());
+    Ok(status.map(|status| status.take("--status-fd")).transpose()?.into_iter().collect())
 }
 
-/// A descriptor that an option names; to be asked for once.
-fn given(number: RawFd) -> OwnedFd {
-    // SAFETY: who started us gave this descriptor to us, to use and to close.
-    unsafe { OwnedFd::from_raw_fd(number) }
+/// Returns the descriptor of `--ps-socket`, if it names one; to be asked for once.
+///
+/// # Errors
+/// It is not open, no socket, or that of `--status-fd`.
+fn connected(
+    socket: Option<GivenDescriptor>,
+    status: Option<GivenDescriptor>,
+) -> anyhow::Result<Option<OwnedFd>> {
+    let Some(socket) = socket.filter(|socket| socket.number().is_some()) else { return Ok(None) };
+    if socket.number() == status.and_then(GivenDescriptor::number) {
+        bail!("--ps-socket and --status-fd name one descriptor: give each a descriptor of its own");
+    }
+    let socket = socket.take("--ps-socket")?;
+    let kind = SFlag::from_bits_truncate(fstat(&socket).context("--ps-socket")?.st_mode) & SFlag::S_IFMT;
+    if kind != SFlag::S_IFSOCK {
+        bail!(
+            "--ps-socket: this descriptor is no socket: expected one that is connected with the other side"
+        );
+    }
+    Ok(Some(socket))
 }
 
 /// The agent's control socket: the one that was named, else where an agent of this user listens.

@@ -39,7 +39,7 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
     })?;
     let code =
-        supervisor::supervise(to_notify(options.status_fd), |start| restore.serve(start).unwrap_or(FAILED))?;
+        supervisor::supervise(to_notify(options.status_fd)?, |start| restore.serve(start).unwrap_or(FAILED))?;
     if options.remove_work_dir && code != FAILED {
         // A command that no streamer answers any more removes the directory itself.
         drop(restore);
