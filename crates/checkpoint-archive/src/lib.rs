@@ -4,6 +4,7 @@
 //! An archive is hostile input. Only regular files of that folder are written, each into the directory itself, under a
 //! name of one component. An archive with other paths or kinds of files in it is refused.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod error;
 mod input;
