@@ -28,6 +28,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
         .options()
         .map(|tls| TlsServer::new(&tls, options.address.as_ref().and_then(PageServerAddress::host)))
         .transpose()?;
+    let mut notify = to_notify(server.status_fd)?;
     // A unix socket in the images directory is bound before the directory is locked, which both need.
     let entrance = endpoint(options)?.open()?;
     let role = if options.lazy_pages {
@@ -48,7 +49,6 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
         // The kernel chose it, and the client needs it, whatever the log level.
         let _ = writeln!(std::io::stderr(), "rewake: listening on {entrance}");
     }
-    let mut notify = to_notify(server.status_fd)?;
     if server.daemon
         && let Some(code) = detach::background(pidfile.as_ref(), &mut notify)?
     {
