@@ -3,6 +3,7 @@
 
 mod address;
 mod cache;
+mod descriptor;
 #[cfg(test)]
 mod printed;
 mod remote;
@@ -20,6 +21,7 @@ use rewake_image_store::ImageUrl;
 pub use address::{PageServerAddress, RemoteImage};
 use cache::bytes;
 pub use cache::{CacheAct, CacheArgs};
+pub use descriptor::GivenDescriptor;
 pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, SourceArgs};
 pub use store::{ExportedPlace, GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
 pub use tls::{PeerTlsArgs, TlsArgs};
@@ -117,11 +119,14 @@ pub struct CriuServerArgs {
     #[arg(long, value_name = "FILE")]
     pub pidfile: Option<PathBuf>,
     /// Write one zero byte to this descriptor once the socket is ready, and close it
-    #[arg(long, value_name = "FD")]
-    pub status_fd: Option<i32>,
+    #[arg(long, value_name = "FD", allow_negative_numbers = true, value_parser = GivenDescriptor::of)]
+    pub status_fd: Option<GivenDescriptor>,
     /// Accepted for compatibility: there is no configuration file
     #[arg(long, hide = true)]
     pub no_default_config: bool,
+    /// Accepted for compatibility: CRIU would read options from this file
+    #[arg(long, hide = true, value_name = "FILE")]
+    pub config: Option<PathBuf>,
 }
 
 /// Options of `rewake lazy-pages`.
@@ -136,8 +141,7 @@ pub struct LazyPagesArgs {
     pub(crate) remote: Remote,
 }
 
-/// Options of `criu lazy-pages` for a page server. Those that are known and not served yet are refused by name rather
-/// than misread.
+/// Options of `criu lazy-pages` for a page server: without `--page-server` they are left out ([`crate::criu_args`]).
 #[derive(Debug, Args)]
 pub struct Remote {
     /// Get lazy pages from a page server: `criu page-server --lazy-pages`, `criu dump --lazy-pages`, or
@@ -145,28 +149,19 @@ pub struct Remote {
     #[arg(long)]
     pub page_server: bool,
     /// Address of the page server; with a slash in it, the path of a unix socket [default: 127.0.0.1]
-    #[arg(long, value_name = "ADDR", requires = "page_server")]
-    #[arg(value_parser = OsStringValueParser::new().try_map(PageServerAddress::of))]
+    #[arg(long, value_name = "ADDR", value_parser = OsStringValueParser::new().try_map(PageServerAddress::of))]
     pub address: Option<PageServerAddress>,
     /// Port of the page server
-    #[arg(long, value_name = "PORT", requires = "page_server", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
     /// Use this socket, which is connected with the page server. CRIU does not encrypt it, so there is no TLS on it
-    #[arg(long, value_name = "FD", requires = "page_server", conflicts_with_all = ["address", "port", "tls"])]
-    pub ps_socket: Option<i32>,
+    #[arg(long, value_name = "FD", value_parser = GivenDescriptor::of, conflicts_with = "tls")]
+    pub ps_socket: Option<GivenDescriptor>,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
-    /// Not yet: punch what was read out of the images
+    /// Accepted for compatibility: CRIU would punch what was read out of the images
     #[arg(long, hide = true)]
     pub auto_dedup: bool,
-}
-
-impl Remote {
-    /// The option given that is not served yet.
-    #[must_use]
-    pub fn refused(&self) -> Option<&'static str> {
-        self.auto_dedup.then_some("--auto-dedup")
-    }
 }
 
 /// Options of `rewake page-server`.
@@ -185,8 +180,8 @@ pub struct PageServerArgs {
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
     /// Use this connected socket: serve the client at its other end
-    #[arg(long, value_name = "FD", conflicts_with_all = ["address", "port", "keep_listening"])]
-    pub ps_socket: Option<i32>,
+    #[arg(long, value_name = "FD", value_parser = GivenDescriptor::of, conflicts_with = "keep_listening")]
+    pub ps_socket: Option<GivenDescriptor>,
     /// Permit an address that other hosts reach, without TLS. Memory then travels unencrypted, and any host
     /// can connect
     #[arg(long, conflicts_with = "tls")]
@@ -199,10 +194,10 @@ pub struct PageServerArgs {
     #[arg(long)]
     pub keep_listening: bool,
     /// The image that the dump is incremental to, relative to the images directory
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["lazy_pages", "keep_listening"])]
+    #[arg(long, value_name = "DIR", conflicts_with = "keep_listening")]
     pub prev_images_dir: Option<PathBuf>,
     /// Remove pages from the parent images that the dump has, too
-    #[arg(long, conflicts_with_all = ["lazy_pages", "keep_listening"])]
+    #[arg(long, conflicts_with = "keep_listening")]
     pub auto_dedup: bool,
 }
 
@@ -249,8 +244,8 @@ pub struct StreamerArgs {
     #[arg(default_value_t = 2, default_missing_value = "1")]
     pub verbosity: u8,
     /// Write one zero byte to this descriptor once all sockets are ready, and close it
-    #[arg(long, value_name = "FD")]
-    pub status_fd: Option<i32>,
+    #[arg(long, value_name = "FD", allow_negative_numbers = true, value_parser = GivenDescriptor::of)]
+    pub status_fd: Option<GivenDescriptor>,
     /// End when no restore has connected after this many seconds [default: wait]
     #[arg(long, value_name = "SECONDS")]
     pub connect_timeout: Option<u64>,
@@ -357,8 +352,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     pub pidfile: Option<PathBuf>,
     /// Write one zero byte to this descriptor once clients are answered, and close it
-    #[arg(long, value_name = "FD")]
-    pub status_fd: Option<i32>,
+    #[arg(long, value_name = "FD", allow_negative_numbers = true, value_parser = GivenDescriptor::of)]
+    pub status_fd: Option<GivenDescriptor>,
     /// Keep images of stores in this directory, and share them between restores. Only this user may access it
     #[arg(long, value_name = "DIR")]
     pub cache: Option<PathBuf>,
@@ -387,8 +382,8 @@ pub struct Programs {
 #[derive(Debug, Args)]
 pub struct DumpArgs {
     /// The process to dump, with its children
-    #[arg(short = 't', long, value_name = "PID")]
-    pub tree: u32,
+    #[arg(short = 't', long, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+    pub tree: i32,
     /// Directory for the images. An image in it stays until the new one is complete and on the disk, and is then
     /// replaced by it
     #[arg(short = 'D', long, value_name = "DIR")]

@@ -5,6 +5,7 @@
 //! * [`agent`]: `rewake serve`, which starts streamers.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`sparse`]: what a dump leaves out.
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 pub mod agent;
 pub mod cli;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake`: see `rewake --help`.
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 use std::io::Write as _;
 use std::process::ExitCode;
 
-use clap::Parser as _;
+use clap::error::ErrorKind;
+use clap::{CommandFactory as _, Parser as _};
 use rewake::cli::{Cli, Command};
 use rewake::{commands, criu_args};
 
@@ -14,7 +16,10 @@ fn main() -> ExitCode {
     if let Some(code) = script {
         return ExitCode::from(code);
     }
-    let cli = Cli::parse_from(criu_args::normalise(std::env::args_os()));
+    let cli = match criu_args::normalise(std::env::args_os()) {
+        Ok(args) => Cli::parse_from(args),
+        Err(wrong) => Cli::command().error(ErrorKind::UnknownArgument, wrong).exit(),
+    };
     let result = match &cli.command {
         Command::LazyPages(options) => commands::lazy_pages::run(options),
         Command::PageServer(options) => commands::page_server::run(options),

@@ -16,6 +16,7 @@
 //! * `image`: the image's files. [`topology`]: the machine's nodes, as images describe them.
 //! * [`placement`]: finds a GPU of this machine for each GPU of the image.
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 #[allow(unsafe_code, reason = "system calls that no crate has")]
 mod abi;

@@ -14,7 +14,7 @@
 //! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd`
 //! of
 //! Linux 7.2 and 6.12. All of it runs on both.
-
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![cfg_attr(not(test), deny(unsafe_code))]
 
 #[allow(unsafe_code, reason = "the one place for it")]

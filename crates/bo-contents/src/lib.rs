@@ -18,6 +18,7 @@
 //! Cached bytes are read from the page cache, and the rest with O_DIRECT. Where a GPU has no SDMA rings, a
 //! thread copies between staging memory and the CPU's mapping of a buffer.
 //! [`BackgroundLoad::into_memory`] needs no GPU: tests and `cargo xtask bench engine` load into memory.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod absent;
 mod background_load;

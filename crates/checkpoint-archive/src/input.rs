@@ -15,6 +15,16 @@ const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// The largest window of zstd, as a power of two: 128 MiB of memory, which every level below --ultra respects.
 const MAX_WINDOW: u32 = 27;
+/// How other compressed files begin, their names, and what unpacks them. A tar begins with the name of a file.
+const OTHERS: [(&[u8], &str, &str); 7] = [
+    (b"\xfd7zXZ\0", "xz", "`unxz`"),
+    (b"BZh", "bzip2", "`bunzip2`"),
+    (b"\x04\x22\x4d\x18", "lz4", "`unlz4`"),
+    (b"LZIP", "lzip", "`lzip -d`"),
+    (b"\x1f\x9d", "compress", "`uncompress`"),
+    (b"7z\xbc\xaf\x27\x1c", "7-Zip", "`7z x`"),
+    (b"PK\x03\x04", "zip", "`unzip`"),
+];
 
 /// The most bytes before the data of an entry: its headers, and what says more about it. A reader has them in memory.
 const MAX_HEADERS: u64 = 1 << 20;
@@ -107,6 +117,10 @@ pub(crate) fn decompressed(mut file: BufReader<File>) -> io::Result<ArchiveInput
         let mut decoder = Decoder::with_buffer(file)?;
         decoder.window_log_max(MAX_WINDOW)?;
         Box::new(decoder)
+    } else if let Some((_, name, program)) = OTHERS.iter().find(|(magic, ..)| start.starts_with(magic)) {
+        return Err(io::Error::other(format!(
+            "it is compressed with {name}: expected a tar, as it is or compressed with gzip or zstd; {program} unpacks it"
+        )));
     } else {
         Box::new(file)
     };

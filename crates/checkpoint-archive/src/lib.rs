@@ -4,6 +4,7 @@
 //! An archive is hostile input. Only regular files of that folder are written, each into the directory itself, under a
 //! name of one component. An archive with other paths or kinds of files in it is refused.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod error;
 mod input;
@@ -304,6 +305,19 @@ mod tests {
             assert_eq!(report, Ok(ExtractReport { files: 2, bytes: 10_009 }));
             let expected = [("inventory.img", b"inventory".to_vec()), ("pages-1.img", vec![7; 10_000])];
             assert_eq!(files, expected.map(|(name, bytes)| (name.to_owned(), bytes)));
+        }
+    }
+
+    #[test]
+    fn another_compression_is_named() {
+        for (start, name) in [(&b"\xfd7zXZ\0"[..], "xz"), (b"BZh91AY", "bzip2"), (b"\x04\x22\x4d\x18", "lz4")]
+        {
+            let bytes = [start, &[7; 2000]].concat();
+            let (report, files) = extracted(&bytes);
+            let refused = report.unwrap_err();
+            let expected = format!("it is compressed with {name}: expected a tar");
+            assert!(refused.contains(&expected) && refused.lines().count() == 1, "{refused}");
+            assert!(files.is_empty());
         }
     }
 

@@ -2,7 +2,7 @@
 //! Errors of image directories.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What errors say of bytes that no image of this format has.
 pub const IMAGE_DAMAGED: &str = "the image is damaged";
@@ -166,8 +166,9 @@ pub enum ImageError {
     },
     /// The chain of parents is longer than [`crate::MAX_PARENTS`].
     #[error(
-        "{file}: more than MAX_PARENTS = {limit} parent images in a row; dump again in full",
-        file = file.display()
+        "{image}: more than {limit} parent images in a row (MAX_PARENTS), each by the link `parent` of the one before: \
+         expected at most {limit}; dump again in full, without --prev-images-dir",
+        image = first_of_line(file).display()
     )]
     TooManyParents {
         /// The first parent that was not opened.
@@ -175,6 +176,12 @@ pub enum ImageError {
         /// [`crate::MAX_PARENTS`].
         limit: usize,
     },
+}
+
+/// The image whose line of parents this path ends: a hundred times `/parent` says nothing.
+fn first_of_line(path: &Path) -> &Path {
+    let is_parent = |path: &&Path| path.file_name().is_some_and(|name| name == "parent");
+    path.ancestors().find(|path| !is_parent(path)).unwrap_or(path)
 }
 
 impl ImageError {
@@ -201,3 +208,33 @@ impl ImageError {
 
 /// Result of this crate.
 pub type Result<T, E = ImageError> = std::result::Result<T, E>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ImageDir, MAX_PARENTS};
+
+    #[test]
+    fn too_many_parents_are_one_short_line() {
+        let folder = tempfile::tempdir().unwrap();
+        for number in 0..=MAX_PARENTS + 1 {
+            let image = folder.path().join(number.to_string());
+            std::fs::create_dir(&image).unwrap();
+            std::os::unix::fs::symlink(format!("../{}", number + 1), image.join("parent")).unwrap();
+        }
+        let chain = |from: usize| {
+            let mut image = ImageDir::open(folder.path().join(from.to_string())).unwrap();
+            while let Some(parent) = image.parent()? {
+                image = parent;
+            }
+            Ok::<_, ImageError>(())
+        };
+        chain(1).unwrap();
+        let refused = chain(0).unwrap_err().to_string();
+        let expected = format!("{}: more than 128 parent images in a row", folder.path().join("0").display());
+        assert!(
+            refused.starts_with(&expected) && refused.ends_with("without --prev-images-dir"),
+            "{refused}"
+        );
+    }
+}

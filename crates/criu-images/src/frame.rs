@@ -206,6 +206,7 @@ pub(crate) fn file_of(kind: &FileKind, records: impl IntoIterator<Item = Vec<u8>
 ///
 /// # Panics
 /// It has 4 GiB or more.
+#[allow(clippy::expect_used, reason = "it is written, and no byte from outside is read")]
 pub(crate) fn record(content: &[u8]) -> Vec<u8> {
     let len = u32::try_from(content.len()).expect("a record is shorter than 4 GiB");
     [&len.to_le_bytes(), content].concat()

@@ -7,6 +7,7 @@
 //!
 //! Sources for the formats: CRIU 4.1.1 and 4.2.1; this crate reads both.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 pub mod amdgpu;
 mod arriving;

@@ -14,6 +14,7 @@
 //! TLS is a stream like the others ([`endpoint`], `ByteStream`). Only `connection` knows of it: it makes the
 //! handshake, and sends records as CRIU needs them.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod connection;
 mod disk;

@@ -40,6 +40,7 @@
 //!
 //! Sources: CRIU 4.1.1 and 4.2.1; the signatures of later versions are from its development branch of
 //! November 2025.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod abi;
 mod answer;

@@ -5,6 +5,9 @@ use std::io;
 
 use crate::HANDSHAKE_LIMIT;
 
+/// What a key of a certificate has to be.
+pub(crate) const KNOWN_KINDS: &str = "ECDSA P-256 or P-384, Ed25519, or RSA of 2048 to 4096 bits";
+
 /// Why a handshake failed, and what to do.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -21,7 +24,7 @@ pub enum HandshakeError {
     /// The client showed no certificate.
     #[error(
         "the peer showed no certificate: expected one of the CA of --tls-cacert; give the peer \
-         --tls-cert and --tls-key"
+         --tls-cert and --tls-key, with a key of a kind that this side knows: {KNOWN_KINDS}"
     )]
     NoCertificate,
     /// No trusted CA has issued the certificate.
@@ -75,6 +78,17 @@ pub enum HandshakeError {
         "the peer's certificate has X.509 version 1: issue one of version 3, with basicConstraints CA:FALSE"
     )]
     OldVersion,
+    /// The certificate has a key of a kind that this side cannot use.
+    #[error(
+        "the peer's certificate has a key of the kind {0}: expected {KNOWN_KINDS}; issue a certificate for such a key"
+    )]
+    UnknownKey(&'static str),
+    /// The certificate, or one of its CAs, was signed in a way that this side cannot verify.
+    #[error(
+        "the peer's certificate, or that of a CA between, has a signature of a kind that this side does not know: \
+         expected CAs with keys of {KNOWN_KINDS}, which sign with SHA-256 or SHA-384"
+    )]
+    UnknownSignature,
     /// The peer does not accept this side's certificate.
     #[error("the peer does not accept this side's certificate ({0}): its log may say more")]
     Refused(String),

@@ -20,6 +20,7 @@
 //! - A client sends each request in a record of its own: CRIU's server reads headers in the same way.
 //! - After the last message both sides send a closing alert, and wait for the peer's.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod ending;
 mod error;

@@ -15,6 +15,7 @@
 //!
 //! The peer is `criu page-server --lazy-pages`, `criu dump --lazy-pages`, `rewake page-server --lazy-pages`, or `rewake
 //! export`. Its answers are hostile input: their lengths and addresses must be those of a request.
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 pub mod channel;
 mod client;

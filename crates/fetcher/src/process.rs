@@ -308,7 +308,7 @@ impl Fetcher {
             (FetchedMemory::Pages { layout, .. }, PeerMemory::Pages(extents)) => {
                 PeerWire::Pages(PageWire::new(stream, *layout, Rc::clone(extents)))
             }
-            _ => unreachable!("both are made of the plan"),
+            _ => return Err(anyhow::anyhow!("the plan and its memory are of two kinds").into()),
         };
         Ok(Connection { wire, alive: Instant::now() })
     }

@@ -18,6 +18,7 @@
 //!   been written to since it was opened is an error, too. So is a block of a sealed file that has other bytes.
 //! - *Bounded memory*: all buffers lie in one mapping whose size is the budget.
 //! - *Single flight*: a block that several callers need is read once.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod buffer;
 mod cache;

@@ -104,6 +104,7 @@ impl<S: Read + Write> ImageClient<S> {
     ///
     /// # Panics
     /// No read is outstanding.
+    #[allow(clippy::expect_used, reason = "the caller's requests are counted, not the peer's answers")]
     pub fn next_data(&mut self, into: &mut Vec<u8>) -> Result<u64, MessageError> {
         let length = self.outstanding.pop_front().expect("a read is outstanding");
         let form = match reply(&mut self.stream)? {

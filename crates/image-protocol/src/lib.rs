@@ -8,6 +8,7 @@
 //! * [`stored_parts`]: data that travels as a store has it.
 //! * [`open_files`]: files that a side keeps open.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 pub mod client;
 pub mod compressed;

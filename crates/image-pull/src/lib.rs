@@ -6,6 +6,7 @@
 //! * [`pull`](pull()): the whole of it. `source`: the connection, and a new one after a cut. `chunks`: which chunks
 //!   there are, and where each one comes from. `target`: the files in the directory.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod chunks;
 mod pull;

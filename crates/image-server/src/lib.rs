@@ -6,6 +6,7 @@
 //!
 //! It checks no byte that it sends: the client does, by the manifest.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 pub mod clients;
 pub mod connection;

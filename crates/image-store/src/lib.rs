@@ -14,6 +14,7 @@
 //! No act needs a condition that the store checks. Two pushes write an object of the same name only where it names an
 //! image. What is removed waits for a day before its bytes go: `docs/store.md` says why that is enough.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod error;
 mod report;

@@ -18,6 +18,7 @@
 //! its security modules (`/sys/kernel/security/lsm`). Without that word the kernel accepts the program and
 //! never runs it, so [`attach`] checks that it runs. The kernel removes it when its last descriptor is
 //! closed. [`check`] attaches nothing.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod abi;
 mod amd;

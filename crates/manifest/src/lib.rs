@@ -8,6 +8,7 @@
 //!
 //! `docs/manifest.md` describes the format and what it guarantees.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod checksums;
 mod difference;

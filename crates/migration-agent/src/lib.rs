@@ -20,6 +20,7 @@
 //! * `image_files`: the image. `arriving_files`: its GPU memory, which arrives while the program runs.
 //! * [`abort`](mod@abort), `held_dump`, [`criu`]: what their names say.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 pub mod abort;
 mod arriving_files;

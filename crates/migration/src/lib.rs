@@ -29,6 +29,7 @@
 //! Invariant I9: the source's tree may run while its record does not say GRANT. The destination's may run once its
 //! record says RELEASE, which it writes after it received Grant.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 pub mod blocks;
 pub mod destination;

@@ -9,6 +9,7 @@
 //! Every image is an ordinary image directory, complete or a partial copy. What has arrived is found by
 //! checksums when an agent starts: no file says it.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod arriving;
 mod cache;

@@ -16,6 +16,7 @@
 //! All numbers have the byte order of the machine: CRIU does not convert them, and both peers have the same kind of
 //! processor. Sources: CRIU 4.1.1 and 4.2.1, and the compressed pages of 4.3 ([`PagesEncoding::Lz4`]).
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod error;
 mod file_task;

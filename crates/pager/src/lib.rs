@@ -20,7 +20,7 @@
 //! - `missing()` is the number of pages that are not settled. While [`ResidencyMap::set_resident`] runs on
 //!   another thread it may be too high, but never too low: zero means that no page is missing.
 //! - A block that the schedule calls done has no missing page.
-
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod bits;

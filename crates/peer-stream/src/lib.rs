@@ -7,6 +7,7 @@
 //! * [`AllowedPeer`] and [`PeerRights`]: what `--allow` says, and what follows for one peer.
 //! * [`watch_peer`]: finds out when a peer is lost, on connections with CRIU, too.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod admission;
 mod rights;

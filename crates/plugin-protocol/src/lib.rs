@@ -8,6 +8,7 @@
 //! - [`ProcessId`]: names a process whose gate is closed, so that it is not dumped.
 //! - [`SessionNote`]: what a session publishes for the plugins: the place of its fd store, and its work
 //!   directory.
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod abi;
 mod channel;

@@ -10,6 +10,7 @@
 //! Both find sessions by their notes ([`rewake_plugin_protocol::SessionNote`]). A process that has the store
 //! of a session has missing memory: the session closes the descriptor when all memory is resident.
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod dump;
 mod missing;

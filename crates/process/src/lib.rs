@@ -12,7 +12,7 @@
 //!
 //! [`pidfd`], but for `pidfd_pid`, and [`kcmp`] only make system calls: they allocate nothing, and a forked
 //! child may call them.
-
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code, reason = "the system call has no other form")]

@@ -21,6 +21,7 @@
 //!
 //! The reasons, and the kernel's part in each step: `docs/decisions/0009-tracer.md`.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod abi;
 mod entry;

@@ -40,7 +40,7 @@
 //! * The kernel keeps a BO while it is imported: release it after its copies, or the application cannot free
 //!   it.
 //! * Sources: `drivers/gpu/drm/amd/amdgpu` of Linux 6.12 and 7.2 (`amdgpu_cs.c`, `amdgpu_ctx.c`, `amdgpu_sync.c`).
-
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod address;

@@ -15,6 +15,7 @@
 //! * [`working_set`]: what programs access first, recorded for later restores.
 //! * [`control`]: what the agent, streamers and their clients send to each other.
 //! * [`record`]: the events of a session with their times. [`fault_latencies`]: how long page faults waited.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 pub mod agent_fetch;
 pub mod control;

@@ -11,6 +11,7 @@
 //! - [`Uffd`]: one owned descriptor and its operations.
 //! - [`Outcome`]: how many bytes an operation filled and why it stopped.
 //! - [`Message`]: one decoded event.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 pub mod abi;
 mod message;

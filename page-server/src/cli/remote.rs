@@ -84,8 +84,8 @@ pub struct SourceArgs {
 #[derive(Debug, Args)]
 pub struct MigrateArgs {
     /// The process to move, with its children. If an earlier `rewake migrate` of it was killed, this one continues
-    #[arg(short = 't', long, value_name = "PID")]
-    pub tree: u32,
+    #[arg(short = 't', long, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+    pub tree: i32,
     /// The other host's `rewake receive`
     #[arg(long, value_name = "ADDR:PORT", required_unless_present = "abort")]
     pub to: Option<String>,

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
+use tracing::warn;
 
 use super::detach::{Pidfile, PidfileRule};
 use super::{directory, print};
@@ -34,6 +35,9 @@ pub(super) fn enter(options: &CriuServerArgs) -> anyhow::Result<Directories> {
     std::env::set_current_dir(&work)
         .with_context(|| format!("entering work directory {}", work.display()))?;
     let log = logging::start(options.log_file.as_deref(), options.verbosity)?;
+    if let Some(file) = &options.config {
+        warn!("--config {}: not read: all options are those of the command line", file.display());
+    }
     Ok(Directories { images, work, log })
 }
 

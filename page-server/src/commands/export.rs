@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use anyhow::bail;
 use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
 use rewake_image_server::exports::{Exports, ImageDirectory, ImageFolder};
 use rewake_image_server::server;
@@ -34,6 +35,6 @@ pub fn run(options: &ExportArgs) -> anyhow::Result<u8> {
     let entrance = Endpoint::Tcp { address: address.clone(), port: Some(*port), for_other_hosts }.open()?;
     // With port 0 the kernel chose it, and clients need it.
     print::say(format!("listening on {entrance}"));
-    let Entrance::Tcp(listener) = entrance else { unreachable!("a TCP port was opened") };
+    let Entrance::Tcp(listener) = entrance else { bail!("{entrance}: expected a TCP port") };
     server::run(exports, admission, &listener)
 }

@@ -5,14 +5,15 @@ use std::net::ToSocketAddrs as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use tracing::warn;
 
 use super::criu_server::{Directories, complain, enter, pidfile};
-use super::{detach, given, ready};
+use super::{connected, detach, ready};
 use crate::cli::{LazyPagesArgs, PageServerAddress, Remote};
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
+use rewake_process::ready::Ready;
 use rewake_streamer::fetch_peer::FetchPeer;
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
@@ -23,14 +24,18 @@ use rewake_streamer::working_set::LoadingOptions;
 /// # Errors
 /// Options or directories are wrong, the image cannot be served, or another streamer serves there already.
 pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
-    if let Some(option) = options.remote.refused() {
-        bail!("{option}: not supported yet");
-    }
     let server = &options.server;
     let Directories { images, work, log } = enter(server)?;
     let pidfile = pidfile(server)?;
-    let page_server = page_server(&options.remote, &work)?;
-    let mut ready = ready(server.status_fd)?;
+    if options.remote.auto_dedup {
+        warn!("--auto-dedup: the images stay as they are");
+    }
+    let page_server = page_server(options, &work)?;
+    let mut ready = ready(server.status_fd).unwrap_or_else(|error| {
+        // CRIU serves the restore without it, too.
+        warn!("{error:#}");
+        Ready::default()
+    });
     if server.daemon
         && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {
@@ -57,14 +62,14 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
 ///
 /// # Errors
 /// It has no address, or a file of TLS is missing or damaged.
-fn page_server(options: &Remote, work: &Path) -> anyhow::Result<Option<FetchPeer>> {
+fn page_server(given: &LazyPagesArgs, work: &Path) -> anyhow::Result<Option<FetchPeer>> {
+    let options = &given.remote;
     if !options.page_server {
-        ensure!(!options.tls.tls, "--tls: it encrypts the connection of --page-server, which is not given");
         return Ok(None);
     }
     let tls = tls(options, work)?;
-    let (peer, connected) = match (options.ps_socket, &options.address) {
-        (Some(socket), _) => (PagePeer::Connected, Some(given(socket))),
+    let (peer, connected) = match (connected(options.ps_socket, given.server.status_fd)?, &options.address) {
+        (Some(socket), _) => (PagePeer::Connected, Some(socket)),
         (None, Some(PageServerAddress::Socket(path))) => (PagePeer::Unix(path.clone()), None),
         (None, address) => {
             let address = address.as_ref().and_then(PageServerAddress::host).unwrap_or("127.0.0.1");

@@ -58,7 +58,7 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     logging::start(None, 2)?;
     CriuOptions::refuse(&options.criu_options, &OURS)?;
     let Some(to) = options.to.as_deref().filter(|_| !options.abort) else {
-        return abort(options.tree.cast_signed());
+        return abort(options.tree);
     };
     let wanted = wanted(options, to)?;
     if options.dry_run {
@@ -105,7 +105,7 @@ fn wanted(options: &MigrateArgs, to: &str) -> anyhow::Result<SourceOptions> {
     let given = CriuOptions::read(&options.criu_options, &[])?;
     let plugins = programs.plugins(plugin_folder::machine_has_gpu(), &given)?;
     Ok(SourceOptions {
-        tree: options.tree.cast_signed(),
+        tree: options.tree,
         to: to.to_owned(),
         insecure: options.insecure,
         tls: options.tls.client(host(to))?,

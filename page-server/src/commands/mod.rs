@@ -34,13 +34,16 @@ mod detach;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use nix::sys::stat::{SFlag, fstat};
 use rewake_process::ready::Ready;
 use rewake_streamer::session::address;
 use tokio::runtime::Runtime;
+
+use crate::cli::GivenDescriptor;
 
 /// The full path of a directory that `option` names.
 fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
@@ -54,23 +57,33 @@ fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
 /// Reports to the descriptor of `--status-fd`, if it was given; to be asked for once.
 ///
 /// # Errors
-/// EMFILE.
-fn ready(status: Option<RawFd>) -> anyhow::Result<Ready> {
-    // A process keeps its standard descriptors: what another file of such a number is would get messages.
-    let taken = status.map(|number| match number {
-        0 => io::stdin().as_fd().try_clone_to_owned(),
-        1 => io::stdout().as_fd().try_clone_to_owned(),
-        2 => io::stderr().as_fd().try_clone_to_owned(),
-        _ => Ok(given(number)),
-    });
-    let taken = taken.transpose().context("--status-fd")?;
-    Ok(Ready { waiting: taken.map(File::from).into_iter().collect(), standard_error: None })
+/// It is not open.
+fn ready(status: Option<GivenDescriptor>) -> anyhow::Result<Ready> {
+    let status = status.filter(|status| status.number().is_some());
+    let waiting = status.map(|status| status.take("--status-fd")).transpose()?;
+    Ok(Ready { waiting: waiting.map(File::from).into_iter().collect(), standard_error: None })
 }
 
-/// A descriptor that an option names; to be asked for once.
-fn given(number: RawFd) -> OwnedFd {
-    // SAFETY: who started us gave this descriptor to us, to use and to close.
-    unsafe { OwnedFd::from_raw_fd(number) }
+/// Returns the descriptor of `--ps-socket`, if it names one; to be asked for once.
+///
+/// # Errors
+/// It is not open, no socket, or that of `--status-fd`.
+fn connected(
+    socket: Option<GivenDescriptor>,
+    status: Option<GivenDescriptor>,
+) -> anyhow::Result<Option<OwnedFd>> {
+    let Some(socket) = socket.filter(|socket| socket.number().is_some()) else { return Ok(None) };
+    if socket.number() == status.and_then(GivenDescriptor::number) {
+        bail!("--ps-socket and --status-fd name one descriptor: give each a descriptor of its own");
+    }
+    let socket = socket.take("--ps-socket")?;
+    let kind = SFlag::from_bits_truncate(fstat(&socket).context("--ps-socket")?.st_mode) & SFlag::S_IFMT;
+    if kind != SFlag::S_IFSOCK {
+        bail!(
+            "--ps-socket: this descriptor is no socket: expected one that is connected with the other side"
+        );
+    }
+    Ok(Some(socket))
 }
 
 /// The agent's control socket: the one that was named, else where an agent of this user listens.

@@ -9,7 +9,7 @@ use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
 use super::criu_server::{Directories, complain, enter, pidfile};
-use super::{detach, given, print, ready};
+use super::{connected, detach, print, ready};
 use crate::cli::{PageServerAddress, PageServerArgs};
 
 /// Runs the command; gives the exit code.
@@ -25,8 +25,9 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
         .options()
         .map(|tls| TlsServer::new(&tls, options.address.as_ref().and_then(PageServerAddress::host)))
         .transpose()?;
+    let mut ready = ready(server.status_fd)?;
     // A unix socket in the images directory is bound before the directory is locked, which both need.
-    let entrance = endpoint(options).open()?;
+    let entrance = endpoint(options)?.open()?;
     let role = if options.lazy_pages {
         let image = ServedImage::open(&images)?;
         info!("{}: {} lazy pages", images.display(), image.lazy_pages());
@@ -45,7 +46,6 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
         // The kernel chose it, and the client needs it, whatever the log level.
         print::say(format!("listening on {entrance}"));
     }
-    let mut ready = ready(server.status_fd)?;
     if server.daemon
         && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {
@@ -65,14 +65,16 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     }
 }
 
-fn endpoint(options: &PageServerArgs) -> Endpoint {
-    match (options.ps_socket, &options.address) {
-        (Some(socket), _) => Endpoint::Connected(given(socket)),
-        (None, Some(PageServerAddress::Socket(path))) => Endpoint::Unix(path.clone()),
-        (None, address) => Endpoint::Tcp {
+fn endpoint(options: &PageServerArgs) -> anyhow::Result<Endpoint> {
+    if let Some(socket) = connected(options.ps_socket, options.server.status_fd)? {
+        return Ok(Endpoint::Connected(socket));
+    }
+    Ok(match &options.address {
+        Some(PageServerAddress::Socket(path)) => Endpoint::Unix(path.clone()),
+        address => Endpoint::Tcp {
             address: address.as_ref().and_then(PageServerAddress::host).map(str::to_owned),
             port: options.port,
             for_other_hosts: options.insecure || options.tls.tls,
         },
-    }
+    })
 }

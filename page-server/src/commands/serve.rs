@@ -2,6 +2,7 @@
 //! `rewake serve`: the node agent, which starts a streamer for each restore.
 
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsRawFd;
 use std::path::{Path, absolute};
 
 use anyhow::Context as _;
@@ -25,9 +26,10 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let path = options.pidfile.as_deref().filter(|_| options.daemon).map(absolute).transpose()?;
     let pidfile = path.map(|path| Pidfile::claim(&path, PidfileRule::Agent)).transpose()?;
     let log = logging::start(options.log_file.as_deref(), options.verbosity)?;
+    let mut ready = ready(options.status_fd)?;
     let own = options.daemon.then_some(log.as_ref());
     // Before the socket is bound: the processes that serve those sessions must not hold it.
-    super::recover::start_all(options.status_fd, own);
+    super::recover::start_all(ready.waiting.first().map(AsRawFd::as_raw_fd), own);
     if options.cache.is_some() {
         rewake_image_store::need_stores("--cache")?;
     }
@@ -35,7 +37,6 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
         options.cache.as_deref().map(|path| CacheFolder::open(path, options.cache_size)).transpose()?;
     let metrics = options.metrics.map(listen).transpose()?;
     let listener = address::bind(&socket)?;
-    let mut ready = ready(options.status_fd)?;
     if options.daemon
         && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {

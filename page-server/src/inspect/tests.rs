@@ -124,6 +124,22 @@ fn a_family_is_shown_with_its_memory_and_totals() {
 }
 
 #[test]
+fn a_long_line_of_parents_is_cut() {
+    let root = family();
+    let mut report = collect(&image(&root)).unwrap();
+    let text = |report: &InspectReport| {
+        let text = shown(&root, report, false);
+        let lines =
+            text.lines().skip(1).take_while(|line| line.starts_with("parent:") || line.starts_with(' '));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    report.parent_dirs = (1..=8).map(|number| format!("/{number}")).collect();
+    assert_eq!(text(&report).len(), 8);
+    report.parent_dirs = (1..=128).map(|number| format!("/{number}")).collect();
+    assert_eq!(text(&report)[6..], ["parent:  /7", "         ... and 120 more", "parent:  /128"]);
+}
+
+#[test]
 fn every_mapping_is_shown_on_request() {
     let root = family();
     let report = collect(&image(&root)).unwrap();

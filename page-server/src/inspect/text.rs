@@ -30,10 +30,20 @@ pub fn write(report: &InspectReport, vmas: bool, out: &mut impl Write) -> io::Re
     Ok(())
 }
 
+/// The most parents that are shown.
+const MOST_PARENTS: usize = 8;
+
 fn header(report: &InspectReport, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "image:   {}", printable(&report.images_dir))?;
-    for parent in &report.parent_dirs {
+    // The nearest ones and the last one say which image lacks something.
+    let parents = &report.parent_dirs;
+    let shown = if parents.len() > MOST_PARENTS { MOST_PARENTS - 1 } else { parents.len() };
+    for parent in &parents[..shown] {
         writeln!(out, "parent:  {}", printable(parent))?;
+    }
+    if let Some(last) = parents.last().filter(|_| shown < parents.len()) {
+        writeln!(out, "         ... and {} more", parents.len() - MOST_PARENTS)?;
+        writeln!(out, "parent:  {}", printable(last))?;
     }
     if let Some(run_id) = &report.run_id {
         writeln!(out, "run id:  {}", printable(run_id))?;

@@ -27,6 +27,53 @@ fn long_options_with_an_equals_sign_and_in_words_work() {
     assert!(fs::metadata(setup.log()).unwrap().len() > 0, "-o names a file below the work directory");
 }
 
+/// Scripts give the same options to `dump`, `restore` and `lazy-pages`.
+#[test]
+fn options_that_mean_nothing_here_are_accepted() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 16).unwrap();
+    let mut setup = scene.setup().unwrap();
+    for option in [
+        "-jl",
+        "--tcp-est",
+        "--manage-cgroups",
+        "--libdir",
+        "/",
+        "--config=/dev/null",
+        "--status-fd",
+        "-1",
+        "-t",
+        "1",
+    ] {
+        setup = setup.with(option);
+    }
+    let mut server = setup.listening().unwrap();
+    scene.go().unwrap();
+    scene.restore().unwrap();
+    scene.expect_good_end(&mut server).unwrap();
+}
+
+#[test]
+fn a_descriptor_that_is_not_open_is_refused_by_its_number() {
+    let refused = |arguments: &[&str]| {
+        let output = Command::new(rewake().unwrap()).args(arguments).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && said.lines().count() == 1, "{said}");
+        said
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let images = folder.path().to_str().unwrap();
+    assert!(
+        refused(&["page-server", "-D", images, "--status-fd", "99"])
+            .contains("--status-fd 99: this descriptor")
+    );
+    assert!(
+        refused(&["page-server", "-D", images, "--ps-socket", "99"])
+            .contains("--ps-socket 99: this descriptor")
+    );
+    assert!(refused(&["page-server", "-D", images, "--ps-socket", "0"]).contains("is no socket"));
+}
+
 #[test]
 fn without_a_work_directory_socket_and_log_are_with_the_images() {
     let criu = need!(Criu::main());

@@ -153,11 +153,7 @@ fn options_that_name_no_page_server_are_refused() {
         &["--page-server", "--address", "no such host", "--port", "9"],
         &["--address no such host"],
     );
-    refused(
-        &scene,
-        &["--page-server", "--ps-socket", "2", "--port", "9"],
-        &["--ps-socket", "cannot be used with"],
-    );
+    refused(&scene, &["--page-server", "--ps-socket", "2", "--port", "9"], &["--ps-socket", "is no socket"]);
 }
 
 #[test]

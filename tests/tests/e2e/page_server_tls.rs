@@ -207,14 +207,15 @@ fn other_hosts_are_admitted_with_tls() {
 }
 
 #[test]
-fn options_of_tls_without_tls_are_refused() {
+fn options_of_tls_without_tls_do_nothing_as_criu_s() {
     need!(Criu::main());
     let images = tempfile::tempdir().unwrap();
-    for options in [["--tls-cert", "x"].as_slice(), &["--tls-no-cn-verify"], &["--tls", "--insecure"]] {
-        let refused = PageServer::try_ours(images.path(), options).unwrap().unwrap_err();
-        assert_eq!(refused.code, Some(2), "{}", refused.text);
-        assert!(refused.text.contains(options[0]), "{}", refused.text);
+    for ignored in [["--tls-cert", "x"].as_slice(), &["--tls-no-cn-verify"]] {
+        PageServer::try_ours(images.path(), ignored).unwrap().unwrap();
     }
+    let refused = PageServer::try_ours(images.path(), &["--tls", "--insecure"]).unwrap().unwrap_err();
+    assert_eq!(refused.code, Some(2), "{}", refused.text);
+    assert!(refused.text.contains("--tls"), "{}", refused.text);
     let refused =
         PageServer::try_ours(images.path(), &["--tls", "--tls-cacert", "/none"]).unwrap().unwrap_err();
     assert_eq!(refused.code, Some(1));

@@ -3,7 +3,9 @@
 //!
 //! * [`rust`]: rules for `.rs` files. [`text`]: rules for every file, documents and manifests.
 //! * [`words`]: words that the glossary replaces. [`printed`]: commands that pages print.
+//! * [`panics`]: lints against panics at the roots of crates.
 
+mod panics;
 mod printed;
 pub(crate) mod rust;
 mod text;
@@ -77,6 +79,7 @@ fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
         findings.extend(text::check(root, &document));
         findings.extend(words::check(&document));
         findings.extend(printed::check(root, &document));
+        findings.extend(panics::check(&document));
         if document.path.ends_with(".rs") {
             findings.extend(rust::check(&document));
         }

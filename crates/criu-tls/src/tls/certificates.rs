@@ -6,8 +6,10 @@ use std::path::Path;
 use anyhow::{Context as _, bail, ensure};
 use rustls::pki_types::pem::{Error as PemError, PemObject};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, TrustAnchor};
-use webpki::{CertRevocationList, OwnedCertRevocationList};
+use webpki::{CertRevocationList, EndEntityCert, OwnedCertRevocationList};
 
+use super::key_kind::{unknown_kind, unknown_kind_in};
+use crate::error::KNOWN_KINDS;
 use crate::options::TlsOptions;
 
 /// CRIU's files, which are used where an option names none.
@@ -49,6 +51,14 @@ impl TlsOptions {
             let anchor = anchor.with_context(|| format!("--tls-cacert {}: a certificate", path.display()))?;
             anchors.push(anchor.to_owned());
         }
+        let unknown: Vec<_> =
+            anchors.iter().filter_map(|anchor| unknown_kind(&anchor.subject_public_key_info)).collect();
+        if let Some(kind) = unknown.first().filter(|_| unknown.len() == anchors.len()) {
+            bail!(
+                "--tls-cacert {}: the CA's key is of the kind {kind}: expected {KNOWN_KINDS}; make a CA with such a key",
+                path.display()
+            );
+        }
         Ok(Trust { anchors, revocations: self.revocations()? })
     }
 
@@ -71,7 +81,16 @@ impl TlsOptions {
     /// A file is missing or damaged, or has none of what it is for.
     pub(crate) fn identity(&self) -> anyhow::Result<Identity> {
         let certificate = path(self.certificate.as_deref(), CERTIFICATE);
-        let chain = read(certificate).with_context(|| format!("--tls-cert {}", certificate.display()))?;
+        let chain: Vec<CertificateDer<'static>> =
+            read(certificate).with_context(|| format!("--tls-cert {}", certificate.display()))?;
+        // What cannot be parsed is refused where it is used.
+        let own = chain.first().and_then(|own| EndEntityCert::try_from(own).ok());
+        if let Some(kind) = own.and_then(|own| unknown_kind_in(&own.subject_public_key_info())) {
+            bail!(
+                "--tls-cert {}: its key is of the kind {kind}: expected {KNOWN_KINDS}; make a certificate with such a key",
+                certificate.display()
+            );
+        }
         let key = path(self.key.as_deref(), KEY);
         let read = PrivateKeyDer::from_pem_file(key).map_err(plain);
         let key = read.with_context(|| {
@@ -84,7 +103,7 @@ impl TlsOptions {
     pub(crate) fn identity_files(&self) -> String {
         let certificate = path(self.certificate.as_deref(), CERTIFICATE);
         format!(
-            "--tls-cert {}, --tls-key {}",
+            "--tls-cert {}, --tls-key {} (expected {KNOWN_KINDS})",
             certificate.display(),
             path(self.key.as_deref(), KEY).display()
         )
@@ -113,5 +132,33 @@ fn plain(error: PemError) -> anyhow::Error {
     match error {
         PemError::Io(error) => error.into(),
         other => other.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_of_an_unknown_kind_is_one_line_with_its_name() {
+        for (file, kind) in [("p521.pem", "ECDSA P-521"), ("rsa-pss.pem", "RSA-PSS")] {
+            let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/certificates").join(file);
+            let options = TlsOptions {
+                ca: Some(file.clone()),
+                certificate: Some(file.clone()),
+                ..TlsOptions::default()
+            };
+            let refused = [options.trust().map(drop), options.identity().map(drop)];
+            let refused = refused.map(|refused| format!("{:#}", refused.unwrap_err()));
+            let (ca, own) = (format!("--tls-cacert {}: the CA's key", file.display()), file.display());
+            let expected = format!("is of the kind {kind}: expected {KNOWN_KINDS}; make a ");
+            assert!(refused[0].starts_with(&format!("{ca} {expected}")), "{}", refused[0]);
+            assert!(
+                refused[1].starts_with(&format!("--tls-cert {own}: its key {expected}")),
+                "{}",
+                refused[1]
+            );
+            assert!(refused.iter().all(|line| line.lines().count() == 1), "{refused:?}");
+        }
     }
 }

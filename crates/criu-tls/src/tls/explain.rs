@@ -5,7 +5,8 @@ use std::io;
 
 use rustls::{AlertDescription, CertificateError, Error, OtherError};
 
-use crate::error::HandshakeError;
+use super::verifier::UnknownKey;
+use crate::error::{HandshakeError, KNOWN_KINDS};
 
 /// Explains an error of a stream, if TLS made it.
 pub(crate) fn explained(error: &io::Error) -> Option<HandshakeError> {
@@ -32,11 +33,20 @@ fn of_certificate(reason: &CertificateError) -> HandshakeError {
             expected: expected.to_str().into_owned(),
             found: if presented.is_empty() { "no name".to_owned() } else { presented.join(", ") },
         },
-        CertificateError::Other(OtherError(reason)) => match reason.downcast_ref::<webpki::Error>() {
-            Some(webpki::Error::CaUsedAsEndEntity) => HandshakeError::IsCa,
-            Some(webpki::Error::UnsupportedCertVersion) => HandshakeError::OldVersion,
-            _ => HandshakeError::Other(format!("the peer's certificate is not accepted: {reason}")),
-        },
+        CertificateError::Other(OtherError(reason)) => {
+            if let Some(UnknownKey(kind)) = reason.downcast_ref() {
+                return HandshakeError::UnknownKey(kind);
+            }
+            match reason.downcast_ref::<webpki::Error>() {
+                Some(webpki::Error::CaUsedAsEndEntity) => HandshakeError::IsCa,
+                Some(webpki::Error::UnsupportedCertVersion) => HandshakeError::OldVersion,
+                Some(
+                    webpki::Error::UnsupportedSignatureAlgorithmContext(_)
+                    | webpki::Error::UnsupportedSignatureAlgorithmForPublicKeyContext(_),
+                ) => HandshakeError::UnknownSignature,
+                _ => HandshakeError::Other(format!("the peer's certificate is not accepted: {reason}")),
+            }
+        }
         other => HandshakeError::Other(format!("the peer's certificate is not accepted: {other}")),
     }
 }
@@ -44,7 +54,10 @@ fn of_certificate(reason: &CertificateError) -> HandshakeError {
 fn of_alert(alert: AlertDescription) -> HandshakeError {
     match alert {
         AlertDescription::HandshakeFailure | AlertDescription::ProtocolVersion => {
-            HandshakeError::Other(format!("the peer and this side have no algorithms in common ({alert:?})"))
+            HandshakeError::Other(format!(
+                "the peer and this side have no algorithms in common ({alert:?}): both certificates need keys of a kind \
+                 that both sides know: {KNOWN_KINDS}"
+            ))
         }
         other => HandshakeError::Refused(format!("{other:?}")),
     }

@@ -2,12 +2,14 @@
 //! TLS itself: what is left out without the feature `tls`.
 //!
 //! * `certificates`: reads the files. `verifier`: which certificates are accepted. `peer_name`: whose they must be.
+//! * `key_kind`: which keys can be used.
 //! * `client`, `server`: both sides. `encrypted`, `link`: their streams. `explain`: what an error means.
 
 mod certificates;
 mod client;
 mod encrypted;
 mod explain;
+mod key_kind;
 mod link;
 mod peer_name;
 mod server;

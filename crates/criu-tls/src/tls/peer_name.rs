@@ -57,9 +57,9 @@ impl PeerName {
     }
 }
 
-const SEQUENCE: u8 = 0x30;
+pub(super) const SEQUENCE: u8 = 0x30;
 const SET: u8 = 0x31;
-const OBJECT: u8 = 0x06;
+pub(super) const OBJECT: u8 = 0x06;
 const UTF8: u8 = 0x0c;
 const PRINTABLE: u8 = 0x13;
 const IA5: u8 = 0x16;
@@ -92,7 +92,7 @@ fn common_name(subject: &[u8]) -> Option<&str> {
 }
 
 /// Splits DER that begins with an element of this tag into the element's value and the rest.
-fn value(der: &[u8], tag: u8) -> Option<(&[u8], &[u8])> {
+pub(super) fn value(der: &[u8], tag: u8) -> Option<(&[u8], &[u8])> {
     let (head, rest) = der.split_first_chunk::<2>()?;
     if head[0] != tag {
         return None;

@@ -17,7 +17,13 @@ use webpki::{
 };
 
 use super::certificates::Trust;
+use super::key_kind::unknown_kind_in;
 use super::peer_name::PeerName;
+
+/// A key is of a kind that is not known here.
+#[derive(Debug, thiserror::Error)]
+#[error("a key of the kind {0}")]
+pub(super) struct UnknownKey(pub(super) &'static str);
 
 /// Verifies the certificates of peers, for a server and for a client.
 #[derive(Debug)]
@@ -37,6 +43,9 @@ impl PeerVerifier {
         now: UnixTime,
     ) -> Result<(), Error> {
         let parsed = EndEntityCert::try_from(certificate).map_err(|error| refused(&error))?;
+        if let Some(kind) = unknown_kind_in(&parsed.subject_public_key_info()) {
+            return Err(CertificateError::Other(OtherError(Arc::new(UnknownKey(kind)))).into());
+        }
         let lists: Vec<_> = self.trust.revocations.iter().collect();
         // Lists fail closed: each CA of the chain needs one that is not past its next update.
         let revocation = RevocationOptionsBuilder::new(&lists).ok().map(|options| {
@@ -174,5 +183,29 @@ impl ServerCertVerifier for PeerVerifier {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustls::pki_types::pem::PemObject as _;
+
+    use super::*;
+    use crate::error::HandshakeError;
+    use crate::tls::explained;
+
+    #[test]
+    fn a_peer_s_key_of_an_unknown_kind_is_named() {
+        let trust = Trust { anchors: Vec::new(), revocations: Vec::new() };
+        let verifier = PeerVerifier { trust, name: None, provider: super::super::provider() };
+        for (pem, kind) in [
+            (include_str!("../../tests/certificates/p521.pem"), "ECDSA P-521"),
+            (include_str!("../../tests/certificates/rsa-pss.pem"), "RSA-PSS"),
+        ] {
+            let certificate = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap();
+            let refused = verifier.verify(&certificate, &[], KeyUsage::server_auth(), UnixTime::now());
+            let refused = std::io::Error::other(refused.unwrap_err());
+            assert_eq!(explained(&refused), Some(HandshakeError::UnknownKey(kind)));
+        }
     }
 }

@@ -8,10 +8,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use async_trait::async_trait;
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, AwsCredential, AwsCredentialProvider};
 use object_store::local::LocalFileSystem;
 use object_store::prefix::PrefixStore;
-use object_store::{BackoffConfig, ClientConfigKey, ObjectStore, RetryConfig};
+use object_store::{BackoffConfig, ClientConfigKey, CredentialProvider, ObjectStore, RetryConfig};
 use reqwest::Url;
 
 use crate::answer::reason;
@@ -96,8 +97,7 @@ pub(crate) fn connect(url: &StoreUrl, create: bool) -> Result<Connected> {
             Ok(Connected::Objects { objects: Arc::new(objects.with_fsync(true)), above: Vec::new() })
         }
         StoreUrl::S3 { bucket, prefix } => {
-            let objects = builder(bucket)
-                .and_then(|builder| limited(builder, limits).build().map_err(|error| error.to_string()));
+            let objects = builder(bucket).and_then(|builder| bucket_of(limited(builder, limits)));
             let objects = objects.map_err(|what| setup(reason(&what)))?;
             let bucket_objects: Arc<dyn ObjectStore> = Arc::new(objects);
             Ok(Connected::Objects {
@@ -174,6 +174,42 @@ fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
     Ok(builder)
 }
 
+/// Opens a bucket. `object_store` makes headers of credentials and of the region, and panics where a character fits in
+/// no header: what it gets is looked at before.
+fn bucket_of(builder: AmazonS3Builder) -> Result<AmazonS3, String> {
+    for key in [AmazonS3ConfigKey::Region, AmazonS3ConfigKey::DefaultRegion] {
+        if let Some(region) = builder.get_config_value(&key).filter(|region| !is_printable(region)) {
+            return Err(format!("the region {region:?}: expected printable ASCII"));
+        }
+    }
+    let build = |builder: AmazonS3Builder| builder.build().map_err(|error| error.to_string());
+    let credentials = Arc::clone(build(builder.clone())?.credentials());
+    build(builder.with_credentials(Arc::new(PrintableCredentials(credentials))))
+}
+
+/// Refuses credentials that fit in no header: those of a profile, of a server of tokens and of the metadata service.
+#[derive(Debug)]
+struct PrintableCredentials(AwsCredentialProvider);
+
+#[async_trait]
+impl CredentialProvider for PrintableCredentials {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        let found = self.0.get_credential().await?;
+        if is_printable(&found.key_id) && found.token.as_deref().is_none_or(is_printable) {
+            return Ok(found);
+        }
+        let source = "the credentials have characters that no header can have: expected printable ASCII in the key's id \
+                      (AWS_ACCESS_KEY_ID) and in the token (AWS_SESSION_TOKEN)";
+        Err(object_store::Error::Generic { store: "S3", source: source.into() })
+    }
+}
+
+fn is_printable(text: &str) -> bool {
+    text.bytes().all(|byte| matches!(byte, b' '..=b'~'))
+}
+
 /// Adds the limits of requests.
 fn limited(builder: AmazonS3Builder, limits: RequestLimits) -> AmazonS3Builder {
     // A second call, or another provider of the program's, is no error.
@@ -182,6 +218,8 @@ fn limited(builder: AmazonS3Builder, limits: RequestLimits) -> AmazonS3Builder {
     let backoff = BackoffConfig { init_backoff: PAUSE[0], max_backoff: PAUSE[1], base: 2.0 };
     let retry = RetryConfig { backoff, max_retries: RETRIES, retry_timeout: limits.retry };
     builder
+        // The answer to a request that removes many objects names them, and `object_store` panics if it names another.
+        .with_disable_bulk_delete(true)
         .with_config(client(ClientConfigKey::ConnectTimeout), time(limits.connect))
         .with_config(client(ClientConfigKey::ReadTimeout), time(limits.silence))
         .with_config(client(ClientConfigKey::Timeout), time(limits.request))
@@ -222,6 +260,8 @@ mod tests {
     use std::net::{Ipv4Addr, TcpListener};
     use std::thread;
     use std::time::Instant;
+
+    use object_store::ObjectStoreExt as _;
 
     use super::*;
     use crate::store::ImageStore;
@@ -329,5 +369,48 @@ mod tests {
         });
         assert!(start.elapsed() >= Duration::from_millis(300));
         server.join().unwrap();
+    }
+
+    /// A bucket on a server that gives each request this answer.
+    fn bucket(answer: &'static str, configured: impl Fn(AmazonS3Builder) -> AmazonS3Builder) -> AmazonS3 {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        thread::spawn(move || {
+            while let Ok((mut client, _)) = listener.accept() {
+                let _ = client.read(&mut [0; 4096]);
+                let _ = client.write_all(answer.as_bytes());
+            }
+        });
+        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_region("here");
+        let builder = builder.with_access_key_id("id").with_secret_access_key("key");
+        let builder = builder.with_endpoint(endpoint).with_allow_http(true);
+        bucket_of(limited(configured(builder), READ_LIMITS)).unwrap()
+    }
+
+    #[test]
+    fn credentials_that_fit_in_no_header_are_one_line() {
+        const ANSWER: &str = "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+        run(async {
+            for configured in [
+                (|builder| builder.with_access_key_id("i\nd")) as fn(AmazonS3Builder) -> AmazonS3Builder,
+                |builder| builder.with_token("caf\u{e9}"),
+            ] {
+                let store = ImageStore::of(Arc::new(bucket(ANSWER, configured)));
+                let refused = store.require().await.unwrap_err().to_string();
+                assert!(refused.contains("no header") && refused.lines().count() == 1, "{refused}");
+            }
+        });
+        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_region("he\nre");
+        assert!(bucket_of(builder).unwrap_err().contains("\"he\\nre\": expected printable ASCII"));
+    }
+
+    #[test]
+    fn a_bucket_that_answers_about_another_object_is_no_panic() {
+        const BODY: &str =
+            "<DeleteResult><Error><Key>other</Key><Code>No</Code><Message>m</Message></Error></DeleteResult>";
+        let answer =
+            format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{BODY}", BODY.len());
+        let bucket = bucket(answer.leak(), |builder| builder);
+        run(async move { bucket.delete(&object_store::path::Path::from("packs/a")).await.unwrap() });
     }
 }

@@ -44,8 +44,7 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     let plugins = options.programs.plugins(gpu, &given)?;
     let (tree, log) = (options.tree.to_string(), given.log.clone().unwrap_or_else(|| "dump.log".into()));
     // CRIU's own plugin folder may lack rewake_plugin.so.
-    wait_for_tree(options.tree.cast_signed(), |line: &str| print::say(line))
-        .map_err(|error| anyhow!("{error}"))?;
+    wait_for_tree(options.tree, |line: &str| print::say(line)).map_err(|error| anyhow!("{error}"))?;
     let place = if given.streams { None } else { Some(DumpPlace::prepare(&target, &log)?) };
     let images = place.as_ref().map_or(&*target, DumpPlace::images);
     let dump = CriuDump {

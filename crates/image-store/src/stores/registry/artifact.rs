@@ -7,12 +7,9 @@
 use std::collections::BTreeMap;
 use std::io::Read;
 
-use oci_client::manifest::{
-    IMAGE_LAYER_MEDIA_TYPE, ImageIndexEntry, OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE, OciDescriptor,
-    OciImageIndex, OciImageManifest, OciManifest,
-};
 use rewake_criu_images::{Digest, ImageDir};
 
+use super::document::{Descriptor, Document, INDEX, Index, LAYER, MANIFEST, Manifest};
 use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS, is_object};
 
 /// The type of the artifact.
@@ -61,35 +58,29 @@ pub(super) fn manifest(
     objects: &[(String, Blob)],
     annotations: &BTreeMap<String, String>,
 ) -> serde_json::Result<Vec<u8>> {
-    let mut layers = vec![descriptor(IMAGE_LAYER_MEDIA_TYPE, files, None)];
+    let mut layers = vec![descriptor(LAYER, files, None)];
     layers.extend(objects.iter().map(|(name, blob)| {
         let title = BTreeMap::from([(TITLE.to_owned(), name.clone())]);
         descriptor(media_type(name), blob, Some(title))
     }));
-    serde_json::to_vec(&OciImageManifest {
-        media_type: Some(OCI_IMAGE_MEDIA_TYPE.to_owned()),
-        artifact_type: Some(ARTIFACT.to_owned()),
+    serde_json::to_vec(&Manifest {
+        schema_version: 2,
+        media_type: Some(MANIFEST.to_owned()),
         config: descriptor(CONFIG, config, None),
         layers,
+        artifact_type: Some(ARTIFACT.to_owned()),
         annotations: Some(annotations.clone()),
-        ..OciImageManifest::default()
     })
 }
 
 /// Returns the bytes of the index: containerd reads annotations in it, and checkpointctl in the manifest.
 pub(super) fn index(manifest: &Blob, annotations: &BTreeMap<String, String>) -> serde_json::Result<Vec<u8>> {
-    serde_json::to_vec(&OciImageIndex {
+    let entry = descriptor(MANIFEST, manifest, None);
+    serde_json::to_vec(&Index {
         schema_version: 2,
-        media_type: Some(OCI_IMAGE_INDEX_MEDIA_TYPE.to_owned()),
+        media_type: Some(INDEX.to_owned()),
+        manifests: vec![Descriptor { artifact_type: Some(ARTIFACT.to_owned()), ..entry }],
         artifact_type: Some(ARTIFACT.to_owned()),
-        manifests: vec![ImageIndexEntry {
-            media_type: OCI_IMAGE_MEDIA_TYPE.to_owned(),
-            digest: manifest.digest.clone(),
-            size: size(manifest.length),
-            platform: None,
-            annotations: None,
-            artifact_type: Some(ARTIFACT.to_owned()),
-        }],
         annotations: Some(annotations.clone()),
     })
 }
@@ -102,8 +93,8 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Tagged, String> {
         found => found.map_err(|error| format!("no manifest of OCI: {error}"))?,
     };
     let manifest = match found {
-        OciManifest::ImageIndex(index) => {
-            let is_image = |entry: &&ImageIndexEntry| entry.media_type == OCI_IMAGE_MEDIA_TYPE;
+        Document::Index(index) => {
+            let is_image = |entry: &&Descriptor| entry.media_type == MANIFEST;
             let entries: Vec<_> = index.manifests.iter().filter(is_image).collect();
             // One entry: copies may have lost its type.
             return Ok(match *entries {
@@ -111,7 +102,7 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Tagged, String> {
                 _ => Tagged::Other(format!("an index of {} images", entries.len())),
             });
         }
-        OciManifest::Image(manifest) => manifest,
+        Document::Manifest(manifest) => manifest,
     };
     // A program that does not know the artifact's type may lose it, and keeps this one.
     if manifest.config.media_type != CONFIG {
@@ -185,18 +176,14 @@ fn media_type(object: &str) -> &'static str {
     }
 }
 
-fn descriptor(media_type: &str, blob: &Blob, annotations: Option<BTreeMap<String, String>>) -> OciDescriptor {
-    let (digest, size) = (blob.digest.clone(), size(blob.length));
-    OciDescriptor { media_type: media_type.to_owned(), digest, size, annotations, ..OciDescriptor::default() }
-}
-
-fn size(length: u64) -> i64 {
+fn descriptor(media_type: &str, blob: &Blob, annotations: Option<BTreeMap<String, String>>) -> Descriptor {
     // No file has more bytes.
-    i64::try_from(length).unwrap_or(i64::MAX)
+    let (digest, size) = (blob.digest.clone(), i64::try_from(blob.length).unwrap_or(i64::MAX));
+    Descriptor { media_type: media_type.to_owned(), digest, size, annotations, artifact_type: None }
 }
 
-fn blob(descriptor: &OciDescriptor) -> Result<Blob, String> {
-    let OciDescriptor { digest, size, .. } = descriptor;
+fn blob(descriptor: &Descriptor) -> Result<Blob, String> {
+    let Descriptor { digest, size, .. } = descriptor;
     let length = u64::try_from(*size).map_err(|_| format!("a blob of {size} bytes"))?;
     Ok(Blob { digest: checked(digest)?, length })
 }

@@ -1,37 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Requests to a repository of a registry: each has a limit, and is sent again after a failure that may pass.
+//! What is asked of a repository of a registry: each request is sent again after a failure that may pass.
 
-use std::convert::Infallible;
-use std::error::Error;
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::net::IpAddr;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use futures::{Stream, StreamExt as _};
-use oci_client::client::{BlobResponse, ClientConfig, ClientProtocol};
-use oci_client::errors::{OciDistributionError, OciErrorCode};
-use oci_client::manifest::{
-    IMAGE_MANIFEST_LIST_MEDIA_TYPE, IMAGE_MANIFEST_MEDIA_TYPE, OCI_IMAGE_INDEX_MEDIA_TYPE,
-    OCI_IMAGE_MEDIA_TYPE,
-};
-use oci_client::secrets::RegistryAuth;
-use oci_client::{Client, Reference, RegistryOperation};
-use reqwest::StatusCode;
-use reqwest::header::HeaderValue;
+use reqwest::header::{ACCEPT, CONTENT_RANGE, CONTENT_TYPE, RANGE};
+use reqwest::{Method, StatusCode, Url};
 use ring::digest::{Context, SHA256};
-use tokio::sync::OnceCell;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
-use crate::answer::bounded;
-use crate::connect::{NO_PROXY, PAUSE, RETRIES, RequestLimits};
-
+use super::answers;
 use super::artifact::Blob;
+use super::credentials::Login;
+use super::document::{DOCKER, INDEX, MANIFEST};
+use super::requests::{RegistryError, RegistryRequests, body};
+use crate::connect::{PAUSE, RETRIES, RequestLimits};
 
 /// Bytes of one request that writes a blob. A longer blob is written in parts.
 const PART: u64 = 16 << 20;
@@ -41,100 +30,57 @@ const READ: u64 = 4 << 20;
 const MAX_TAGS: usize = 10_000;
 /// Tags of one listing.
 const TAGS: usize = 1000;
-/// What the program calls itself.
-const USER_AGENT: &str = concat!("rewake/", env!("CARGO_PKG_VERSION"));
+/// The type of a blob.
+const BYTES: &str = "application/octet-stream";
 
-/// Why a request failed.
-#[derive(Debug)]
-pub(super) enum RegistryError {
-    /// The registry does not have it.
-    Missing,
-    /// The registry's answer, in one line and without addresses: those of redirections may have signatures.
-    Refused(String),
-}
-
-impl fmt::Display for RegistryError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing => f.write_str("the registry does not have it"),
-            Self::Refused(reason) => f.write_str(reason),
-        }
-    }
-}
-
-impl Error for RegistryError {}
+type Result<T, E = RegistryError> = std::result::Result<T, E>;
 
 /// A repository of a registry.
 #[derive(Clone)]
 pub(super) struct RegistryClient {
-    repository: Reference,
-    auth: RegistryAuth,
-    operation: RegistryOperation,
+    /// For messages.
+    name: Arc<str>,
     limits: RequestLimits,
-    /// For manifests and tags. This client always asks which authorization is needed.
-    manifests: Client,
-    /// For blobs. It has no credentials where none are needed: with them, each request would be two.
-    blobs: Client,
-    /// For long blobs, which are written in parts.
-    long_blobs: Client,
-    is_ready: Arc<OnceCell<()>>,
+    requests: Arc<RegistryRequests>,
 }
 
 impl fmt::Debug for RegistryClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("RegistryClient").field(&self.repository).finish()
+        f.debug_tuple("RegistryClient").field(&self.name).finish()
     }
 }
-
-type Attempt<T> = Result<T, OciDistributionError>;
 
 impl RegistryClient {
     /// `write`: for a push.
     pub(super) fn new(
         registry: &str,
         repository: &str,
-        auth: RegistryAuth,
+        login: Option<Login>,
         write: bool,
         limits: RequestLimits,
     ) -> Result<Self, String> {
-        // A second call, or another provider of the program's, is no error.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let client = |is_whole| {
-            let is_own = is_loopback(registry);
-            let config = ClientConfig {
-                protocol: if is_own { ClientProtocol::Http } else { ClientProtocol::Https },
-                http_proxy: is_own.then(|| NO_PROXY[0].to_owned()),
-                no_proxy: is_own.then(|| NO_PROXY[1].to_owned()),
-                use_monolithic_push: is_whole,
-                connect_timeout: Some(limits.connect),
-                read_timeout: Some(limits.silence),
-                user_agent: USER_AGENT,
-                ..ClientConfig::default()
-            };
-            Client::try_from(config).map_err(|error| described(&error))
-        };
-        let repository = Reference::with_tag(registry.to_owned(), repository.to_owned(), "latest".to_owned());
-        let operation = if write { RegistryOperation::Push } else { RegistryOperation::Pull };
-        let (manifests, blobs, long_blobs) = (client(true)?, client(true)?, client(false)?);
-        let is_ready = Arc::default();
-        Ok(Self { repository, auth, operation, limits, manifests, blobs, long_blobs, is_ready })
+        let requests = RegistryRequests::new(registry, repository, login, write, limits)?;
+        Ok(Self { name: format!("{registry}/{repository}").into(), limits, requests: Arc::new(requests) })
     }
 
     /// Reads what a tag or a digest names: its bytes, which have that digest. `None` if there is nothing.
-    pub(super) async fn manifest(&self, name: &str) -> Result<Option<Bytes>, RegistryError> {
-        let named = self.named(name);
-        // A tag with an image of Docker's is not free: a registry may say that it is, if its types are not accepted.
-        let types = [
-            OCI_IMAGE_INDEX_MEDIA_TYPE,
-            OCI_IMAGE_MEDIA_TYPE,
-            IMAGE_MANIFEST_LIST_MEDIA_TYPE,
-            IMAGE_MANIFEST_MEDIA_TYPE,
-        ];
-        let read = self.retried(|| self.manifests.pull_manifest_raw(&named, &self.auth, &types)).await;
-        match read {
+    pub(super) async fn manifest(&self, name: &str) -> Result<Option<Bytes>> {
+        match self.retried(|| self.read_manifest(name)).await {
             Err(RegistryError::Missing) => Ok(None),
-            read => read.map(|(bytes, _)| Some(bytes)),
+            read => read.map(Some),
         }
+    }
+
+    async fn read_manifest(&self, name: &str) -> Result<Bytes> {
+        // A tag with an image of Docker's is not free: a registry may say that it is, if its types are not accepted.
+        let types = [INDEX, MANIFEST, DOCKER[0], DOCKER[1]].join(", ");
+        let address = self.requests.address(&format!("manifests/{name}"))?;
+        let answer = self.requests.send(Method::GET, &address, |get| get.header(ACCEPT, &types)).await?;
+        let bytes = body(answer).await?;
+        if name.contains(':') && blob_of(&bytes).digest != name {
+            return Err(RegistryError::Refused(format!("the registry's answer is not the manifest {name}")));
+        }
+        Ok(bytes.into())
     }
 
     /// Writes a manifest or an index of this type.
@@ -143,24 +89,31 @@ impl RegistryClient {
         name: &str,
         media_type: &'static str,
         bytes: Vec<u8>,
-    ) -> Result<(), RegistryError> {
-        let (registry, repository) = (self.repository.registry(), self.repository.repository());
-        // A digest, too, is given as a tag, which makes the same address: the client looks for the tag at the end of it
-        // where a registry answers without `Location`.
-        let named = Reference::with_tag(registry.to_owned(), repository.to_owned(), name.to_owned());
-        let bytes = Bytes::from(bytes);
-        let content = HeaderValue::from_static(media_type);
-        let put = || self.blobs.push_manifest_raw(&named, bytes.clone(), content.clone());
-        self.retried(put).await.map(drop)
+    ) -> Result<()> {
+        let (address, bytes) = (self.requests.address(&format!("manifests/{name}"))?, Bytes::from(bytes));
+        let put = async || {
+            let put = self
+                .requests
+                .send(Method::PUT, &address, |put| put.header(CONTENT_TYPE, media_type).body(bytes.clone()));
+            put.await.map(drop)
+        };
+        self.retried(put).await
     }
 
     /// Lists the tags of the repository.
-    pub(super) async fn tags(&self) -> Result<Vec<String>, RegistryError> {
+    pub(super) async fn tags(&self) -> Result<Vec<String>> {
         let mut tags: Vec<String> = Vec::new();
         while tags.len() < MAX_TAGS {
-            let last = tags.last().cloned();
-            let list = || self.manifests.list_tags(&self.repository, &self.auth, Some(TAGS), last.as_deref());
-            let more: Vec<_> = self.retried(list).await?.tags;
+            let mut address = self.requests.address("tags/list")?;
+            address.query_pairs_mut().append_pair("n", &TAGS.to_string());
+            if let Some(last) = tags.last() {
+                address.query_pairs_mut().append_pair("last", last);
+            }
+            let list = async || {
+                let answer = self.requests.send(Method::GET, &address, |get| get).await?;
+                answers::tags(&body(answer).await?).map_err(RegistryError::Refused)
+            };
+            let more = self.retried(list).await?;
             // A registry without pages sends the same again.
             if more.is_empty() || more.last() <= tags.last() {
                 break;
@@ -172,22 +125,20 @@ impl RegistryClient {
     }
 
     /// Reads a range of a blob. It has fewer bytes where the blob ends.
-    pub(super) async fn range(&self, blob: &Blob, range: Range<u64>) -> Result<Bytes, RegistryError> {
+    pub(super) async fn range(&self, blob: &Blob, range: Range<u64>) -> Result<Bytes> {
         self.retried(|| self.read(blob, range.clone())).await
     }
 
-    async fn read(&self, blob: &Blob, range: Range<u64>) -> Attempt<Bytes> {
-        let length = range.end - range.start;
-        let digest = &*blob.digest;
-        let found = self.blobs.pull_blob_stream_partial(&self.repository, digest, range.start, Some(length));
+    async fn read(&self, blob: &Blob, range: Range<u64>) -> Result<Bytes> {
+        let Some(last) = range.end.checked_sub(1) else { return Ok(Bytes::new()) };
+        let (address, length) = (self.blob(blob)?, range.end.saturating_sub(range.start));
+        let wanted = format!("bytes={}-{last}", range.start);
+        let mut answer = self.requests.send(Method::GET, &address, |get| get.header(RANGE, &wanted)).await?;
         // A registry without ranges sends all of the blob.
-        let (mut stream, mut skipped) = match found.await? {
-            BlobResponse::Partial(found) => (found.stream, 0),
-            BlobResponse::Full(found) => (found.stream, range.start),
-        };
-        let mut bytes = Vec::new();
+        let is_part = answer.status() == StatusCode::PARTIAL_CONTENT;
+        let (mut bytes, mut skipped) = (Vec::new(), if is_part { 0 } else { range.start });
         while (bytes.len() as u64) < length
-            && let Some(part) = stream.next().await.transpose()?
+            && let Some(part) = answer.chunk().await?
         {
             let skip = skipped.min(part.len() as u64);
             skipped -= skip;
@@ -197,105 +148,94 @@ impl RegistryClient {
         Ok(bytes.into())
     }
 
+    fn blob(&self, blob: &Blob) -> Result<Url> {
+        self.requests.address(&format!("blobs/{}", blob.digest))
+    }
+
     /// Whether the registry has a blob.
-    pub(super) async fn has(&self, blob: &Blob) -> Result<bool, RegistryError> {
-        self.retried(|| self.blobs.blob_exists(&self.repository, &blob.digest)).await
+    pub(super) async fn has(&self, blob: &Blob) -> Result<bool> {
+        let address = self.blob(blob)?;
+        match self.retried(async || self.requests.send(Method::HEAD, &address, |head| head).await).await {
+            Err(RegistryError::Missing) => Ok(false),
+            found => found.map(|_| true),
+        }
     }
 
     /// Writes a blob, if the registry does not have it.
-    pub(super) async fn put_bytes(&self, bytes: Bytes) -> Result<Blob, RegistryError> {
+    pub(super) async fn put_bytes(&self, bytes: Bytes) -> Result<Blob> {
         let blob = blob_of(&bytes);
         if self.has(&blob).await? {
             return Ok(blob);
         }
-        let put = || self.blobs.push_blob(&self.repository, bytes.clone(), &blob.digest);
+        let put = async || {
+            let upload = self.begin_upload().await?;
+            self.end_upload(upload, &blob, bytes.clone()).await
+        };
         self.retried(put).await?;
         Ok(blob)
     }
 
     /// Writes the bytes of a file as a blob, if the registry does not have it.
-    pub(super) async fn put_file(&self, file: File, length: u64) -> Result<Blob, RegistryError> {
-        let failed = |error: io::Error| RegistryError::Refused(format!("a temporary file: {error}"));
+    pub(super) async fn put_file(&self, file: File, length: u64) -> Result<Blob> {
         if length <= PART {
-            let mut bytes = vec![0; as_usize(length)];
-            file.read_exact_at(&mut bytes, 0).map_err(failed)?;
-            return self.put_bytes(bytes.into()).await;
+            return self.put_bytes(part(&file, 0, length)?).await;
         }
-        let file = Arc::new(file);
         let mut context = Context::new(&SHA256);
         for offset in (0..length).step_by(as_usize(READ)) {
-            context.update(&part(&file, offset, length).map_err(failed)?);
+            context.update(&part(&file, offset, READ.min(length - offset))?);
         }
         let blob = Blob { digest: digest_of(context), length };
         if self.has(&blob).await? {
             return Ok(blob);
         }
-        // Each part of it has the limit of a silent server.
-        let put = || {
-            let parts = parts(Arc::clone(&file), length);
-            self.long_blobs.push_blob_stream(&self.repository, parts, &blob.digest, Some(length))
-        };
-        self.repeated(put, |attempt| async { Ok::<_, Infallible>(attempt.await) }).await?;
+        self.retried(|| self.put_parts(&file, &blob)).await?;
         Ok(blob)
     }
 
-    fn named(&self, name: &str) -> Reference {
-        let (registry, repository) = (self.repository.registry(), self.repository.repository());
-        let (registry, repository, name) = (registry.to_owned(), repository.to_owned(), name.to_owned());
-        if name.starts_with("sha256:") {
-            return Reference::with_digest(registry, repository, name);
-        }
-        Reference::with_tag(registry, repository, name)
-    }
-
-    /// Asks once which authorization the registry needs.
-    async fn authorize(&self) -> Attempt<()> {
-        let ready = self.is_ready.get_or_try_init(async || {
-            let token = self.manifests.auth(&self.repository, &self.auth, self.operation).await?;
-            if token.is_some() || !matches!(self.auth, RegistryAuth::Anonymous) {
-                for client in [&self.blobs, &self.long_blobs] {
-                    client.store_auth_if_needed(self.repository.resolve_registry(), &self.auth).await;
-                }
+    async fn put_parts(&self, file: &File, blob: &Blob) -> Result<()> {
+        let mut upload = self.begin_upload().await?;
+        for offset in (0..blob.length).step_by(as_usize(READ)) {
+            let bytes = part(file, offset, READ.min(blob.length - offset))?;
+            let range = format!("{offset}-{}", offset + bytes.len() as u64 - 1);
+            let patch = self.requests.send(Method::PATCH, &upload, |patch| {
+                patch.header(CONTENT_RANGE, &range).header(CONTENT_TYPE, BYTES).body(bytes.clone())
+            });
+            if let Some(next) = self.requests.location(&patch.await?)? {
+                upload = next;
             }
-            Ok(())
-        });
-        ready.await.copied()
+        }
+        self.end_upload(upload, blob, Bytes::new()).await
     }
 
-    /// Sends a request, and again after a failure that may pass.
-    async fn retried<T, F>(&self, send: impl Fn() -> F) -> Result<T, RegistryError>
-    where
-        F: Future<Output = Attempt<T>>,
-    {
-        self.repeated(send, |attempt| timeout(self.limits.request, attempt)).await
+    async fn begin_upload(&self) -> Result<Url> {
+        let address = self.requests.address("blobs/uploads/")?;
+        let answer = self.requests.send(Method::POST, &address, |post| post.body(Bytes::new())).await?;
+        self.requests.location(&answer)?.ok_or_else(|| {
+            let status = answer.status().as_u16();
+            RegistryError::Refused(format!("the registry answered {status} to an upload, without a Location"))
+        })
     }
 
-    /// As [`RegistryClient::retried`]; `within` bounds an attempt.
-    async fn repeated<T, F, W, L>(
-        &self,
-        send: impl Fn() -> F,
-        within: impl Fn(F) -> W,
-    ) -> Result<T, RegistryError>
+    async fn end_upload(&self, mut upload: Url, blob: &Blob, bytes: Bytes) -> Result<()> {
+        upload.query_pairs_mut().append_pair("digest", &blob.digest);
+        let put = self
+            .requests
+            .send(Method::PUT, &upload, |put| put.header(CONTENT_TYPE, BYTES).body(bytes.clone()));
+        put.await.map(drop)
+    }
+
+    /// Does something, and again after a failure that may pass.
+    async fn retried<T, F>(&self, act: impl Fn() -> F) -> Result<T>
     where
-        F: Future<Output = Attempt<T>>,
-        W: Future<Output = Result<Attempt<T>, L>>,
+        F: Future<Output = Result<T>>,
     {
         let (start, mut pause, mut attempts) = (Instant::now(), PAUSE[0], 0);
         loop {
             attempts += 1;
-            let sent = match timeout(self.limits.request, self.authorize()).await {
-                Ok(Ok(())) => within(send()).await.ok(),
-                Ok(Err(error)) => Some(Err(error)),
-                Err(_) => None,
-            };
-            let (reason, may_pass) = match sent {
-                Some(Ok(found)) => return Ok(found),
-                Some(Err(error)) if is_missing(&error) => return Err(RegistryError::Missing),
-                Some(Err(error)) => (described(&error), may_pass(&error)),
-                None => (format!("no answer within {} s", self.limits.request.as_secs()), true),
-            };
-            if !may_pass || attempts > RETRIES || start.elapsed() >= self.limits.retry {
-                return Err(RegistryError::Refused(reason));
+            match act().await {
+                Err(RegistryError::Failed(_))
+                    if attempts <= RETRIES && start.elapsed() < self.limits.retry => {}
+                done => return done,
             }
             sleep(pause).await;
             pause = PAUSE[1].min(pause * 2);
@@ -315,92 +255,16 @@ fn digest_of(context: Context) -> String {
     format!("sha256:{digits}")
 }
 
-/// Reads the part of a file that begins at an offset.
-fn part(file: &File, offset: u64, length: u64) -> io::Result<Bytes> {
-    let mut bytes = vec![0; as_usize(READ.min(length - offset))];
-    file.read_exact_at(&mut bytes, offset)?;
+/// Reads a part of a temporary file.
+fn part(file: &File, offset: u64, length: u64) -> Result<Bytes> {
+    let mut bytes = vec![0; as_usize(length)];
+    let read = file.read_exact_at(&mut bytes, offset);
+    read.map_err(|error: io::Error| RegistryError::Refused(format!("a temporary file: {error}")))?;
     Ok(bytes.into())
-}
-
-fn parts(file: Arc<File>, length: u64) -> impl Stream<Item = Attempt<Bytes>> + Send + 'static {
-    let offsets = (0..length).step_by(as_usize(READ));
-    futures::stream::iter(offsets).map(move |offset| Ok(part(&file, offset, length)?))
 }
 
 fn as_usize(length: u64) -> usize {
     usize::try_from(length).unwrap_or(usize::MAX)
-}
-
-/// Whether a registry is one of this host: it needs no TLS.
-fn is_loopback(registry: &str) -> bool {
-    let host = registry.split(':').next().unwrap_or_default();
-    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
-}
-
-fn is_missing(error: &OciDistributionError) -> bool {
-    match error {
-        OciDistributionError::ImageManifestNotFoundError(_) => true,
-        OciDistributionError::ServerError { code, .. } => *code == 404,
-        OciDistributionError::RegistryError { envelope, .. } => envelope.errors.iter().any(|error| {
-            let missing =
-                [OciErrorCode::BlobUnknown, OciErrorCode::ManifestUnknown, OciErrorCode::NameUnknown];
-            missing.contains(&error.code)
-        }),
-        _ => false,
-    }
-}
-
-/// Whether the same request may succeed later.
-fn may_pass(error: &OciDistributionError) -> bool {
-    match error {
-        OciDistributionError::RequestError(error) => {
-            let passes =
-                |status: StatusCode| status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
-            error.status().is_none_or(passes) && !error.is_builder()
-        }
-        OciDistributionError::IoError(_) => true,
-        OciDistributionError::ServerError { code, .. } => *code >= 500 || *code == 429,
-        OciDistributionError::RegistryError { envelope, .. } => {
-            envelope.errors.iter().any(|error| error.code == OciErrorCode::Toomanyrequests)
-        }
-        _ => false,
-    }
-}
-
-/// Returns what a registry answered, in one line. Addresses are left out: those of redirections may have signatures.
-fn described(error: &OciDistributionError) -> String {
-    const UNAUTHORIZED: &str = "401 Unauthorized: it needs other credentials, which are in $REGISTRY_AUTH_FILE, \
-                                podman's auth.json or ~/.docker/config.json: `skopeo login` writes them";
-    let text = match error {
-        OciDistributionError::UnauthorizedError { .. } => UNAUTHORIZED.to_owned(),
-        OciDistributionError::ServerError { code: 401, .. } => UNAUTHORIZED.to_owned(),
-        OciDistributionError::AuthenticationFailure(reason) => {
-            format!("the server of the registry's tokens refused: {reason}")
-        }
-        OciDistributionError::ServerError { code, message, .. } => {
-            format!("the registry answered {code}: {message}")
-        }
-        OciDistributionError::RegistryError { envelope, .. } => {
-            let errors = envelope.errors.iter().map(|error| format!("{:?}: {}", error.code, error.message));
-            format!("the registry refused: {}", errors.collect::<Vec<_>>().join("; "))
-        }
-        OciDistributionError::RequestError(error) => match error.status() {
-            Some(status) => format!("the registry answered {status}"),
-            None => format!("the connection failed: {}", innermost(error)),
-        },
-        OciDistributionError::IoError(error) => format!("the connection failed: {}", innermost(error)),
-        other => other.to_string(),
-    };
-    bounded(&text)
-}
-
-/// Returns the first cause: what is around it has addresses.
-fn innermost(error: &dyn Error) -> String {
-    let mut cause = error;
-    while let Some(source) = cause.source() {
-        cause = source;
-    }
-    cause.to_string()
 }
 
 #[cfg(test)]
@@ -409,6 +273,8 @@ mod tests {
     use std::net::{Ipv4Addr, TcpListener, TcpStream};
     use std::thread;
     use std::time::Duration;
+
+    use tokio::time::timeout;
 
     use super::*;
     use crate::testing::{random_bytes, run};
@@ -442,7 +308,7 @@ mod tests {
     }
 
     fn client(address: &str) -> RegistryClient {
-        RegistryClient::new(address, "web", RegistryAuth::Anonymous, false, LIMITS).unwrap()
+        RegistryClient::new(address, "web", None, false, LIMITS).unwrap()
     }
 
     fn refused(answers: &'static [&'static str]) -> String {
@@ -479,8 +345,8 @@ mod tests {
         assert!(start.elapsed() < Duration::from_secs(5));
     }
 
-    /// A registry that wants a token, which is given for a password. Returns its address.
-    fn registry_with_tokens() -> String {
+    /// A registry that wants a token, which is given for a password as this JSON. Returns its address.
+    fn registry_with_tokens(token: &'static str) -> String {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let realm = format!("WWW-Authenticate: Bearer realm=\"http://{address}/token\",service=\"s\"\r\n");
@@ -492,7 +358,7 @@ mod tests {
                 let is_for_token = request.starts_with("GET /token?scope=repository%3Aweb%3Apull&");
                 let (status, body) =
                     if is_for_token && request.contains("authorization: Basic dXNlcjpwYXNz\r\n") {
-                        ("200 OK", r#"{"token":"t0k3n"}"#)
+                        ("200 OK", token)
                     } else if request.contains("authorization: Bearer t0k3n\r\n") {
                         ("200 OK", "0123456789")
                     } else {
@@ -510,11 +376,11 @@ mod tests {
 
     #[test]
     fn a_registry_with_tokens_gets_one_for_the_password() {
-        let address = registry_with_tokens();
+        let address = registry_with_tokens(r#"{"token":"t0k3n"}"#);
         let blob = blob_of(b"0123456789");
         let read = async |password: &str| {
-            let auth = RegistryAuth::Basic("user".to_owned(), password.to_owned());
-            let client = RegistryClient::new(&address, "web", auth, false, LIMITS).unwrap();
+            let login = Login { user: "user".to_owned(), password: password.to_owned() };
+            let client = RegistryClient::new(&address, "web", Some(login), false, LIMITS).unwrap();
             client.range(&blob, 0..10).await.map_err(|error| error.to_string())
         };
         run(async {
@@ -522,6 +388,67 @@ mod tests {
             let refused = read("s3cr3t").await.unwrap_err();
             assert_eq!(refused, "the server of the registry's tokens refused: no");
         });
+    }
+
+    #[test]
+    fn a_token_that_no_header_can_have_is_no_panic() {
+        let address = registry_with_tokens(r#"{"token":"a\r\nb: c"}"#);
+        let login = Login { user: "user".to_owned(), password: "pass".to_owned() };
+        let client = RegistryClient::new(&address, "web", Some(login), false, LIMITS).unwrap();
+        run(async move {
+            let refused = client.range(&blob_of(b"x"), 0..1).await.unwrap_err().to_string();
+            assert!(refused.contains("a token with characters that no header has"), "{refused}");
+        });
+    }
+
+    /// Writes a blob to a registry that gives this `Location`. Returns the line of the request that has the bytes.
+    fn written_to(location: &str) -> Result<String, String> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let (location, host) = (location.replace("HOST", &address), address.clone());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            while let Ok((mut client, _)) = listener.accept() {
+                let (line, _) = request(&mut client);
+                let status = match line.split(' ').next().unwrap() {
+                    "HEAD" => "404 Not Found",
+                    "POST" => "202 Accepted",
+                    _ => "201 Created",
+                };
+                let answer = format!(
+                    "HTTP/1.1 {status}\r\nLocation: {location}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                );
+                let _ = client.write_all(answer.as_bytes());
+                if line.starts_with("PUT") {
+                    let _ = sender.send(line);
+                }
+            }
+        });
+        let (client, mut put) = (client(&host), Ok(()));
+        run(async { put = client.put_bytes(Bytes::from_static(b"x")).await.map(drop) });
+        put.map_err(|refused| refused.to_string())?;
+        let line = receiver.recv().unwrap();
+        Ok(line.split(' ').nth(1).unwrap().split("digest=").next().unwrap().to_owned())
+    }
+
+    #[test]
+    fn an_upload_continues_where_the_location_says() {
+        for (location, put) in [
+            ("u1-123", "/v2/web/blobs/uploads/u1-123?"),
+            ("?state=a", "/v2/web/blobs/uploads/?state=a&"),
+            ("/upload/1", "/upload/1?"),
+            ("//HOST/x", "/x?"),
+            ("http://HOST/y?z=1", "/y?z=1&"),
+        ] {
+            assert_eq!(written_to(location).as_deref(), Ok(put), "{location}");
+        }
+        for wrong in ["", "http://[::1", "ftp://HOST/", "http://registry.example/", "http://HOST:99999/"] {
+            let refused = written_to(wrong).unwrap_err();
+            assert!(
+                refused.starts_with("the registry") && refused.lines().count() == 1,
+                "{wrong}: {refused}"
+            );
+        }
     }
 
     /// Reads a request: its first line, and its body.
@@ -598,18 +525,8 @@ mod tests {
         let digest = blob_of(b"{}").digest;
         run(async {
             for name in [&*digest, "v1"] {
-                client.put_manifest(name, OCI_IMAGE_MEDIA_TYPE, b"{}".to_vec()).await.unwrap();
+                client.put_manifest(name, MANIFEST, b"{}".to_vec()).await.unwrap();
             }
         });
-    }
-
-    #[test]
-    fn only_registries_of_this_host_are_read_without_tls() {
-        for own in ["127.0.0.1:5000", "localhost", "localhost:5000", "127.1.2.3"] {
-            assert!(is_loopback(own), "{own}");
-        }
-        for other in ["registry.example", "127.example.com:80", "10.0.0.1:5000", "localhost.example.com"] {
-            assert!(!is_loopback(other), "{other}");
-        }
     }
 }

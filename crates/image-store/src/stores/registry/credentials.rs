@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 
 use docker_credential::{CredentialRetrievalError, DockerCredential, get_credential_from_reader};
 use nix::unistd::getuid;
-use oci_client::secrets::RegistryAuth;
 
 /// The names under which credentials for Docker Hub are stored: by podman, and by Docker.
 const DOCKER_HUB: [&str; 2] = ["docker.io", "https://index.docker.io/v1/"];
@@ -18,14 +17,21 @@ const MAX_FILE: u64 = 1 << 20;
 /// What a credential helper writes if it has none for a registry.
 const NOT_FOUND: &str = "credentials not found";
 
+/// A user of a registry. It has no `Debug`, so that no message has the password.
+#[derive(Clone)]
+pub(super) struct Login {
+    pub(super) user: String,
+    pub(super) password: String,
+}
+
 /// Reads the credentials for a registry. `variable` reads the environment. Without any, requests are anonymous.
 ///
 /// # Errors
 /// A file cannot be read, or has them in a way that is not followed here.
-pub(crate) fn read(
+pub(super) fn read(
     registry: &str,
     variable: impl Fn(&str) -> Option<OsString>,
-) -> Result<RegistryAuth, String> {
+) -> Result<Option<Login>, String> {
     let servers = if registry == DOCKER_HUB[0] { DOCKER_HUB.to_vec() } else { vec![registry] };
     for path in files(variable) {
         let file = match File::open(&path) {
@@ -39,7 +45,7 @@ pub(crate) fn read(
         for server in &servers {
             match get_credential_from_reader(&*text, server) {
                 Ok(DockerCredential::UsernamePassword(user, password)) => {
-                    return Ok(RegistryAuth::Basic(user, password));
+                    return Ok(Some(Login { user, password }));
                 }
                 Ok(DockerCredential::IdentityToken(_)) => {
                     return Err(format!(
@@ -55,7 +61,7 @@ pub(crate) fn read(
             }
         }
     }
-    Ok(RegistryAuth::Anonymous)
+    Ok(None)
 }
 
 /// Where credentials may be, the first place first.
@@ -103,9 +109,9 @@ mod tests {
         }
         let auth =
             read(registry, |name| ["HOME", "XDG_RUNTIME_DIR"].contains(&name).then(|| home.path().into()));
-        auth.map(|auth| match auth {
-            RegistryAuth::Basic(user, password) => format!("{user}:{password}"),
-            other => format!("{other:?}"),
+        auth.map(|login| match login {
+            Some(Login { user, password }) => format!("{user}:{password}"),
+            None => "anonymous".to_owned(),
         })
     }
 
@@ -118,8 +124,8 @@ mod tests {
         assert_eq!(found(Some(docker), Some("{}")), Ok("other:word".to_owned()));
         assert_eq!(found(Some(docker), None), Ok("other:word".to_owned()));
         let elsewhere = r#"{"auths":{"elsewhere":{"auth":"b3RoZXI6d29yZA=="}}}"#;
-        assert_eq!(found(Some(elsewhere), None), Ok("Anonymous".to_owned()));
-        assert_eq!(found(None, None), Ok("Anonymous".to_owned()));
+        assert_eq!(found(Some(elsewhere), None), Ok("anonymous".to_owned()));
+        assert_eq!(found(None, None), Ok("anonymous".to_owned()));
     }
 
     #[test]

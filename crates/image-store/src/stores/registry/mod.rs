@@ -4,22 +4,25 @@
 //!
 //! * `objects`: blobs as objects, by the names that the layers of an artifact have.
 //! * `artifact`: the manifest and the index of OCI, byte by byte. `metadata_layer`: the tar for other tools.
-//! * `client`: requests. `credentials`: the files of podman and Docker.
+//! * `client`: what is asked of a registry. `requests`: HTTP with it. `answers`: what it sends, which is hostile input.
+//! * `credentials`: the files of podman and Docker. `document`: the JSON of OCI.
 //!
 //! A registry removes what no tag uses by rules of its own, and refuses a manifest whose blobs it lacks. It may remove
 //! blobs while a push runs, so its manual wants it read-only then.
 
+mod answers;
 mod artifact;
 mod client;
 mod credentials;
+mod document;
 mod metadata_layer;
 mod objects;
+mod requests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use oci_client::manifest::{OCI_IMAGE_INDEX_MEDIA_TYPE, OCI_IMAGE_MEDIA_TYPE};
 use rewake_criu_images::ImageDir;
 use rewake_manifest::ManifestReader;
 use tracing::warn;
@@ -31,8 +34,10 @@ use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS};
 use crate::report::StoredImage;
 
 use artifact::{Artifact, Blob, Tagged};
-use client::{RegistryClient, RegistryError, blob_of};
+use client::{RegistryClient, blob_of};
+use document::{INDEX, MANIFEST};
 use objects::RegistryObjects;
+use requests::RegistryError;
 
 /// The longest manifest that a push writes: registries refuse longer ones.
 const MAX_MANIFEST: usize = 4 << 20;
@@ -63,8 +68,8 @@ impl ImageRepository {
         let url = format!("oci://{registry}/{repository}");
         let setup = |what| ImageStoreError::Setup { url: url.clone(), what };
         let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-        let auth = credentials::read(registry, variable).map_err(setup)?;
-        let client = RegistryClient::new(registry, repository, auth, write, limits).map_err(setup)?;
+        let login = credentials::read(registry, variable).map_err(setup)?;
+        let client = RegistryClient::new(registry, repository, login, write, limits).map_err(setup)?;
         let objects = Arc::new(RegistryObjects::new(client.clone()));
         Ok(Self { url, client, objects, added: Mutex::default() })
     }
@@ -176,9 +181,9 @@ impl ImageRepository {
         }
         let blob = blob_of(&manifest);
         let index = artifact::index(&blob, &annotations).map_err(json)?;
-        let put = self.client.put_manifest(&blob.digest, OCI_IMAGE_MEDIA_TYPE, manifest).await;
+        let put = self.client.put_manifest(&blob.digest, MANIFEST, manifest).await;
         put.map_err(self.failed("write", &tag))?;
-        let put = self.client.put_manifest(&tag, OCI_IMAGE_INDEX_MEDIA_TYPE, index).await;
+        let put = self.client.put_manifest(&tag, INDEX, index).await;
         put.map_err(self.failed("write", &tag))
     }
 

@@ -20,7 +20,8 @@ use object_store::{
 };
 
 use super::artifact::Blob;
-use super::client::{RegistryClient, RegistryError};
+use super::client::RegistryClient;
+use super::requests::RegistryError;
 use crate::names::{INDEXES, MANIFESTS, PACKS, WORKING_SETS};
 use crate::store::MAX_REQUESTS;
 
@@ -57,8 +58,8 @@ impl RegistryObjects {
     pub(super) async fn forget_missing(&self) -> std::result::Result<(), RegistryError> {
         let blobs: Vec<_> =
             locked(&self.blobs).iter().map(|(path, blob)| (path.clone(), blob.clone())).collect();
-        let asked =
-            futures::stream::iter(blobs).map(async |(path, blob)| Ok((path, self.client.has(&blob).await?)));
+        let asked = futures::stream::iter(blobs)
+            .map(async |(path, blob)| Ok::<_, RegistryError>((path, self.client.has(&blob).await?)));
         let mut asked = std::pin::pin!(asked.buffer_unordered(MAX_REQUESTS));
         while let Some((path, found)) = asked.next().await.transpose()? {
             if !found {
@@ -91,7 +92,7 @@ fn missing(location: &Path) -> Error {
 fn failed(location: &Path, error: RegistryError) -> Error {
     match error {
         RegistryError::Missing => missing(location),
-        error @ RegistryError::Refused(_) => Error::Generic { store: STORE, source: error.into() },
+        error => Error::Generic { store: STORE, source: error.into() },
     }
 }
 
@@ -227,7 +228,6 @@ impl MultipartUpload for CollectedUpload {
 #[cfg(test)]
 mod tests {
     use object_store::ObjectStoreExt as _;
-    use oci_client::secrets::RegistryAuth;
 
     use super::*;
     use crate::connect::READ_LIMITS;
@@ -237,8 +237,7 @@ mod tests {
     #[test]
     fn the_length_of_an_object_is_known_before_it_is_read() {
         // Nothing listens there: a request would fail.
-        let auth = RegistryAuth::Anonymous;
-        let client = RegistryClient::new("127.0.0.1:1", "web", auth, false, READ_LIMITS).unwrap();
+        let client = RegistryClient::new("127.0.0.1:1", "web", None, false, READ_LIMITS).unwrap();
         let objects = RegistryObjects::new(client);
         let blob = Blob { length: 1 << 40, ..blob_of(b"") };
         objects.add(vec![("working-sets/a".to_owned(), blob)]);
