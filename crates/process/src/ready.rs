@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a server reports that it is ready, and what a daemon lets go of then.
+//! How a server reports that it is ready, and what a daemon releases then.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -19,12 +19,12 @@ impl Ready {
     /// Reports that the server is ready.
     ///
     /// # Errors
-    /// The first error; the others were told all the same.
+    /// The first error; the other bytes were written all the same.
     pub fn report(&self) -> io::Result<()> {
         // Before the command that waits returns.
-        let let_go = self.standard_error.as_ref().map_or(Ok(()), |file| put(file, libc::STDERR_FILENO));
+        let released = self.standard_error.as_ref().map_or(Ok(()), |file| put(file, libc::STDERR_FILENO));
         let tell = |mut waiting: &File| waiting.write_all(&[0]);
-        self.waiting.iter().map(tell).fold(let_go, Result::and)
+        self.waiting.iter().map(tell).fold(released, Result::and)
     }
 }
 
@@ -32,7 +32,7 @@ impl Ready {
 ///
 /// # Errors
 /// There is no `/dev/null`, or this process may open no file.
-pub fn let_go() -> io::Result<OwnedFd> {
+pub fn release_terminal() -> io::Result<OwnedFd> {
     let null = File::options().read(true).write(true).open("/dev/null")?.into();
     put(&null, libc::STDIN_FILENO)?;
     put(&null, libc::STDOUT_FILENO)?;

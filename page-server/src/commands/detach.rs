@@ -115,8 +115,8 @@ fn runs(pid: Pid) -> bool {
 }
 
 /// Becomes a background process. In the parent returns the exit code, once the daemon is ready or the child
-/// has failed; in the child, whose pidfile is written, returns none. The child lets go of what this process has when
-/// it is ready.
+/// has failed; in the child, whose pidfile is written, returns none. The child releases the terminal when it is
+/// ready.
 ///
 /// # Errors
 /// No process can be made, or the pidfile cannot be written: no process is left.
@@ -135,7 +135,7 @@ pub(super) fn background(
                 std::process::exit(1); // the parent says why
             }
             nix::unistd::setsid().context("leaving the session")?;
-            lets_go(log, ready)?;
+            release_terminal(log, ready)?;
             ready.waiting.push(OwnedFd::from(writer).into());
             Ok(None)
         }
@@ -153,13 +153,13 @@ pub(super) fn background(
     }
 }
 
-/// Has a daemon let go of the standard descriptors of the command that started it: a script reads until no process has
-/// its pipe any more. Until the daemon is ready, it says there what goes wrong; from then on, in its log.
+/// Has a daemon release the standard descriptors of the command that started it, because a script reads until no
+/// process has its pipe any more. Until the daemon is ready, it says there what goes wrong; from then on, in its log.
 ///
 /// # Errors
 /// There is no `/dev/null`.
-pub(super) fn lets_go(log: Option<File>, ready: &mut Ready) -> anyhow::Result<()> {
-    let null = rewake_process::ready::let_go().context("/dev/null")?;
+pub(super) fn release_terminal(log: Option<File>, ready: &mut Ready) -> anyhow::Result<()> {
+    let null = rewake_process::ready::release_terminal().context("/dev/null")?;
     ready.standard_error = Some(log.map_or(null, OwnedFd::from));
     Ok(())
 }

@@ -12,7 +12,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setsid};
 use tracing::{error, info, warn};
 
-use super::{detach::lets_go, print};
+use super::{detach::release_terminal, print};
 use crate::cli::RecoverArgs;
 use crate::logging;
 use rewake_process::ready::Ready;
@@ -75,7 +75,8 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
 }
 
 /// Starts a streamer for each ledger whose processes have all ended, and waits for none: `rewake serve` does that
-/// when it starts. `own`: a descriptor that is for the caller alone. `daemon`: the caller's log, if it becomes a daemon.
+/// when it starts. `own`: a descriptor that is for the caller alone. `daemon`: the caller's log, if it becomes a
+/// daemon.
 pub fn start_all(own: Option<RawFd>, daemon: Option<Option<&File>>) {
     let folders = Folder::all().unwrap_or_else(|error| {
         warn!("looking for sessions without a streamer: {error:#}");
@@ -134,7 +135,7 @@ fn start(path: &Path, own: Option<RawFd>, daemon: Option<Option<&File>>) -> anyh
 fn reporting_to(tell: PipeWriter, daemon: Option<Option<&File>>) -> anyhow::Result<Ready> {
     let mut ready = Ready { waiting: vec![OwnedFd::from(tell).into()], standard_error: None };
     if let Some(log) = daemon {
-        lets_go(log.map(File::try_clone).transpose()?, &mut ready)?;
+        release_terminal(log.map(File::try_clone).transpose()?, &mut ready)?;
     }
     Ok(ready)
 }

@@ -193,7 +193,6 @@ fn options_that_exclude_each_other_are_named() {
     let images = tempfile::tempdir().unwrap();
     let pairs = [
         ["--keep-listening", "--auto-dedup"].as_slice(),
-        &["--lazy-pages", "--auto-dedup"],
         &["--keep-listening", "--prev-images-dir", "x"],
         &["--port", "0"],
     ];

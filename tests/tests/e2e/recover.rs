@@ -316,8 +316,8 @@ fn deaths_at_any_moment(criu: &Criu) {
     assert!(is_share(served, 4, rounds()), "{served} ended well, {refused} were refused");
 }
 
-/// A restore is over while its target has a tracer, so that nobody else can stop the target and take the descriptor of
-/// the session back.
+/// A restore is over while its target has a tracer, so that no other process can stop the target and take the
+/// descriptor of the session back.
 fn ended_while_traced(criu: &Criu) -> Scene {
     own_sessions().unwrap();
     let scene = Scene::dumped(criu, "plain", 16).unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The terminal or the pipe of who runs a command: a daemon lets go of it, and no work needs it.
+//! The terminal or the pipe of who runs a command: a daemon releases it, and no work needs it.
 
 use std::fs;
 use std::io::{self, Read as _};
@@ -39,8 +39,8 @@ fn descriptor(pid: Pid, number: u32) -> PathBuf {
     fs::read_link(format!("/proc/{pid}/fd/{number}")).unwrap()
 }
 
-/// Whether all processes with this path in their command line let go of the standard descriptors.
-fn let_go(of: &Path, errors_to: &Path) {
+/// Whether all processes with this path in their command line have released the terminal.
+fn have_released(of: &Path, errors_to: &Path) {
     let daemons = processes_naming(of.to_str().unwrap());
     assert!(!daemons.is_empty(), "it serves");
     for pid in daemons {
@@ -51,7 +51,7 @@ fn let_go(of: &Path, errors_to: &Path) {
 }
 
 #[test]
-fn a_daemon_lets_go_of_the_output_of_who_started_it() {
+fn a_daemon_releases_the_output_of_who_started_it() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 4).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -75,7 +75,7 @@ fn a_daemon_lets_go_of_the_output_of_who_started_it() {
                 .args(log.iter().flat_map(|log| [Path::new("-o").as_os_str(), log.as_os_str()]));
             captured(&mut command);
             let pid: i32 = fs::read_to_string(&pidfile).unwrap().trim().parse().unwrap();
-            let_go(&pidfile, log.as_deref().unwrap_or(Path::new("/dev/null")));
+            have_released(&pidfile, log.as_deref().unwrap_or(Path::new("/dev/null")));
             kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
             until(END, || processes_naming(pidfile.to_str().unwrap()).is_empty().then_some(()))
                 .expect("it ends when asked");
@@ -90,12 +90,12 @@ fn a_restore_that_has_returned_keeps_no_output() {
     let mut command = restore(&criu, &scene.images()).unwrap();
     command.args(["--on-demand-only=3600", "--wait=alive", "-W"]).arg(scene.work()).args(["--", "-d"]);
     captured(&mut command);
-    let_go(&scene.work(), &scene.work().join("rewake-streamer.log"));
+    have_released(&scene.work(), &scene.work().join("rewake-streamer.log"));
     scene.go().unwrap();
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
 }
 
-/// A command whose standard output and error nobody reads.
+/// A command whose standard output and error no process reads.
 fn unread(words: &[&str], image: &Path) -> Command {
     let mut command = Command::new(rewake().unwrap());
     command.args(words).arg(image).stdin(Stdio::null());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask zdtm`: CRIU's own tests of the page server, from its source tree. Each runs twice: stock with
-//! itself, and stock with `rewake page-server` in the server's place.
+//! `cargo xtask zdtm`: CRIU's own tests of the page server and of lazy pages, from its source tree. Each runs twice:
+//! stock with itself, and stock with Rewake in the place of its servers.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -45,8 +45,11 @@ const TESTS: [&str; 30] = [
     "transition/shmem",
     "transition/maps007",
 ];
-/// The server's roles, in the words of zdtm.
-const ROLES: [&[&str]; 3] = [&["--page-server"], &["--page-server", "--dedup"], &["--remote-lazy-pages"]];
+/// The servers' roles, in the words of zdtm.
+const ROLES: [&[&str]; 4] =
+    [&["--page-server"], &["--page-server", "--dedup"], &["--remote-lazy-pages"], &["--lazy-pages"]];
+/// Where tests run: on the host, in namespaces, and in namespaces one of which is for users.
+const FLAVOURS: [&str; 3] = ["h", "ns", "uns"];
 /// Seconds that one test may take.
 const LIMIT: &str = "90";
 /// Without CAP_SYS_RESOURCE, stock's lazy server needs pipes of 4 MiB for its answers.
@@ -57,7 +60,7 @@ const SCRIPT: &str = "zdtm.py";
 /// What zdtm uses of CRIU's Python package: counts of pages.
 const PYCRIU: &str = include_str!("zdtm_pycriu.py");
 
-/// Runs the tests that are named, or [`TESTS`].
+/// Runs the tests that are named, or [`TESTS`]: on the host, and with `--all` in every flavour.
 ///
 /// # Errors
 /// The tree is none of CRIU's, or a test passes with stock alone.
@@ -67,7 +70,10 @@ pub(crate) fn run(words: &[&str]) -> anyhow::Result<()> {
     let Some((source, named)) = names.split_first() else {
         bail!("zdtm: expected the source tree of CRIU 4.2.1, unpacked: `apt-get source criu` fetches it");
     };
-    ensure!(options.iter().all(|option| *option == "--tls"), "zdtm: {options:?}: --tls is the only option");
+    let known = ["--all", "--tls"];
+    ensure!(options.iter().all(|option| known.contains(option)), "zdtm: {options:?}: expected {known:?}");
+    let flavours = if options.contains(&"--all") { &FLAVOURS[..] } else { &FLAVOURS[..1] };
+    let tls: Vec<&str> = options.into_iter().filter(|option| *option == "--tls").collect();
     let tests = if named.is_empty() { &TESTS[..] } else { named };
     root::become_root()?;
     let suite = TestSuite::build(Path::new(source), tests)?;
@@ -78,8 +84,12 @@ pub(crate) fn run(words: &[&str]) -> anyhow::Result<()> {
     let mut lost = Vec::new();
     for criu in criu {
         let ours = suite.stand_in(&criu.path, &rewake)?;
-        for (role, test) in ROLES.into_iter().flat_map(|role| tests.iter().map(move |test| (role, test))) {
-            let mode = [role, &options].concat();
+        let runs = flavours.iter().flat_map(|flavour| {
+            let roles = ROLES.into_iter().filter(|role| tls.is_empty() || *role != ["--lazy-pages"]);
+            roles.flat_map(move |role| tests.iter().map(move |test| (flavour, role, test)))
+        });
+        for (flavour, role, test) in runs {
+            let mode = [&["-f", flavour], role, &tls].concat();
             let (stock, rewake) = (suite.passes(&criu.path, test, &mode)?, suite.passes(&ours, test, &mode)?);
             let name = format!("CRIU {} {} {test}", criu.version, mode.join(" "));
             println!("{name}: stock {}, rewake {}", word(stock), word(rewake));
@@ -131,13 +141,15 @@ impl TestSuite {
         Ok(Self { folder })
     }
 
-    /// Makes a program that is `rewake` as a page server, and CRIU for everything else.
+    /// Makes a program that is `rewake` as a page server and for lazy pages, and CRIU for everything else.
     fn stand_in(&self, criu: &Path, rewake: &Path) -> anyhow::Result<PathBuf> {
         let path = self.folder.join("rewake/criu");
         let (rewake, criu) = (rewake.display(), criu.display());
         write(
             &path,
-            &format!("#!/bin/sh\n[ \"$1\" = page-server ] && exec '{rewake}' \"$@\"\nexec '{criu}' \"$@\"\n"),
+            &format!(
+                "#!/bin/sh\ncase \"$1\" in page-server | lazy-pages) exec '{rewake}' \"$@\" ;; esac\nexec '{criu}' \"$@\"\n"
+            ),
         )?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).context("chmod")?;
         Ok(path)
@@ -146,9 +158,7 @@ impl TestSuite {
     /// Runs a test in a mode of zdtm's.
     fn passes(&self, criu: &Path, test: &str, mode: &[&str]) -> anyhow::Result<bool> {
         let mut command = Command::new("timeout");
-        command
-            .args(["-k", "5", LIMIT, "python3", SCRIPT, "run", "-f", "h", "-t"])
-            .arg(format!("zdtm/{test}"));
+        command.args(["-k", "5", LIMIT, "python3", SCRIPT, "run", "-t"]).arg(format!("zdtm/{test}"));
         command
             .args(["--crit-bin", "true", "--pycriu-search-path", "rewake", "--criu-bin"])
             .arg(criu)

@@ -94,7 +94,7 @@ fn printing(document: &Document, lines: &[&str]) -> Vec<Finding> {
         let code = line.split("//").next().unwrap_or_default();
         let macros = PRINTING.iter().find(|name| code.contains(**name))?;
         let advice = format!(
-            "`{macros}` panics when nobody reads: return an error, record an event with tracing, or say it as \
+            "`{macros}` panics when its pipe is closed: return an error, record an event with tracing, or say it as \
              commands/print.rs does"
         );
         Some(document.finding(number, "printing", advice))

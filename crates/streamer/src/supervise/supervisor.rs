@@ -136,7 +136,7 @@ pub fn supervise_ledger(
     end_all(ledger);
     match parking::unpark_slot(ledger.session()) {
         Ok(()) => folder.remove(),
-        // Whoever recovers sessions next finds the folder.
+        // The next `rewake recover` or agent finds the folder.
         Err(error) => warn!("{error:#}"),
     }
     code
@@ -275,7 +275,7 @@ impl Start {
     /// # Errors
     /// The descriptors cannot be listed.
     pub fn close_leftovers(&self) -> std::io::Result<()> {
-        // What was told is closed, and another file may have its number by now: a userfaultfd, too.
+        // A descriptor that got its byte is closed, and another file may have its number by now: a userfaultfd, too.
         let until_ready =
             |number: &i32| self.waiting.contains(number) || self.standard_error == Some(*number);
         let is_closed = |number: &i32| self.ledger.is_ready() && until_ready(number);
