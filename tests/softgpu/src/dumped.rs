@@ -73,7 +73,7 @@ impl Dumped {
         shape: &Shape,
         version: Version,
     ) -> Result<[Self; COUNT], &'static str> {
-        Self::made_or_copied(shape, version, KeptDump::of(shape, version, COUNT))
+        Self::made_or_copied(shape, version, KeptDump::of(shape, version, COUNT).as_ref())
     }
 
     /// A server that runs beside another which was started before, and can be restored beside it. No other test gets
@@ -91,10 +91,10 @@ impl Dumped {
     fn made_or_copied<const COUNT: usize>(
         shape: &Shape,
         version: Version,
-        kept: Option<KeptDump>,
+        kept: Option<&KeptDump>,
     ) -> Result<[Self; COUNT], &'static str> {
         queues()?;
-        if let Some(copies) = kept.as_ref().and_then(KeptDump::copies) {
+        if let Some(copies) = kept.and_then(KeptDump::copies) {
             let of_copy = |(folder, pid): (ServerFolder, u32)| {
                 let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
                 Self { server: Server::dumped(version, shape, folder.path(), pid), criu, folder }
@@ -102,7 +102,7 @@ impl Dumped {
             let all: Vec<Self> = copies.into_iter().map(of_copy).collect();
             return Ok(all.try_into().expect("so many"));
         }
-        let (folders, _last_pid) = match &kept {
+        let (folders, _last_pid) = match kept {
             Some(kept) => {
                 let (folders, last_pid) = kept.folders(COUNT);
                 (folders, Some(last_pid))
@@ -119,7 +119,7 @@ impl Dumped {
             Self { server, criu, folder }
         };
         let all: Vec<Self> = servers.into_iter().rev().map(dump).collect();
-        if let Some(kept) = &kept {
+        if let Some(kept) = kept {
             kept.keep(all.iter().map(|dumped| (&dumped.folder, dumped.server.pid)));
         }
         Ok(all.try_into().expect("so many"))

@@ -75,7 +75,7 @@ fn a_daemon_releases_the_output_of_who_started_it() {
                 .args(log.iter().flat_map(|log| [Path::new("-o").as_os_str(), log.as_os_str()]));
             captured(&mut command);
             let pid: i32 = fs::read_to_string(&pidfile).unwrap().trim().parse().unwrap();
-            have_released(&pidfile, log.as_deref().unwrap_or(Path::new("/dev/null")));
+            have_released(&pidfile, log.as_deref().unwrap_or_else(|| Path::new("/dev/null")));
             kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
             until(END, || processes_naming(pidfile.to_str().unwrap()).is_empty().then_some(()))
                 .expect("it ends when asked");
