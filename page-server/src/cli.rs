@@ -213,6 +213,9 @@ pub struct StreamerArgs {
     /// Directory of the images: serve CPU memory, for a `criu restore --lazy-pages`
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: Option<PathBuf>,
+    /// The image has no GPU state, and CRIU loads its memory: the work directory is all that is served
+    #[arg(long, conflicts_with = "images_dir")]
+    pub no_gpus: bool,
     /// Record the working set in the image directory: as of `rewake restore`
     #[arg(long)]
     pub record: bool,

@@ -9,6 +9,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser as _};
 use rewake::cli::{Cli, Command};
 use rewake::{commands, criu_args};
+use rewake_streamer::limits;
 
 fn main() -> ExitCode {
     let script =
@@ -50,7 +51,7 @@ fn main() -> ExitCode {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             // If stderr is closed, no message can be shown.
-            let _ = writeln!(std::io::stderr(), "rewake: {error:#}");
+            let _ = writeln!(std::io::stderr(), "rewake: {}", limits::explained(&error));
             ExitCode::FAILURE
         }
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Opens files of an image directory. The directory is a descriptor, because CRIU gives its plugins no path.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::fd::BorrowedFd;
@@ -9,6 +10,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
+use rewake_criu_images::open::{self, OpenError};
 
 /// A file of the image could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -48,21 +50,14 @@ pub fn remove(folder: BorrowedFd<'_>, name: &str) -> Result<(), FileError> {
     }
 }
 
-/// Opens a file of the image directory for reading. A symbolic link is refused, because its target may be any
-/// file that root can read.
+/// Opens a file of the image directory for reading ([`rewake_criu_images::open`]).
 pub fn open(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
-    let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | OFlag::O_NOFOLLOW;
-    let file = openat(folder, name, flags, Mode::empty()).map(File::from).map_err(|errno| {
-        FileError::of("open", name)(match errno {
-            Errno::ELOOP => io::Error::other("is a symbolic link: expected a file of the image"),
-            errno => errno.into(),
-        })
-    })?;
-    let kind = file.metadata().map_err(FileError::of("stat", name))?;
-    if !kind.is_file() {
-        return Err(FileError::of("open", name)(io::Error::other("not a regular file")));
-    }
-    Ok(file)
+    let opened = open::open(folder, OsStr::new(name)).map_err(|error| match error {
+        OpenError::Io(error) => error,
+        refused => io::Error::other(refused),
+    });
+    let file = opened.and_then(|file| file.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound)));
+    file.map_err(FileError::of("open", name))
 }
 
 /// Writes a whole small file.

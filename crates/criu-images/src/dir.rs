@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! An open image directory. Every file is opened relative to it, so that no other directory can take its
-//! place. Only the symbolic link `parent` is followed: a file's name is one component, so `O_NOFOLLOW` is
-//! enough.
+//! place. A file's name is one component; [`crate::open`] says which symbolic links are followed.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::ffi::OsStr;
+use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
@@ -20,6 +19,7 @@ use crate::files;
 use crate::frame::{self, FileKind, Records};
 use crate::inventory::{self, Inventory};
 use crate::mm::{self, Mm};
+use crate::open::{self, LinkRefusal, OpenError};
 use crate::pagemap::{self, Pagemap, PagemapId};
 use crate::tasks::{self, Task, TaskState};
 
@@ -104,17 +104,21 @@ impl ImageDir {
         std::iter::successors(parent(self), parent).collect()
     }
 
-    /// Opens the directory of the `parent` link; `None` without a link or with a dangling one.
+    /// Opens the directory `parent`, or the one that a link of this name leads to; `None` without one, or with a
+    /// dangling link.
     ///
     /// # Errors
-    /// The link leads back to a descendant, exceeds [`MAX_PARENTS`], or cannot be followed.
+    /// The link leads back to a descendant, exceeds [`MAX_PARENTS`], or is not followed.
     pub fn parent(&self) -> Result<Option<Self>> {
         let path = self.path.join("parent");
-        match open_dir(self.fd.as_fd(), Path::new("parent")) {
-            Ok(fd) => Self::from_fd(fd, path, self.lineage.clone(), self.parsed.clone()).map(Some),
-            Err(Errno::ENOENT) => Ok(None),
-            Err(errno) => Err(io_error("open", &path, errno.into())),
-        }
+        let found = match open::find(self, OsStr::new("parent")) {
+            Err(OpenError::Link(LinkRefusal::Dangling)) => Ok(None),
+            found => found.map_err(|error| named(error, "open", &path)),
+        };
+        let Some(found) = found? else { return Ok(None) };
+        let fd = open_dir(found.into_path(), Path::new("."))
+            .map_err(|errno| io_error("open", &path, errno.into()))?;
+        Self::from_fd(fd, path, self.lineage.clone(), self.parsed.clone()).map(Some)
     }
 
     /// Returns a digest of every file of CRIU that this directory and its parents have parsed so far, with
@@ -211,24 +215,27 @@ impl ImageDir {
     /// it does not exist.
     ///
     /// # Errors
-    /// It is a symbolic link or no regular file, or cannot be opened.
+    /// It is a symbolic link that is not followed, or no regular file, or cannot be opened.
     pub fn file(&self, name: &str) -> Result<Option<(PathBuf, File, u64)>> {
         let path = self.path.join(name);
-        // O_NONBLOCK: opening a FIFO by mistake must be refused below, not block here.
-        let kind = OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
-        let file =
-            match openat(self.fd.as_fd(), name, OFlag::O_RDONLY | OFlag::O_CLOEXEC | kind, Mode::empty()) {
-                Ok(fd) => File::from(fd),
-                Err(Errno::ENOENT) => return Ok(None),
-                Err(Errno::ELOOP) => return Err(ImageError::SymbolicLink { file: path }),
-                Err(errno) => return Err(io_error("open", &path, errno.into())),
-            };
+        let opened = open::open(self, OsStr::new(name)).map_err(|error| named(error, "open", &path));
+        let Some(file) = opened? else { return Ok(None) };
         let meta = file.metadata().map_err(|error| io_error("stat", &path, error))?;
-        if !meta.is_file() {
-            let (expected, found) = ("a regular file".into(), "another kind of file".into());
-            return Err(ImageError::Unsupported { file: path, expected, found });
-        }
         Ok(Some((path, file, meta.len())))
+    }
+
+    /// Opens the files that symbolic links of this directory lead to, one after the other; none for links that are not
+    /// followed. A process that confines itself asks for these first: they may lie in any directory.
+    ///
+    /// # Errors
+    /// The directory cannot be listed.
+    pub fn linked_files(&self) -> Result<impl Iterator<Item = File>> {
+        // By the descriptor: the path may name another directory by now.
+        let entries = fs::read_dir(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
+        let entries = entries.map_err(|error| io_error("list", &self.path, error))?.flatten();
+        let links = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
+        // The reader of a file that is not opened reports why.
+        Ok(links.filter_map(move |link| open::open(self, &link.file_name()).ok().flatten()))
     }
 
     pub(crate) fn records(
@@ -254,6 +261,18 @@ impl ImageDir {
 
 fn open_dir(at: impl AsFd, path: &Path) -> nix::Result<OwnedFd> {
     openat(at, path, OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
+}
+
+fn named(error: OpenError, act: &'static str, file: &Path) -> ImageError {
+    let file = file.to_path_buf();
+    match error {
+        OpenError::Link(refusal) => ImageError::SymbolicLink { file, refusal },
+        OpenError::NotRegular => {
+            let (expected, found) = ("a regular file".into(), "another kind of file".into());
+            ImageError::Unsupported { file, expected, found }
+        }
+        OpenError::Io(source) => ImageError::Io { act, file, source },
+    }
 }
 
 pub(crate) fn io_error(act: &'static str, file: &Path, source: io::Error) -> ImageError {

@@ -4,6 +4,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::open::LinkRefusal;
+
 /// What errors say of bytes that no image of this format has.
 pub const IMAGE_DAMAGED: &str = "the image is damaged";
 
@@ -39,14 +41,13 @@ pub enum ImageError {
         /// The image's inventory.
         file: PathBuf,
     },
-    /// A symbolic link where a file must be: its target may be any file that root can read.
-    #[error(
-        "{file}: is a symbolic link: expected a file of the image; replace it with the file",
-        file = file.display()
-    )]
+    /// A symbolic link that is not followed ([`crate::open`]).
+    #[error("{file}: is a symbolic link {refusal}", file = file.display())]
     SymbolicLink {
         /// The link.
         file: PathBuf,
+        /// Why it is not followed.
+        refusal: LinkRefusal,
     },
     /// The bytes violate the format.
     #[error(

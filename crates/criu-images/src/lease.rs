@@ -5,15 +5,14 @@
 //! directory gets another name. The lock belongs to the open file, so it lasts until the last process has closed its
 //! copy of the descriptor. A dump that replaces the image keeps its files until then.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::ffi::OsStr;
+use std::fs::{File, TryLockError};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
-use nix::libc;
 use rewake_process::file_lock::acquired;
 
-use crate::{INVENTORY_NAME, ImageDir, ImageError, Result};
+use crate::{INVENTORY_NAME, ImageDir, ImageError, Result, open};
 
 /// A lease of an image, for as long as it is not dropped.
 #[derive(Debug)]
@@ -38,8 +37,9 @@ impl ImageLease {
     /// # Errors
     /// The directory has no image, or the file system has no locks.
     pub fn shared(directory: &Path) -> io::Result<Option<Self>> {
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(directory.join(INVENTORY_NAME))?;
+        let file =
+            open::open(File::open(directory)?, OsStr::new(INVENTORY_NAME)).map_err(io::Error::other)?;
+        let file = file.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         Ok(acquired(file.try_lock_shared())?.then_some(Self(file)))
     }
 

@@ -18,9 +18,11 @@ const MAP_SHARED: u32 = 0x1;
 const MAP_PRIVATE: u32 = 0x2;
 const MAP_ANONYMOUS: u32 = 0x20;
 const MAP_LOCKED: u32 = 0x2000;
+const MAP_NORESERVE: u32 = 0x4000;
 const MAP_HUGETLB: u32 = 0x4_0000;
 
 /// From the kernel's mman-common.h.
+const PROT_WRITE: u32 = 2;
 const MADV_DONTFORK: u32 = 10;
 
 /// Bits of a mapping's status in the image.
@@ -28,6 +30,7 @@ const STATUS_VSYSCALL: u32 = 1 << 2;
 const STATUS_VDSO: u32 = 1 << 3;
 const STATUS_FILE_PRIVATE: u32 = 1 << 6;
 const STATUS_FILE_SHARED: u32 = 1 << 7;
+const STATUS_ANON_PRIVATE: u32 = 1 << 9;
 const STATUS_VVAR: u32 = 1 << 12;
 const STATUS_GUARD: u32 = 1 << 16;
 const STATUS_PLUGIN: u32 = 1 << 27;
@@ -49,7 +52,7 @@ const KINDS: &[(u32, &str)] = &[
     (STATUS_FILE_PRIVATE, "file-private"),
     (STATUS_FILE_SHARED, "file-shared"),
     (1 << 8, "anon-shared"),
-    (1 << 9, "anon-private"),
+    (STATUS_ANON_PRIVATE, "anon-private"),
 ];
 
 /// One mapping of a task.
@@ -83,6 +86,24 @@ impl Vma {
             && self.flags & MAP_PRIVATE != 0
             && self.flags & (MAP_LOCKED | MAP_HUGETLB) == 0
             && self.status & (STATUS_VDSO | STATUS_VVAR | STATUS_VSYSCALL) == 0
+    }
+
+    /// Whether a lazy restore maps this writable before it makes the rest of the process: private memory, no huge
+    /// pages.
+    pub(crate) fn is_premapped(&self) -> bool {
+        self.flags & MAP_PRIVATE != 0
+            && self.flags & MAP_HUGETLB == 0
+            && self.status & (STATUS_FILE_PRIVATE | STATUS_ANON_PRIVATE) != 0
+            && self.status & (STATUS_VDSO | STATUS_VVAR | STATUS_VSYSCALL) == 0
+    }
+
+    pub(crate) fn is_writable(&self) -> bool {
+        self.prot & PROT_WRITE != 0
+    }
+
+    /// Whether the kernel does not count it as memory that may be needed, unless it overcommits none.
+    pub(crate) fn is_unreserved(&self) -> bool {
+        self.flags & MAP_NORESERVE != 0
     }
 
     /// Returns a short name of the kind of mapping, for printing.

@@ -8,6 +8,7 @@ use crate::PAGE;
 use crate::dir::ImageDir;
 use crate::error::{ImageError, Result};
 use crate::mm::Vma;
+use crate::overcommit::LazyMappings;
 use crate::pagemap::{Generation, PageFlags, Pagemap, PagemapEntry, PagemapId};
 
 /// An open file of pages: `pages-N.img`, or the contents of a GPU's buffers.
@@ -51,6 +52,8 @@ pub struct LazyPlan {
     pub extents: Vec<LazyExtent>,
     /// Lazy pages that are in no file: `criu dump --lazy-pages` left them to its page server.
     pub remote_pages: u64,
+    /// What CRIU maps for them.
+    pub mappings: LazyMappings,
 }
 
 /// The lazy pages of a task, for a restore that gets all of them from a page server.
@@ -97,7 +100,9 @@ impl ImageDir {
         planner.run()?;
         let ExtentPlanner { mut extents, remote: remote_pages, .. } = planner;
         extents.shrink_to_fit();
-        Ok(LazyPlan { files, extents, remote_pages })
+        let mut mappings = LazyMappings::default();
+        mappings.add(pid, &mm);
+        Ok(LazyPlan { files, extents, remote_pages, mappings })
     }
 
     fn no_pagemap(&self, pid: u32) -> ImageError {

@@ -74,7 +74,9 @@ const ALLOWED: &[libc::c_long] = &[
 /// # Errors
 /// The kernel refuses a limit or has no seccomp filters: then no connection is made.
 pub(crate) fn confine(plan: &FetchPlan) -> io::Result<()> {
-    setrlimit(Resource::RLIMIT_FSIZE, plan.len, plan.len)?;
+    // This user may have a lower limit already.
+    let (_, most) = getrlimit(Resource::RLIMIT_FSIZE)?;
+    setrlimit(Resource::RLIMIT_FSIZE, plan.len.min(most), plan.len.min(most))?;
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
     let (_, descriptors) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, descriptors, descriptors)?;

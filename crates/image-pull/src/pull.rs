@@ -179,7 +179,10 @@ fn copy(
         }
         Some(ManifestRecord::Parent(parent)) => copy.target.link_parent(&parent)?,
         // Read again from its start.
-        _ => first = manifest()?,
+        _ => {
+            copy.target.expect_no_parent()?;
+            first = manifest()?;
+        }
     }
     copy.all(Chunks::new(first))?;
     if copy.report.left == 0 {

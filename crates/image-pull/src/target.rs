@@ -17,8 +17,8 @@ use nix::unistd::{Whence, lseek};
 use rewake_criu_images::{Digest, FILE_MODE, ImageDir, ImageLease};
 use rewake_image_protocol::open_files::OpenFiles;
 use rewake_manifest::{
-    MANIFEST_NAME, ManifestReader, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent, WORKING_SET_NAME,
-    is_covered,
+    MANIFEST_NAME, ManifestReader, PARENT, PARTIAL_NAME, SealedChunk, SealedFile, SealedParent,
+    WORKING_SET_NAME, is_covered,
 };
 use rewake_process::file_lock::DirectoryLock;
 
@@ -144,12 +144,25 @@ impl Target {
         written.and_then(|()| fs::rename(&part, &path)).with_context(|| path.display().to_string())
     }
 
+    /// Checks that a directory has no parent image, for an image that has none.
+    pub(crate) fn expect_no_parent(&self) -> anyhow::Result<()> {
+        let parent = self.path.join(PARENT);
+        ensure!(
+            parent.symlink_metadata().is_err(),
+            "{}: the image has no parent: choose another directory, or remove this one",
+            parent.display()
+        );
+        Ok(())
+    }
+
     /// Makes the link to the parent image, which must be in its place.
     pub(crate) fn link_parent(&self, parent: &SealedParent) -> anyhow::Result<()> {
-        let link = self.path.join("parent");
+        let link = self.path.join(PARENT);
         let target = Path::new(std::ffi::OsStr::from_bytes(&parent.target));
         match fs::read_link(&link) {
             Ok(found) if found == target => {}
+            // The parent image is in this directory.
+            _ if link.is_dir() && !link.is_symlink() || target.as_os_str() == PARENT => {}
             Ok(found) => {
                 bail!("{}: a link to {}, expected {}", link.display(), found.display(), target.display())
             }
@@ -272,7 +285,9 @@ fn remove_other(path: &Path, is_partial: bool) -> anyhow::Result<()> {
     let _lease = if is_partial { sole_lease(path)? } else { None };
     for entry in fs::read_dir(path)?.flatten() {
         let name = entry.file_name();
-        if is_covered(name.as_bytes()) || name == "parent" {
+        // A parent image in this directory is an image of its own, and stays.
+        let is_parent = || name == PARENT && entry.file_type().is_ok_and(|kind| !kind.is_dir());
+        if is_covered(name.as_bytes()) || is_parent() {
             ensure!(
                 is_partial,
                 "{}: it has files of an image without a manifest: choose an empty directory",

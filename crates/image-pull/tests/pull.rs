@@ -316,6 +316,30 @@ fn an_incremental_image_needs_its_parent_beside_it() {
     verify(&copy, |difference| panic!("{difference}")).unwrap();
 }
 
+#[test]
+fn a_parent_may_be_a_directory_of_its_child() {
+    let scene = Scene::new();
+    let exports = scene.dir.path().join("exports/web");
+    let child = exports.join("2");
+    fs::create_dir(&child).unwrap();
+    inventory(&child, 2);
+    fs::rename(exports.join("1"), child.join("parent")).unwrap();
+    seal(&child).unwrap();
+    let copies = scene.dir.path().join("copies");
+    let go =
+        |image: &str, to: &str| pull(&mut scene.source(image, usize::MAX).unwrap().0, &copies.join(to), None);
+    let error = format!("{:#}", go("web/2", "2").unwrap_err());
+    assert!(error.contains("copy the parent image to") && error.contains("2/parent first"), "{error}");
+    fs::remove_dir_all(copies.join("2")).unwrap();
+    go("web/2/parent", "2/parent").unwrap();
+    go("web/2", "2").unwrap();
+    assert!(copies.join("2/parent/pages-1.img").is_file());
+    verify(&copies.join("2"), |difference| panic!("{difference}")).unwrap();
+    go("web/2/parent", "3/parent").unwrap();
+    let error = format!("{:#}", go("web/2/parent", "3").unwrap_err());
+    assert!(error.contains("3/parent: the image has no parent"), "{error}");
+}
+
 /// Adds a pagemap: the first page is not lazy, and the first chunk of the second address is zeros.
 fn with_pagemap(scene: &Scene) -> Vec<u8> {
     let image = scene.image();

@@ -4,7 +4,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 
@@ -12,7 +11,7 @@ use rewake_criu_images::{Digest, ImageDir, is_gpu_pages_file};
 use rewake_image_io::{BLOCK, BlockChecksums, checksum_of_zeros};
 
 use crate::difference::ImageDifference;
-use crate::directory::{covered_files, open, parent_link};
+use crate::directory::{covered_files, moved_parent, open, parent_place};
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::names::PARTIAL_NAME;
@@ -207,17 +206,14 @@ impl<'a> Reading<'a> {
         memory.checksums.extend(blocks.map(zeros));
     }
 
-    /// Checks that the link leads where it did.
+    /// Checks that the parent image is where it was.
     fn check_parent(&self) -> Result<()> {
-        let found = parent_link(self.images)?;
+        let found = parent_place(self.images)?;
         let sealed = self.read.parent.as_ref().map(|parent| &*parent.target);
-        let what = match (sealed, found.as_ref().map(|link| link.as_bytes())) {
-            (sealed, found) if sealed == found => return Ok(()),
-            (None, Some(_)) => "not sealed: the link was added later",
-            (Some(_), None) => "missing",
-            _ => "leads elsewhere than when it was sealed",
-        };
-        Err(self.differs(ImageDifference::Parent { what: what.to_owned() }))
+        match moved_parent(sealed, found.as_deref()) {
+            None => Ok(()),
+            Some(what) => Err(self.differs(ImageDifference::Parent { what: what.to_owned() })),
+        }
     }
 
     fn differs(&self, difference: ImageDifference) -> ManifestError {

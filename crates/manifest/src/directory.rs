@@ -2,7 +2,7 @@
 //! The files of an image directory that a manifest covers.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::ffi::OsStrExt as _;
@@ -47,12 +47,29 @@ pub(crate) fn open(images: &ImageDir, name: &str) -> Result<Option<(File, u64)>>
     Ok(images.file(name)?.map(|(_, file, length)| (file, length)))
 }
 
-/// Returns what the link to the parent image says; `None` without one.
-pub(crate) fn parent_link(images: &ImageDir) -> Result<Option<OsString>> {
+/// Returns where the parent image is, relative to this one: what the link says, or `parent` itself where that is a
+/// directory, as a copy that follows links makes it. `None` without one.
+pub(crate) fn parent_place(images: &ImageDir) -> Result<Option<OsString>> {
     match readlinkat(images.as_fd(), PARENT) {
         Ok(target) => Ok(Some(target)),
+        // It is no link. A link could not say `parent`: it would lead to itself.
+        Err(Errno::EINVAL) => Ok(Some(PARENT.into())),
         Err(Errno::ENOENT) => Ok(None),
         Err(errno) => Err(io("read", &images.path().join(PARENT))(errno.into())),
+    }
+}
+
+/// Returns why the parent image is not where it was when its child was sealed; `None` where it is. A copy that follows
+/// links has the parent as a directory, which is as good: a sealed parent is known by its id.
+pub(crate) fn moved_parent(sealed: Option<&[u8]>, found: Option<&OsStr>) -> Option<&'static str> {
+    match (sealed, found) {
+        (None, None) => None,
+        (None, Some(_)) => Some("not sealed: it was added later"),
+        (Some(_), None) => Some("missing"),
+        (Some(sealed), Some(found)) => {
+            let is_there = found.as_bytes() == sealed || found == PARENT;
+            (!is_there).then_some("leads elsewhere than when it was sealed")
+        }
     }
 }
 

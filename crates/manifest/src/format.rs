@@ -40,7 +40,7 @@ pub struct SealedFile {
 /// The parent image of an incremental one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SealedParent {
-    /// What the link `parent` says.
+    /// Where it is, relative to this image: what the link `parent` says, or `parent` where that is a directory.
     pub target: Vec<u8>,
     /// The parent image's id; `None` if it was not sealed.
     pub id: Option<Digest>,

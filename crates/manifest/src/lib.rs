@@ -27,7 +27,7 @@ pub use difference::ImageDifference;
 pub use directory::is_covered;
 pub use error::{ManifestError, Result};
 pub use format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
-pub use names::{MANIFEST_NAME, MAX_WORKING_SET, PARTIAL_NAME, WORKING_SET_NAME};
+pub use names::{MANIFEST_NAME, MAX_WORKING_SET, PARENT, PARTIAL_NAME, WORKING_SET_NAME};
 pub use seal::{SealReport, refuse_partial, seal};
 pub use segment::{SealedChunk, SealedSegment};
 pub use verify::{VerifyReport, verify, verify_files};

@@ -16,7 +16,7 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 use rewake_criu_images::{Digest, INVENTORY_NAME, ImageDir, MemoryFiles};
 use rewake_image_io::FileState;
 
-use crate::directory::{covered_files, open, parent_link, sync, sync_files};
+use crate::directory::{covered_files, open, parent_place, sync, sync_files};
 use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestWriter, SealedFile, SealedParent};
 use crate::names::{MANIFEST_NAME, PARTIAL_NAME};
@@ -141,7 +141,7 @@ fn create(images: &ImageDir) -> Result<File> {
 }
 
 fn parent(images: &ImageDir) -> Result<Option<SealedParent>> {
-    let Some(target) = parent_link(images)? else { return Ok(None) };
+    let Some(target) = parent_place(images)? else { return Ok(None) };
     let id = match images.parent()?.map(|parent| ManifestReader::open(&parent)) {
         Some(Ok(manifest)) => Some(manifest.id()),
         None | Some(Err(ManifestError::NotSealed { .. })) => None,

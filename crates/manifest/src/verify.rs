@@ -4,14 +4,13 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use rewake_criu_images::{Digest, ImageDir};
 
 use crate::difference::ImageDifference;
-use crate::directory::{covered_files, open, parent_link};
+use crate::directory::{covered_files, moved_parent, open, parent_place};
 use crate::error::{ManifestError, Result};
 use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::parallel::Workers;
@@ -84,8 +83,10 @@ fn compare(
     for file in names.difference(&jobs.sealed) {
         differences.add(ImageDifference::Added { file: file.clone() });
     }
-    if !jobs.has_parent && parent_link(&images)?.is_some() {
-        differences.add(ImageDifference::Parent { what: "not sealed: the link was added later".to_owned() });
+    if !jobs.has_parent
+        && let Some(what) = moved_parent(None, parent_place(&images)?.as_deref())
+    {
+        differences.add(ImageDifference::Parent { what: what.to_owned() });
     }
     differences.flush();
     Ok(VerifyReport { id, files, bytes, differences: differences.count })
@@ -209,14 +210,10 @@ impl<'a> VerifyJobs<'a> {
 
     fn parent(&mut self, sealed: &SealedParent) -> Result<Option<ImageDifference>> {
         self.has_parent = true;
-        let found = parent_link(self.images)?.map(OsStringExt::into_vec);
+        let found = parent_place(self.images)?;
         let wrong = |what: &str| Ok(Some(ImageDifference::Parent { what: what.to_owned() }));
-        if found.as_ref() != Some(&sealed.target) {
-            return wrong(if found.is_some() {
-                "leads elsewhere than when it was sealed"
-            } else {
-                "missing"
-            });
+        if let Some(what) = moved_parent(Some(&sealed.target), found.as_deref()) {
+            return wrong(what);
         }
         let Some(parent) = self.images.parent()? else {
             return wrong("the image that it leads to is missing");

@@ -14,6 +14,7 @@
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
 //! * [`working_set`]: what programs access first, recorded for later restores.
 //! * [`control`]: what the agent, streamers and their clients send to each other.
+//! * [`limits`]: which limit of this process an error has reached.
 //! * [`record`]: the events of a session with their times. [`fault_latencies`]: how long page faults waited.
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
@@ -27,6 +28,7 @@ mod fetcher_process;
 pub mod gpu;
 mod last_words;
 pub mod ledger;
+pub mod limits;
 pub mod planner;
 pub mod record;
 pub mod restore;

@@ -20,7 +20,7 @@ use super::counts::{EndedCounts, FailureKind};
 use super::sessions_file::{self, SessionEntry, Sessions};
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{self, Ended, MemorySource, State, Streaming};
-use rewake_streamer::control::streamer::{self, ABANDONED};
+use rewake_streamer::control::streamer::{self, ABANDONED, StartedNotLazily};
 use rewake_streamer::control::work_folder::{self, LOG};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{LaunchPlan, MemoryServer};
@@ -125,14 +125,24 @@ impl Registry {
             record: open.record,
             on_demand_only: (open.on_demand_only_s > 0).then(|| Duration::from_secs(open.on_demand_only_s)),
         };
-        let plan = self.plan(images.clone()).await?;
+        let mut plan = self.plan(images.clone()).await?;
         loading.check(plan.gpus)?;
-        if let Some(reason) = &plan.eager {
-            warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
-        }
         let session = self.last.get() + 1;
         self.last.set(session);
-        streamer::start(&images, work, &plan, loading, Some(&work.join(LOG)), false).await?;
+        let log = work.join(LOG);
+        if plan.lazy_pages()
+            && let Err(error) = streamer::start(&images, work, &plan, loading, Some(&log), false).await
+        {
+            let reason = error.downcast::<StartedNotLazily>()?;
+            // CRIU cannot load memory that is on another host.
+            ensure!(plan.from.is_none(), "{reason}: bring all of it first (`rewake cache warm`)");
+            plan.eager = Some(reason.to_string());
+        }
+        if let Some(reason) = &plan.eager {
+            plan.check(loading)?;
+            warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
+            streamer::start(&images, work, &plan, loading, Some(&log), false).await?;
+        }
         info!(session, "a streamer waits for a restore of {}", images.display());
         self.follow(SessionEntry::new(session, &images, work));
         self.save();

@@ -54,6 +54,6 @@ pub(super) fn pidfile(options: &CriuServerArgs) -> anyhow::Result<Option<Pidfile
 pub(super) fn complain(options: &CriuServerArgs, error: &anyhow::Error) {
     if options.log_file.is_some() || options.verbosity == 0 {
         // The exit code says the rest if stderr is closed.
-        print::say(format!("{error:#}"));
+        print::say(rewake_streamer::limits::explained(error));
     }
 }

@@ -43,11 +43,13 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     }
     let restore = StreamedRestore::new(RestoreOptions {
         images: Some(images),
+        no_gpus: false,
         work,
         loading: LoadingOptions::default(),
         keeps_record: false,
         server: page_server,
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
+        or_eagerly: false,
     })?;
     let code = supervisor::supervise(ready, |start| {
         restore.serve(start).unwrap_or_else(|error| {

@@ -10,9 +10,11 @@ use super::{directory, ready};
 use crate::cli::StreamerArgs;
 use crate::logging;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
+use rewake_streamer::control::streamer::NOT_LAZY;
 use rewake_streamer::control::work_folder;
 use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
+use rewake_streamer::session::image::NotLazy;
 use rewake_streamer::supervise::supervisor;
 use rewake_streamer::working_set::LoadingOptions;
 
@@ -20,7 +22,7 @@ use rewake_streamer::working_set::LoadingOptions;
 const FAILED: u8 = 1;
 
 /// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was asked to
-/// stop and nothing depended on it.
+/// stop and nothing depended on it, [`NOT_LAZY`] when the image cannot be restored lazily.
 ///
 /// # Errors
 /// Options or directories are wrong, or another streamer serves there already.
@@ -29,6 +31,7 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
     let work = directory(&options.work_dir, "-W")?;
     let restore = StreamedRestore::new(RestoreOptions {
         images: options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?,
+        no_gpus: options.no_gpus,
         work: work.clone(),
         loading: LoadingOptions {
             record: options.record,
@@ -37,10 +40,12 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         keeps_record: true,
         server: server(options),
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
+        or_eagerly: true,
     })?;
-    let code =
-        supervisor::supervise(ready(options.status_fd)?, |start| restore.serve(start).unwrap_or(FAILED))?;
-    if options.remove_work_dir && code != FAILED {
+    let code = supervisor::supervise(ready(options.status_fd)?, |start| {
+        restore.serve(start).unwrap_or_else(|error| if error.is::<NotLazy>() { NOT_LAZY } else { FAILED })
+    })?;
+    if options.remove_work_dir && ![FAILED, NOT_LAZY].contains(&code) {
         // A command that no streamer answers any more removes the directory itself.
         drop(restore);
         work_folder::remove_unused(&work);

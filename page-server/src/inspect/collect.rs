@@ -4,7 +4,9 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
-use rewake_criu_images::{ImageDir, ImageError, Mm, PAGE, PageFlags, Pagemap, Task, TaskState, Vma};
+use rewake_criu_images::{
+    ImageDir, ImageError, LazyMappings, Mm, Overcommit, PAGE, PageFlags, Pagemap, Task, TaskState, Vma,
+};
 
 use super::{FileReport, InspectReport, Lazy, Pages, TaskReport, Totals, Verdict, VmaReport, gpu};
 
@@ -13,8 +15,12 @@ use super::{FileReport, InspectReport, Lazy, Pages, TaskReport, Totals, Verdict,
 /// # Errors
 /// The directory cannot be opened. All other errors are in [`InspectReport::damage`].
 pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
-    let mut reader =
-        ImageReader { image: ImageDir::open(path)?, damage: Damage::default(), owners: BTreeMap::new() };
+    let mut reader = ImageReader {
+        image: ImageDir::open(path)?,
+        damage: Damage::default(),
+        owners: BTreeMap::new(),
+        mappings: LazyMappings::default(),
+    };
     let parents = reader.parents();
     let inventory = reader.image.inventory();
     let inventory = reader.damage.value_or_note(inventory);
@@ -27,6 +33,8 @@ pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
         gpu::collect::collect(&reader.image, files.iter().map(|file| file.name.as_str()), &mut reader.damage);
     let totals = Totals::of(&tasks, &files);
     let damage = reader.damage.messages;
+    // Where the kernel does not say what it permits, only the image decides.
+    let overcommit = Overcommit::now().unwrap_or(Overcommit::Always);
     Ok(InspectReport {
         images_dir: path.display().to_string(),
         parent_dirs: parents.iter().map(real_path).collect(),
@@ -34,7 +42,7 @@ pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
         run_id: inventory.as_ref().and_then(|inventory| inventory.run_id.as_deref().map(text)),
         plugins: inventory.map_or_else(Vec::new, |of| of.plugins.iter().map(|name| text(name)).collect()),
         page_bytes: PAGE,
-        lazy: verdict(&totals.pages, &damage),
+        lazy: verdict(&totals.pages, &damage, overcommit.refusal(&reader.mappings)),
         tasks,
         gpu,
         totals,
@@ -73,6 +81,7 @@ struct ImageReader {
     damage: Damage,
     /// The owner of each pages file, by the number in the file's name.
     owners: BTreeMap<u32, u32>,
+    mappings: LazyMappings,
 }
 
 impl ImageReader {
@@ -93,6 +102,7 @@ impl ImageReader {
             Some((state, _)) if !state.has_memory() => (None, None),
             _ => self.memory(task.pid, core.is_some(), parent),
         };
+        mm.iter().for_each(|mm| self.mappings.add(task.pid, mm));
         let map = pages.as_ref().map(|(map, _)| map);
         let (state, comm) =
             core.map_or((None, None), |(state, comm)| (Some(state_name(state)), Some(text(&comm))));
@@ -181,7 +191,7 @@ impl ImageReader {
     }
 }
 
-fn verdict(pages: &Pages, damage: &[String]) -> Lazy {
+fn verdict(pages: &Pages, damage: &[String], not_here: Option<String>) -> Lazy {
     if !damage.is_empty() {
         return Lazy { verdict: Verdict::No, reason: Some("the image is damaged".into()) };
     }
@@ -192,7 +202,8 @@ fn verdict(pages: &Pages, damage: &[String]) -> Lazy {
         );
         return Lazy { verdict: Verdict::NeedsPageServer, reason: Some(reason) };
     }
-    Lazy { verdict: Verdict::Yes, reason: None }
+    let verdict = if not_here.is_some() { Verdict::NotHere } else { Verdict::Yes };
+    Lazy { verdict, reason: not_here }
 }
 
 fn state_name(state: TaskState) -> String {

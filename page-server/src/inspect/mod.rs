@@ -59,6 +59,8 @@ pub enum Verdict {
     Yes,
     /// Only the dump's page server has some pages.
     NeedsPageServer,
+    /// Not on this machine: its kernel refuses what CRIU maps for that.
+    NotHere,
     /// No: the image is damaged.
     No,
 }

@@ -55,6 +55,7 @@ fn header(report: &InspectReport, out: &mut impl Write) -> io::Result<()> {
     let answer = match report.lazy.verdict {
         Verdict::Yes => "yes",
         Verdict::NeedsPageServer => "with a page server only",
+        Verdict::NotHere => "not on this machine",
         Verdict::No => "no",
     };
     write!(out, "lazily:  {answer}")?;

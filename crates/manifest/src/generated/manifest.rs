@@ -28,10 +28,10 @@ pub struct Start {
     #[prost(uint32, tag = "1")]
     pub version: u32,
 }
-/// The symbolic link `parent`.
+/// The parent image.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Parent {
-    /// What the link says.
+    /// Where it is, relative to this image: what the symbolic link `parent` says, or `parent` where that is a directory.
     #[prost(bytes = "vec", tag = "1")]
     pub target: ::prost::alloc::vec::Vec<u8>,
     /// The id of the parent image; empty if it was not sealed.

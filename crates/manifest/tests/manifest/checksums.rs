@@ -98,7 +98,7 @@ fn files_that_do_not_match_the_manifest_are_refused_by_name() {
     });
     assert!(changed.starts_with("pagemap-7.img: wrong bytes in the "), "{changed}");
     let linked = refusal(|dir| symlink(dir, dir.join("parent")).unwrap());
-    assert!(linked.starts_with("parent: not sealed: the link was added later"), "{linked}");
+    assert!(linked.starts_with("parent: not sealed: it was added later"), "{linked}");
 }
 
 #[test]

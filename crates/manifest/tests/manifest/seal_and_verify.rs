@@ -188,14 +188,30 @@ fn files_that_are_shorter_longer_missing_or_new_are_found() {
 }
 
 #[test]
-fn a_link_in_the_place_of_a_file_is_not_followed() {
-    let dir = sealed(4);
-    let path = dir.path().join("files.img");
-    fs::rename(&path, dir.path().join("elsewhere")).unwrap();
-    symlink("elsewhere", &path).unwrap();
-    let found = differences(dir.path());
+fn a_view_of_an_image_is_sealed_and_nothing_is_written_through_its_links() {
+    let (real, view) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    fill(real.path(), 4);
+    let files = || {
+        let all = fs::read_dir(real.path()).unwrap().map(|entry| entry.unwrap());
+        let mut all: Vec<_> = all.map(|it| (it.file_name(), fs::read(it.path()).unwrap())).collect();
+        all.sort();
+        all
+    };
+    let before = files();
+    for (name, _) in &before {
+        symlink(real.path().join(name), view.path().join(name)).unwrap();
+    }
+    // A link in the place of the file that is written: a manifest takes its place.
+    symlink(real.path().join("files.img"), view.path().join("rewake-manifest.new")).unwrap();
+    let sealed = seal(view.path()).unwrap();
+    assert_eq!(differences(view.path()), []);
+    assert_eq!(files(), before);
+    assert_eq!(seal(real.path()).unwrap().id, sealed.id, "the image is the same one");
+    fs::remove_file(real.path().join("files.img")).unwrap();
+    let found = differences(view.path());
     assert!(
-        matches!(&found[..], [ImageDifference::Unreadable { file, .. }] if file == "files.img"),
+        matches!(&found[..], [ImageDifference::Unreadable { file, reason }]
+            if file == "files.img" && reason.contains("leads to no file")),
         "{found:?}"
     );
 }
@@ -324,6 +340,34 @@ fn an_image_that_changes_while_it_is_read_is_not_sealed() {
 }
 
 #[test]
+fn a_parent_may_be_a_directory_of_its_child() {
+    let dir = tempfile::tempdir().unwrap();
+    let [parent, child] = ["1", "2"].map(|name| dir.path().join(name));
+    [&parent, &child].into_iter().for_each(|image| {
+        fs::create_dir(image).unwrap();
+        fill(image, 4);
+    });
+    seal(&parent).unwrap();
+    symlink("../1", child.join("parent")).unwrap();
+    seal(&child).unwrap();
+    // As `cp -rL` leaves them: the child was sealed with a link.
+    fs::remove_file(child.join("parent")).unwrap();
+    fs::rename(&parent, child.join("parent")).unwrap();
+    assert_eq!(differences(&child), []);
+    fs::remove_file(child.join(MANIFEST_NAME)).unwrap();
+    assert!(!seal(&child).unwrap().has_unsealed_parent);
+    assert_eq!(differences(&child), []);
+    fs::remove_file(child.join("parent").join(MANIFEST_NAME)).unwrap();
+    fs::write(child.join("parent/files.img"), "other").unwrap();
+    seal(&child.join("parent")).unwrap();
+    let found = differences(&child);
+    assert!(
+        matches!(&found[..], [ImageDifference::Parent { what }] if what.contains("another image")),
+        "{found:?}"
+    );
+}
+
+#[test]
 fn a_parent_must_be_the_one_that_was_sealed() {
     let dir = tempfile::tempdir().unwrap();
     let [parent, child] = ["1", "2"].map(|name| dir.path().join(name));
@@ -350,6 +394,6 @@ fn a_parent_must_be_the_one_that_was_sealed() {
     fs::remove_file(child.join("parent")).unwrap();
     assert_eq!(differences(&child), [ImageDifference::Parent { what: "missing".into() }]);
     symlink("../2", parent.join("parent")).unwrap();
-    let added = "not sealed: the link was added later".into();
+    let added = "not sealed: it was added later".into();
     assert_eq!(differences(&parent), [ImageDifference::Parent { what: added }]);
 }

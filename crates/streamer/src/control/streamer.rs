@@ -29,16 +29,25 @@ const START_LIMIT: Duration = Duration::from_secs(120);
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
 const RETRY: Duration = Duration::from_millis(50);
 
+/// The exit code of a streamer whose image cannot be restored lazily on this machine.
+pub const NOT_LAZY: u8 = 4;
+
 /// What a user can do when all processes of a streamer were killed.
 pub const ABANDONED: &str = "every process of the streamer was killed: the restored processes wait for their memory; \
      run `rewake recover`, which kills those whose GPUs were not resumed";
+
+/// A streamer has ended because its image cannot be restored lazily on this machine.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct StartedNotLazily(pub String);
 
 /// Starts a streamer, and returns when it listens. It writes to this log, else to this process's standard error. It
 /// outlives this process: the restored processes depend on it. `removes_work`: it removes its work directory at its end
 /// ([`super::work_folder`]).
 ///
 /// # Errors
-/// It cannot be started, or ends at once: with its last log line, if it has a log.
+/// It cannot be started, or ends at once: with its last log line, if it has a log. [`StartedNotLazily`]: CRIU can
+/// restore the image, but not lazily.
 pub async fn start(
     images: &Path,
     work: &Path,
@@ -62,6 +71,10 @@ pub async fn start(
     let listening = timeout(START_LIMIT, ready.read(&mut byte)).await;
     if listening.context("the streamer does not listen")?? == 0 {
         let words = log.and_then(last_words).unwrap_or_else(|| "see above".to_owned());
+        let ended = timeout(START_LIMIT, child.wait()).await;
+        if ended.is_ok_and(|ended| ended.is_ok_and(|status| status.code() == Some(NOT_LAZY.into()))) {
+            return Err(StartedNotLazily(words).into());
+        }
         bail!("the streamer could not be started: {words}");
     }
     Ok(())

@@ -17,7 +17,7 @@ use tracing::{debug, error, warn};
 
 use crate::cpu::space::REGISTERED;
 use crate::cpu::{AddressSpace, ReactorPool, ReactorRequest};
-use crate::ledger::{Journal, Ledger, MAX_SPACES, SpaceSlot};
+use crate::ledger::{Journal, Ledger, SpaceSlot};
 use crate::session::Session;
 use crate::session::image::{Image, TaskPlan};
 use crate::supervise::processes;
@@ -62,7 +62,10 @@ pub fn open(
     check_events(arrival)?;
     let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index));
     let slot = slot.with_context(|| {
-        format!("more than {MAX_SPACES} address spaces at once: restore fewer processes at once")
+        format!(
+            "more than {} address spaces at once: restore fewer processes at once",
+            ledger.capacity().len()
+        )
     })?;
     slot.image_pid.store(arrival.image_pid, Ordering::Relaxed);
     slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
@@ -160,7 +163,8 @@ pub fn kill_rejected(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
 fn abandon(ledger: Ledger, number: RawFd) {
     let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
         return error!(
-            "more than {MAX_SPACES} address spaces: its userfaultfd is lost when this worker ends"
+            "more than {} address spaces: its userfaultfd is lost when this worker ends",
+            ledger.capacity().len()
         );
     };
     slot.abandoned.store(1, Ordering::Relaxed);

@@ -101,7 +101,12 @@ impl Folder {
     }
 
     fn create_below(root: &Path, name: &str) -> anyhow::Result<(Self, Ledger)> {
-        DirBuilder::new().recursive(true).mode(0o700).create(root)?;
+        DirBuilder::new().recursive(true).mode(0o700).create(root).with_context(|| {
+            format!(
+                "making {}, where a successor finds the restore: mount a writable tmpfs there",
+                root.display()
+            )
+        })?;
         let make = |path: &Path| DirBuilder::new().mode(0o700).create(path);
         let (path, ()) = in_new_folder(root, name, make)
             .with_context(|| format!("making a folder in {}", root.display()))?;
@@ -266,6 +271,16 @@ mod tests {
             locked.is_some()
         });
         locked.unwrap()
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_named_with_the_way_out() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("run"), "").unwrap();
+        let error =
+            format!("{:#}", Folder::create_below(&root.path().join("run/rewake"), "1-2").unwrap_err());
+        assert!(error.starts_with("making ") && error.contains("/run/rewake, where a successor"), "{error}");
+        assert!(error.contains("mount a writable tmpfs there: Not a directory"), "{error}");
     }
 
     #[test]

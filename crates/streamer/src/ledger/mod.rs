@@ -22,11 +22,13 @@ mod space_slot;
 
 use std::fs::File;
 use std::io;
+use std::mem::offset_of;
 use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::fcntl::FallocateFlags;
+use nix::sys::resource::{Resource, getrlimit};
 use nix::time::{ClockId, clock_gettime};
 
 pub use folder::{Folder, FolderInUse, Starter, root};
@@ -37,7 +39,7 @@ pub use session_slot::{SessionOutcome, SessionSlot, SessionState};
 pub use space_slot::SpaceSlot;
 
 /// Address spaces that one streamer watches at once: every task of the restore, and the children that they
-/// fork.
+/// fork. There are fewer where this user may write no file of the ledger's length.
 pub const MAX_SPACES: usize = 4096;
 /// Messages that one read of a userfaultfd receives.
 pub const MAX_MESSAGES: usize = 32;
@@ -68,7 +70,7 @@ pub fn wants_room(error: &io::Error) -> bool {
 #[repr(C)]
 struct Layout {
     magic: AtomicU64,
-    /// Size of the layout in bytes.
+    /// Bytes of the file: less than the layout where this user may write no file of that length.
     length: AtomicU64,
     /// Every space slot in use is among this many first ones.
     used_spaces: AtomicU32,
@@ -96,6 +98,11 @@ impl std::fmt::Debug for Ledger {
     }
 }
 
+/// The space slots of a file of this length.
+fn slots_in(length: usize) -> usize {
+    length.saturating_sub(offset_of!(Layout, spaces)) / size_of::<SpaceSlot>()
+}
+
 fn now() -> u64 {
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default();
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
@@ -111,18 +118,29 @@ impl Ledger {
         Self::in_file(&crate::sys::memory_file(c"rewake-ledger", 0)?.into())
     }
 
-    /// Makes an empty ledger in a new file, with all its blocks allocated.
+    /// Makes an empty ledger in a new file, with all its blocks allocated. Where this process may not write a file of
+    /// that length (RLIMIT_FSIZE), the ledger has fewer slots.
     ///
     /// A page that the file system refused later would be a SIGBUS.
     ///
     /// # Errors
-    /// ENOMEM, ENOSPC.
+    /// ENOMEM, ENOSPC, or EFBIG where no slot is allowed.
     pub fn in_file(file: &File) -> io::Result<Self> {
-        let length = libc::off_t::try_from(size_of::<Layout>()).map_err(io::Error::other)?;
-        nix::fcntl::fallocate(file, FallocateFlags::empty(), 0, length)?;
-        let ledger = Self::map(file)?;
+        let (most, _) = getrlimit(Resource::RLIMIT_FSIZE)?;
+        Self::in_file_of(file, most)
+    }
+
+    fn in_file_of(file: &File, most: u64) -> io::Result<Self> {
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let length = match slots_in(most).min(MAX_SPACES) {
+            0 => return Err(io::Error::from_raw_os_error(libc::EFBIG)),
+            slots => offset_of!(Layout, spaces) + slots * size_of::<SpaceSlot>(),
+        };
+        let allocated = libc::off_t::try_from(length).map_err(io::Error::other)?;
+        nix::fcntl::fallocate(file, FallocateFlags::empty(), 0, allocated)?;
+        let ledger = Self::map(file, length)?;
         ledger.0.session.reset();
-        ledger.0.length.store(size_of::<Layout>() as u64, Ordering::Relaxed);
+        ledger.0.length.store(length as u64, Ordering::Relaxed);
         ledger.0.magic.store(MAGIC, Ordering::Release);
         Ok(ledger)
     }
@@ -132,32 +150,30 @@ impl Ledger {
     /// # Errors
     /// ENOMEM.
     pub fn of_file(file: &File) -> io::Result<Option<Self>> {
-        let length = size_of::<Layout>() as u64;
-        if file.metadata()?.len() != length {
+        let length = usize::try_from(file.metadata()?.len()).unwrap_or(usize::MAX);
+        if length > size_of::<Layout>() || slots_in(length) == 0 {
             return Ok(None);
         }
-        let ledger = Self::map(file)?;
+        let ledger = Self::map(file, length)?;
         let own = ledger.0.magic.load(Ordering::Acquire) == MAGIC
-            && ledger.0.length.load(Ordering::Relaxed) == length;
+            && ledger.0.length.load(Ordering::Relaxed) == length as u64;
         Ok(own.then_some(ledger))
     }
 
-    fn map(file: &File) -> io::Result<Self> {
-        let len = size_of::<Layout>();
-        // SAFETY: a new mapping of a file that is that long, at an address that the kernel chooses.
-        let map = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
+    /// Maps a file of this length, which is at most that of the layout. The slots that the file lacks are memory of
+    /// this process, and are never taken.
+    fn map(file: &File, length: usize) -> io::Result<Self> {
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let map = |at: *mut libc::c_void, length, flags, file| {
+            // SAFETY: a new mapping at an address that the kernel chooses, or in the place of that one.
+            match unsafe { libc::mmap(at, length, rights, flags, file, 0) } {
+                libc::MAP_FAILED => Err(io::Error::last_os_error()),
+                map => Ok(map),
+            }
         };
-        if map == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let whole =
+            map(std::ptr::null_mut(), size_of::<Layout>(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
+        let map = map(whole, length, libc::MAP_SHARED | libc::MAP_FIXED, file.as_raw_fd())?;
         // SAFETY: page aligned, any bytes are a valid Layout (atomics and arrays of bytes), never unmapped.
         // Only this user can write to the file's folder, and no program of ours truncates it.
         Ok(Self(unsafe { &*map.cast::<Layout>() }))
@@ -243,17 +259,25 @@ impl Ledger {
         self.live_spaces().filter(|(_, slot)| slot.abandoned.load(Ordering::Acquire) == 0)
     }
 
+    /// Returns all space slots, also those that were never taken.
+    #[must_use]
+    pub fn capacity(&self) -> &'static [SpaceSlot] {
+        let length = usize::try_from(self.0.length.load(Ordering::Relaxed)).unwrap_or(usize::MAX);
+        &self.0.spaces[..slots_in(length).min(MAX_SPACES)]
+    }
+
     /// Returns a lower bound of the free space slots. It is exact once half of all slots have been in use.
     ///
     /// Another thread may take them at any moment.
     #[must_use]
     pub fn room(&self) -> usize {
         let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
-        let never_used = MAX_SPACES.saturating_sub(used);
-        if never_used >= MAX_SPACES / 2 {
+        let all = self.capacity();
+        let never_used = all.len().saturating_sub(used);
+        if never_used >= all.len() / 2 {
             return never_used;
         }
-        self.0.spaces.iter().filter(|slot| slot.live.load(Ordering::Relaxed) == FREE).count()
+        all.iter().filter(|slot| slot.live.load(Ordering::Relaxed) == FREE).count()
     }
 
     /// Takes a free space slot, with no descriptors. It is not live until it is published.
@@ -262,7 +286,7 @@ impl Ledger {
         let free = |slot: &SpaceSlot| {
             slot.live.compare_exchange(FREE, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         };
-        let index = self.0.spaces.iter().position(free)?;
+        let index = self.capacity().iter().position(free)?;
         let slot = self.0.spaces.get(index)?;
         let number = u32::try_from(index).ok()?;
         self.0.used_spaces.fetch_max(number + 1, Ordering::AcqRel);
@@ -327,5 +351,26 @@ impl Ledger {
         let killed = gated + self.live_spaces().filter(|(_, slot)| slot.kill()).count();
         self.live_spaces().for_each(|(_, slot)| slot.wait_for_end());
         killed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_may_not_be_longer_has_fewer_slots() {
+        let file = || -> File { crate::sys::memory_file(c"ledger", 0).unwrap().into() };
+        let slots = |count: usize| (offset_of!(Layout, spaces) + count * size_of::<SpaceSlot>()) as u64;
+        let (short, most) = (file(), slots(3) + 100);
+        let ledger = Ledger::in_file_of(&short, most).unwrap();
+        assert_eq!((short.metadata().unwrap().len(), ledger.room()), (slots(3), 3));
+        let taken: Vec<_> = std::iter::from_fn(|| ledger.take_space()).collect();
+        assert_eq!(taken, [0, 1, 2]);
+        let same = Ledger::of_file(&short).unwrap().unwrap();
+        assert_eq!((same.spaces().len(), same.room(), same.take_space()), (3, 0, None));
+        let refused = Ledger::in_file_of(&file(), slots(1) - 1).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EFBIG));
+        assert_eq!(Ledger::in_file(&file()).unwrap().room(), MAX_SPACES);
     }
 }

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 
 use anyhow::Context as _;
-use rewake_criu_images::ImageDir;
+use rewake_criu_images::{ImageDir, Overcommit};
 use rewake_plugin_protocol::{Channel, MAX_DESCRIPTORS};
 use rewake_process::descriptors;
 
@@ -52,11 +52,14 @@ fn plan(images: &Path, memory: PlannedMemory, out: &File, channel: &Channel) -> 
     let report = |step: u32, descriptors: &[BorrowedFd<'_>]| {
         channel.send(&PlannerReport { step, reason: String::new() }, descriptors).context("reporting a plan")
     };
+    // Where the kernel does not say what it permits, CRIU finds out.
+    let overcommit = Overcommit::now().unwrap_or(Overcommit::Always);
     let images = ImageDir::open(images)?;
     let parents = images.ancestors();
     let directories: Vec<_> = [&images].into_iter().chain(&parents).map(|of| of.as_fd()).collect();
     report(step::DIRECTORIES, &directories)?;
-    confine(&directories).context("confining the planner")?;
+    let chain: Vec<&ImageDir> = [&images].into_iter().chain(&parents).collect();
+    confine(&chain).context("confining the planner")?;
     let draft = match memory {
         PlannedMemory::Whole => Draft::read(&images),
         PlannedMemory::Remote => Draft::read_remote(&images),
@@ -67,5 +70,6 @@ fn plan(images: &Path, memory: PlannedMemory, out: &File, channel: &Channel) -> 
     let leases = draft.leases.iter().map(|lease| lease.as_fd());
     let files: Vec<_> = draft.files.iter().map(|file| file.file.as_fd()).chain(leases).collect();
     files.chunks(MAX_DESCRIPTORS).try_for_each(|some| report(step::FILES, some))?;
-    report(step::DONE, &[])
+    let reason = overcommit.refusal(&draft.mappings).unwrap_or_default();
+    channel.send(&PlannerReport { step: step::DONE, reason }, &[]).context("reporting a plan")
 }

@@ -2,20 +2,22 @@
 //! Confines the planner before it reads the first byte of an image (decision 16).
 //!
 //! * Limits ([`super`]): address space, CPU time, length of the plan; no core file.
-//! * Landlock, where the kernel has it: it may read files below the image's directories, and nothing else.
+//! * Landlock, where the kernel has it: it may read files below the image's directories, the files that symbolic
+//!   links there lead to, and nothing else.
 //! * seccomp: it may open files for reading, read, write to what it has open, and use memory.
 //!
 //! Both also forbid new privileges.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
-use std::os::fd::BorrowedFd;
 
 use landlock::{
     ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, RestrictionStatus, Ruleset,
     RulesetAttr as _, RulesetCreatedAttr as _, RulesetError,
 };
-use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use rewake_criu_images::ImageDir;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     TargetArch,
@@ -55,6 +57,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_clock_gettime,
     libc::SYS_getpid,
     libc::SYS_gettid,
+    libc::SYS_geteuid,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigaction,
     libc::SYS_rt_sigreturn,
@@ -69,31 +72,41 @@ const ALLOWED: &[libc::c_long] = &[
 ///
 /// # Errors
 /// The kernel refuses a limit or has no seccomp filters: then no image is parsed.
-pub(super) fn confine(directories: &[BorrowedFd<'_>]) -> io::Result<()> {
+pub(super) fn confine(directories: &[&ImageDir]) -> io::Result<()> {
     limit(Resource::RLIMIT_AS, MEMORY)?;
     limit(Resource::RLIMIT_CPU, TIME.as_secs())?;
     limit(Resource::RLIMIT_FSIZE, PLAN)?;
     limit(Resource::RLIMIT_CORE, 0)?;
     // A kernel without Landlock does not enforce it. The streamer's check of the pages files remains.
-    allow_reading_below(directories).map_err(|error| failed("Landlock", error))?;
+    let linked = directories.iter().map(|directory| directory.linked_files());
+    let linked = linked.collect::<Result<Vec<_>, _>>().map_err(|error| failed("symbolic links", error))?;
+    allow_reading(directories, linked.into_iter().flatten()).map_err(|error| failed("Landlock", error))?;
     let filter = filter().map_err(|error| failed("seccomp", error))?;
     seccompiler::apply_filter(&filter).map_err(|error| failed("seccomp", error))
 }
 
+/// Sets a limit, unless this process has a lower one already.
 fn limit(resource: Resource, value: u64) -> io::Result<()> {
-    setrlimit(resource, value, value).map_err(|errno| failed(&format!("{resource:?}"), errno))
+    let set = getrlimit(resource).and_then(|(_, most)| setrlimit(resource, value.min(most), value.min(most)));
+    set.map_err(|errno| failed(&format!("{resource:?}"), errno))
 }
 
-fn allow_reading_below(directories: &[BorrowedFd<'_>]) -> Result<RestrictionStatus, RulesetError> {
-    let rules = directories.iter().map(|directory| {
-        Ok::<_, RulesetError>(PathBeneath::new(*directory, AccessFs::ReadFile | AccessFs::ReadDir))
+/// Restricts this thread to the files below these directories, and to these other files.
+fn allow_reading(
+    directories: &[&ImageDir],
+    files: impl Iterator<Item = File>,
+) -> Result<RestrictionStatus, RulesetError> {
+    let below = directories.iter().map(|directory| {
+        Ok::<_, RulesetError>(PathBeneath::new(directory, AccessFs::ReadFile | AccessFs::ReadDir))
     });
+    let files = files.map(|file| Ok::<_, RulesetError>(PathBeneath::new(file, AccessFs::ReadFile)));
     // On an older kernel, what it does not know is not restricted.
     Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(ABI::V5))?
         .create()?
-        .add_rules(rules)?
+        .add_rules(below)?
+        .add_rules(files)?
         .restrict_self()
 }
 
@@ -126,8 +139,8 @@ fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
-    use std::os::fd::AsFd as _;
+    use std::fs;
+    use std::os::unix::fs::symlink;
     use std::thread;
 
     use landlock::RulesetStatus;
@@ -140,24 +153,29 @@ mod tests {
 
     #[test]
     fn files_below_the_directories_can_be_read_and_no_others() {
-        let [own, parent, other] = [(); 3].map(|()| tempfile::tempdir().unwrap());
-        for folder in [&own, &parent, &other] {
-            fs::write(folder.path().join("pages-1.img"), "pages").unwrap();
+        let [own, parent, store] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+        for name in ["pages-1.img", "linked"] {
+            [&own, &parent, &store].iter().for_each(|it| fs::write(it.path().join(name), "pages").unwrap());
         }
-        let read = |folder: &tempfile::TempDir| fs::read_to_string(folder.path().join("pages-1.img"));
-        let open = [&own, &parent].map(|folder| File::open(folder.path()).unwrap());
+        symlink(store.path().join("linked"), own.path().join("pages-2.img")).unwrap();
+        let read = |folder: &tempfile::TempDir, name| fs::read_to_string(folder.path().join(name));
+        let open = [&own, &parent].map(|folder| ImageDir::open(folder.path()).unwrap());
+        let linked: Vec<File> = open[0].linked_files().unwrap().collect();
         // Landlock restricts the thread that asks for it.
         let confined = || {
-            let status = allow_reading_below(&open.each_ref().map(File::as_fd)).unwrap().ruleset;
-            (status, [read(&own), read(&parent), read(&other)], fs::write(own.path().join("new"), ""))
+            let status = allow_reading(&open.each_ref(), linked.into_iter()).unwrap().ruleset;
+            let linked = open[0].file("pages-2.img").map(|found| found.is_some());
+            let pages = [&own, &parent, &store].map(|folder| read(folder, "pages-1.img"));
+            (status, pages, linked, fs::write(own.path().join("new"), ""))
         };
-        let (status, [of_own, of_parent, of_other], written) =
+        let (status, [of_own, of_parent, of_store], linked, written) =
             thread::scope(|scope| scope.spawn(confined).join()).unwrap();
         if status == RulesetStatus::NotEnforced {
             skip!("this kernel has no Landlock");
         }
         assert_eq!([of_own.unwrap(), of_parent.unwrap()], ["pages", "pages"]);
-        assert_eq!(of_other.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert!(linked.unwrap(), "the file that a link leads to");
+        assert_eq!(of_store.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
         assert_eq!(written.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 

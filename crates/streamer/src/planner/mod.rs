@@ -6,7 +6,8 @@
 //! planner`, opens and parses it ([`child`]):
 //!
 //! 1. It opens the image directory and its parents, and sends their descriptors. It has read no file by then.
-//! 2. It confines itself ([`confine`]): limits, Landlock, seccomp.
+//! 2. It confines itself ([`confine`]): limits, Landlock, seccomp. It opens what symbolic links of the directories lead
+//!    to before that.
 //! 3. It leases the image, parses it and its manifest, and writes the plan into a memory file that the streamer
 //!    made. The plan has the checksums of the image's blocks.
 //! 4. It sends the descriptors of the pages files and leases.
@@ -28,13 +29,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use nix::errno::Errno;
-use nix::fcntl::AtFlags;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
-use nix::sys::stat::{SFlag, fstat, fstatat};
+use nix::sys::stat::fstat;
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
+use rewake_criu_images::open;
 use rewake_plugin_protocol::Channel;
 use rewake_process::names::printable;
 use rewake_process::proc;
@@ -94,7 +96,7 @@ struct PlannerReport {
     /// What it has done: one of [`step`].
     #[prost(uint32, tag = "1")]
     step: u32,
-    /// Why the image cannot be served.
+    /// Why the image cannot be served. With a plan: why CRIU cannot restore it lazily on this machine, or empty.
     #[prost(string, tag = "2")]
     reason: String,
 }
@@ -162,22 +164,23 @@ impl<'a> Planner<'a> {
         mut self,
         remote: impl FnOnce(DraftRemote) -> anyhow::Result<RemoteMemory>,
     ) -> anyhow::Result<Image> {
-        let (directories, files) = self.receive_all()?;
+        let (directories, files, reason) = self.receive_all()?;
         sealed::seal(&self.plan).context("sealing the planner's plan")?;
         let image = Image::unseal_with(self.plan.as_fd(), files, remote)?;
         check_places(&image, &directories).context("checking the planner's plan")?;
-        Ok(image)
+        Ok(image.that_is_not_lazy(printable(reason.trim().as_bytes())))
     }
 
-    /// Receives the descriptors of the directories and of the pages files.
-    fn receive_all(&mut self) -> anyhow::Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
+    /// Receives the descriptors of the directories and of the pages files, and why CRIU cannot restore the image
+    /// lazily.
+    fn receive_all(&mut self) -> anyhow::Result<(Vec<OwnedFd>, Vec<OwnedFd>, String)> {
         let (mut directories, mut files) = (Vec::new(), Vec::new());
         loop {
             let (report, descriptors) = self.receive()?;
             match report.step {
                 step::DIRECTORIES if directories.is_empty() => directories = descriptors,
                 step::FILES if files.len() < MAX_FILES => files.extend(descriptors),
-                step::DONE => return Ok((directories, files)),
+                step::DONE => return Ok((directories, files, report.reason)),
                 step::REFUSED => bail!("{}", printable(report.reason.trim().as_bytes())),
                 other => bail!("{}: unexpected report {other} of the planner", self.images.display()),
             }
@@ -229,11 +232,12 @@ impl<'a> Planner<'a> {
             _ => "closed its socket".to_owned(),
         };
         format!(
-            "{}: the planner of this restore {how}{} (its limits: {} GiB of memory, {} s): \
-             is the image damaged? If another program killed it, restore again",
+            "{}: the planner of this restore {how}{} (its limits: {} MiB of memory, {} MiB of plan, {} s): is the image \
+             damaged? If another program killed it, restore again",
             self.images.display(),
             self.words.take(),
-            MEMORY >> 30,
+            own_limit(Resource::RLIMIT_AS, MEMORY) >> 20,
+            own_limit(Resource::RLIMIT_FSIZE, PLAN) >> 20,
             TIME.as_secs()
         )
     }
@@ -262,7 +266,7 @@ impl Drop for Planner<'_> {
 }
 
 /// Checks that the planner planned the directory that it opened, and that every pages file is a regular file
-/// in that directory or a parent.
+/// in that directory or a parent, or that a link there leads to it.
 pub(crate) fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Result<()> {
     let opened = directories.first().context("no directory was opened")?;
     let opened = fstat(opened).context("stat of the image directory")?;
@@ -270,15 +274,20 @@ pub(crate) fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Re
     for file in image.files() {
         let name = file.name().file_name().context("a pages file without a name")?;
         let is_in = |directory: &OwnedFd| {
-            let found = fstatat(directory, name, AtFlags::AT_SYMLINK_NOFOLLOW);
-            found.is_ok_and(|found| {
-                (found.st_dev, found.st_ino) == (file.key().dev, file.key().ino)
-                    && SFlag::from_bits_truncate(found.st_mode & SFlag::S_IFMT.bits()) == SFlag::S_IFREG
+            let found = open::find(directory, name).ok().flatten();
+            found.is_some_and(|found| {
+                found.is_regular()
+                    && (found.stat.st_dev, found.stat.st_ino) == (file.key().dev, file.key().ino)
             })
         };
         ensure!(directories.iter().any(is_in), "{} is not a file of the image", file.name().display());
     }
     Ok(())
+}
+
+/// The limit of a planner: it inherits a lower one of this process.
+fn own_limit(resource: Resource, value: u64) -> u64 {
+    getrlimit(resource).map_or(value, |(_, most)| most.min(value))
 }
 
 /// Why a planner cannot be confined.

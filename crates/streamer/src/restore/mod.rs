@@ -24,6 +24,7 @@ use crate::fetch_peer::FetchPeer;
 use crate::gpu::fetched_files::{ArrivalLimit, FetchedGpuFiles, SessionGpuFiles};
 use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome, SessionState};
+use crate::limits;
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
 use crate::session::complete;
@@ -42,6 +43,8 @@ const NEVER_CONNECTED: &str = "CRIU had not connected when the streamer was aske
 pub struct RestoreOptions {
     /// CPU memory is served from this directory; none: CRIU loads it itself.
     pub images: Option<PathBuf>,
+    /// Without a directory: the image has no GPU state either.
+    pub no_gpus: bool,
     /// CRIU's work directory (`-W`): the sockets and the record are here.
     pub work: PathBuf,
     /// What is wanted of the load.
@@ -52,6 +55,9 @@ pub struct RestoreOptions {
     pub server: Option<FetchPeer>,
     /// The streamer ends when no restore has connected within this time.
     pub connect_timeout: Option<Duration>,
+    /// Who starts this streamer has CRIU load the memory if it cannot be restored lazily: the streamer ends then with
+    /// [`NotLazy`](crate::session::image::NotLazy). Otherwise it serves what CRIU may be unable to map, with a warning.
+    pub or_eagerly: bool,
 }
 
 /// State that all workers of a streamer share.
@@ -74,7 +80,7 @@ impl StreamedRestore {
         let has_gpus = |images: &PathBuf| {
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
         };
-        let gpus = options.images.as_ref().map_or(Ok(true), has_gpus)?;
+        let gpus = options.images.as_ref().map_or(Ok(!options.no_gpus), has_gpus)?;
         if gpus {
             ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
         }
@@ -99,8 +105,9 @@ impl StreamedRestore {
         let (timeline, mut answers) = (Timeline::default(), None);
         let loaded = self.load(start, &timeline, &mut answers);
         if let Err(error) = &loaded {
-            error!("{error:#}");
-            timeline.failed(&format!("{error:#}"));
+            let text = limits::explained(error);
+            error!("{text}");
+            timeline.failed(&text);
         }
         self.keep(&timeline);
         if let Some(answers) = answers {
@@ -129,7 +136,7 @@ impl StreamedRestore {
     fn ended(&self, loaded: &anyhow::Result<u8>, timeline: &Timeline) -> proto::Ended {
         let record = timeline.record();
         let reason = match loaded {
-            Err(error) => format!("{error:#}"),
+            Err(error) => limits::explained(error),
             Ok(_) if matches!(record.state, State::Failed | State::Ended) => {
                 record.reason.clone().unwrap_or_default()
             }
@@ -256,6 +263,11 @@ impl StreamedRestore {
             }
             return Ok(());
         };
+        match session.image.not_lazy() {
+            Some(reason) if self.options.or_eagerly => return Err(reason.clone().into()),
+            Some(reason) => warn!("{reason}: restore it without --lazy-pages"),
+            None => {}
+        }
         timeline.brings(&session.session);
         // Before a restore is started: its plugin finds the session open.
         let limit = ArrivalLimit::of(session.fetch.as_deref());
@@ -416,11 +428,13 @@ mod tests {
             let work = tempfile::tempdir().unwrap();
             let options = RestoreOptions {
                 images: serves_cpus.then(|| work.path().to_owned()),
+                no_gpus: false,
                 work: work.path().to_owned(),
                 loading: LoadingOptions::default(),
                 keeps_record: false,
                 server: None,
                 connect_timeout: None,
+                or_eagerly: false,
             };
             let status = StatusSocket::bind(work.path()).unwrap();
             let restore = StreamedRestore { options, plugin: None, status, unconnected: OnceLock::new() };

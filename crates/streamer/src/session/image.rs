@@ -75,11 +75,18 @@ pub struct Image {
     working_set_note: String,
     /// Whether buffers of GPUs belong to the recorded working set.
     has_first_buffers: bool,
+    /// Why CRIU can restore it on this machine, but not lazily; none: it can, or a successor has the image.
+    not_lazy: Option<NotLazy>,
     /// The leases of the image and its parents.
     leases: Vec<OwnedFd>,
     /// The memory file that has all of this; none in tests.
     sealed: Option<OwnedFd>,
 }
+
+/// Why CRIU can restore an image on this machine, but not lazily.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("this image cannot be restored lazily on this machine: {0}")]
+pub struct NotLazy(pub String);
 
 impl Image {
     /// Has an image checked and planned by a confined process. It blocks, up to the planner's time limit.
@@ -102,6 +109,17 @@ impl Image {
         let open = move || drop(sender.send(plan()));
         sys::thread_without_signals("planner", open).context("starting a thread")?;
         opened.await.context("the thread that plans the restore has ended")?
+    }
+
+    /// Notes why CRIU cannot restore the image lazily on this machine; an empty reason: it can.
+    pub(crate) fn that_is_not_lazy(self, reason: String) -> Self {
+        Self { not_lazy: (!reason.is_empty()).then_some(NotLazy(reason)), ..self }
+    }
+
+    /// Returns why CRIU can restore the image on this machine, but not lazily.
+    #[must_use]
+    pub fn not_lazy(&self) -> Option<&NotLazy> {
+        self.not_lazy.as_ref()
     }
 
     /// Returns device and inode of the image directory.

@@ -23,6 +23,7 @@ use crate::gpu::GpuLoad;
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
+use crate::limits;
 use crate::session::image::{Image, TaskPlan};
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
@@ -252,7 +253,7 @@ impl Worker {
             error = lost_pages(fetch.as_deref()) => Err(error),
         };
         if let Err(error) = &outcome {
-            session.fail(&format!("{error:#}"));
+            session.fail(&limits::explained(error));
         }
         if session.has_failed() {
             self.pool.look_again();
@@ -332,7 +333,7 @@ impl Worker {
         let session = &open.session;
         let park = async {
             if let Err(error) = parking::park(self.ledger, session).await {
-                session.fail(&format!("{error:#}"));
+                session.fail(&limits::explained(&error));
             }
         };
         let load = async {

@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use rewake_criu_images::ImageDir;
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::PeerTls;
@@ -16,7 +16,7 @@ use rewake_manifest::refuse_partial;
 
 use crate::fetch_peer::FetchedImage;
 use crate::gpu::plugin_folder;
-use crate::session::image::Image;
+use crate::session::image::{Image, NotLazy};
 use crate::sys;
 use crate::working_set::LoadingOptions;
 
@@ -65,9 +65,9 @@ impl LaunchPlan {
     /// # Errors
     /// The image cannot be served.
     pub fn of(images: &Path) -> anyhow::Result<Self> {
-        let plan = Self::with_log(images)?;
+        let mut plan = Self::with_log(images)?;
         if !plan.gpus {
-            Image::open(images)?;
+            plan.eager = Image::open(images)?.not_lazy().map(NotLazy::to_string);
         }
         Ok(plan)
     }
@@ -85,7 +85,8 @@ impl LaunchPlan {
         refuse_partial(&directory)?;
         let gpus =
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
-        let checked = if gpus { holds_calls().and_then(|()| Image::open(images).map(drop)) } else { Ok(()) };
+        let lazily = || Image::open(images)?.not_lazy().map_or(Ok(()), |reason| Err(reason.clone().into()));
+        let checked = if gpus { holds_calls().and_then(|()| lazily()) } else { Ok(()) };
         let eager = checked.err().map(|error| format!("{error:#}"));
         if eager.is_some() {
             // CRIU would read the holes of a partial parent. The planner refuses them in all other cases: only it may
@@ -124,6 +125,20 @@ impl LaunchPlan {
         Self { gpus, eager: None, from: Some(from) }
     }
 
+    /// Checks that an image whose CPU memory CRIU loads is loaded as its user wants.
+    ///
+    /// # Errors
+    /// The working set was to be recorded, or memory to be loaded only when it is accessed.
+    pub fn check(&self, loading: LoadingOptions) -> anyhow::Result<()> {
+        let Some(reason) = self.eager.as_ref().filter(|_| !self.gpus) else { return Ok(()) };
+        let option = match loading {
+            LoadingOptions { record: true, .. } => "--record",
+            LoadingOptions { on_demand_only: Some(_), .. } => "--on-demand-only",
+            _ => return Ok(()),
+        };
+        bail!("{option}: {reason}; restore it without {option}")
+    }
+
     /// Whether CRIU is to be called with `--lazy-pages`.
     #[must_use]
     pub fn lazy_pages(&self) -> bool {
@@ -155,6 +170,8 @@ pub fn command(
     command.args(["--connect-timeout", &CONNECT_TIMEOUT.to_string()]);
     if plan.lazy_pages() {
         command.arg("-D").arg(images);
+    } else if !plan.gpus {
+        command.arg("--no-gpus");
     }
     match &plan.from {
         Some(MemoryServer::Host(from)) => add_server(&mut command, from),

@@ -4,6 +4,7 @@
 
 pub mod action_script;
 mod complete;
+mod overlay;
 mod place;
 
 use std::ffi::OsString;

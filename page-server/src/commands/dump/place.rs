@@ -16,12 +16,14 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use rewake_criu_images::ImageLease;
-use rewake_manifest::MANIFEST_NAME;
+use rewake_manifest::{MANIFEST_NAME, PARENT};
 use rewake_process::file_lock::{DirectoryLock, Leftover};
 use rewake_process::names::{lines, unescaped};
+
+use super::overlay;
 
 /// Directories that were removed by another dump before they were locked: each dump removes them once.
 const MAX_TRIES: u32 = 5;
@@ -52,7 +54,14 @@ impl DumpPlace {
     /// Another dump or a restore uses the directory, or it cannot be replaced.
     pub(super) fn prepare(target: &Path, log: &Path) -> anyhow::Result<Self> {
         remove_leftovers(target)?;
-        if has_image(target)? { Self::beside(target, log) } else { Self::inside(target) }
+        if !has_image(target)? {
+            return Self::inside(target);
+        }
+        match Self::beside(target, log, false)? {
+            Some(place) => Ok(place),
+            // The directory is another one now.
+            None => Self::beside(target, log, true)?.context("the directory was copied, and cannot be moved"),
+        }
     }
 
     fn inside(target: &Path) -> anyhow::Result<Self> {
@@ -66,7 +75,9 @@ impl DumpPlace {
         Self::new(target, target.to_owned(), lock.into_iter().collect(), None)
     }
 
-    fn beside(target: &Path, log: &Path) -> anyhow::Result<Self> {
+    /// Makes a directory beside the target. Returns none if the target could not have changed places with it, and was
+    /// copied into one that can: then this is to be called again, with `is_copied`.
+    fn beside(target: &Path, log: &Path, is_copied: bool) -> anyhow::Result<Option<Self>> {
         let being_removed = || format!("-D {}: another dump is removing it", target.display());
         let of_target = match DirectoryLock::take(target) {
             Ok(None) => {
@@ -83,13 +94,23 @@ impl DumpPlace {
         };
         check_replaceable(target)?;
         let (images, lock) = make_beside(target)?;
+        if !overlay::can_move(target, &images)? {
+            let moved = match is_copied {
+                true => Err(anyhow!(
+                    "-D {}: this file system cannot move it: use another directory",
+                    target.display()
+                )),
+                false => overlay::copy_up(target, &images, old.as_ref()),
+            };
+            return moved.map(|()| None);
+        }
         let locks = [Some(lock), of_target].into_iter().flatten().collect();
         let place = Self::new(target, images, locks, old)?;
         let prepared = place.check_exchange().and_then(|()| place.keep_other_files(log));
         if prepared.is_err() {
             place.abandon(log);
         }
-        prepared.map(|()| place)
+        prepared.map(|()| Some(place))
     }
 
     fn new(
@@ -202,19 +223,23 @@ fn exchange(one: &Path, two: &Path) -> io::Result<()> {
     renameat2(AT_FDCWD, one, AT_FDCWD, two, RenameFlags::RENAME_EXCHANGE).map_err(io::Error::from)
 }
 
-/// Whether a directory has files of an image, complete or not.
+/// Whether a directory has files of an image, complete or not. CRIU writes through symbolic links, so links to files
+/// count: what they lead to may be another image's. A link `parent` alone is no image: an incremental dump begins so.
 fn has_image(target: &Path) -> anyhow::Result<bool> {
-    let is_file = |name: &OsString| target.join(name).symlink_metadata().is_ok_and(|of| of.is_file());
-    Ok(names(target)?.iter().any(|name| is_of_image(name) && is_file(name)))
+    let is_one = |name: &OsString| {
+        let found = target.join(name).symlink_metadata();
+        found.is_ok_and(|of| of.is_file() || of.is_symlink() && name != PARENT)
+    };
+    Ok(names(target)?.iter().any(|name| is_of_image(name) && is_one(name)))
 }
 
 /// Whether a dump or Rewake makes files of this name in an image directory.
 fn is_of_image(name: &OsStr) -> bool {
     let name = name.as_bytes();
-    name.ends_with(b".img") || name.starts_with(b"rewake-") || name == b"parent"
+    name.ends_with(b".img") || name.starts_with(b"rewake-") || name == PARENT.as_bytes()
 }
 
-fn names(directory: &Path) -> anyhow::Result<Vec<OsString>> {
+pub(super) fn names(directory: &Path) -> anyhow::Result<Vec<OsString>> {
     let entries =
         fs::read_dir(directory).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
     entries.with_context(|| format!("listing {}", directory.display()))
@@ -300,6 +325,15 @@ fn remove_leftovers(target: &Path) -> anyhow::Result<()> {
         |name: &OsStr| name.as_bytes().starts_with(prefix.as_bytes()) && name.len() == prefix.len() + SUFFIX;
     let found = Leftover::all(parent, is_one).with_context(|| format!("listing {}", parent.display()))?;
     for leftover in found {
+        if overlay::is_only_copy(&leftover.path, target) {
+            eprintln!(
+                "rewake: {} has a complete image that a killed dump could not put in the place of {}: move it there, or \
+                 remove it",
+                leftover.path.display(),
+                target.display()
+            );
+            continue;
+        }
         let has_reader = match ImageLease::shared(&leftover.path) {
             Ok(lease) => !lease.is_some_and(|lease| lease.make_exclusive().unwrap_or(false)),
             Err(_) => false,

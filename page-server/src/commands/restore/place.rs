@@ -51,12 +51,18 @@ impl WaitingStreamer {
                 Err(error) => view.say(&alone(&socket, &error)),
                 Ok(client) => match Self::by_agent(request, given.clone(), client, &socket).await {
                     Err(error) if !is_named => view.say(&alone(&socket, &error)),
-                    made => return made.context(NOT_SERVED),
+                    made => {
+                        if made.as_ref().is_ok_and(|made| !made.lazy_pages) {
+                            view.say("all CPU memory is loaded before the processes run: the agent's log says why\n");
+                        }
+                        return made.context(NOT_SERVED);
+                    }
                 },
             },
         }
         let plan = LaunchPlan::of(request.images).context(NOT_SERVED)?;
         if let Some(reason) = &plan.eager {
+            plan.check(loading_options(request.options))?;
             view.say(&format!("all CPU memory is loaded before the processes run: {reason}\n"));
         }
         Self::alone(request, plan, given).await

@@ -65,6 +65,7 @@ fn main() -> ExitCode {
         "rewrite" => plain::rewrite(stage),
         "quarter" => plain::quarter(stage),
         "odd-names" => plain::odd_names(stage),
+        "reserved" => plain::reserved(stage),
         "thp" => plain::huge(stage),
         "zeros" => plain::zeros(stage),
         "threads" => family::threads(stage),

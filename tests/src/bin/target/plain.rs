@@ -25,6 +25,16 @@ pub(crate) fn sequential(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// With a reservation without access that is longer than the machine's memory, as language runtimes make it.
+pub(crate) fn reserved(stage: &Stage) -> anyhow::Result<()> {
+    const LENGTH: usize = 4 << 40;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping that nothing accesses, at an address that the kernel chooses.
+    let mapped = unsafe { libc::mmap(std::ptr::null_mut(), LENGTH, libc::PROT_NONE, flags, -1, 0) };
+    anyhow::ensure!(mapped != libc::MAP_FAILED, "a reservation: {}", std::io::Error::last_os_error());
+    sequential(stage)
+}
+
 /// Every page in random order, again and again; one last time after the test says "stop".
 pub(crate) fn random(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{
-    Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyPlan, RemotePlan, is_gpu_pages_file,
+    Digest, Generation, ImageDir, ImageLease, LazyExtent, LazyMappings, LazyPlan, RemotePlan,
+    is_gpu_pages_file,
 };
 use rewake_image_io::{BLOCK, FileState};
 use rewake_manifest::{
@@ -41,6 +42,8 @@ pub(crate) struct Draft {
     pub(crate) files: Vec<DraftFile>,
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     pub(crate) tasks: BTreeMap<u32, Option<DraftTask>>,
+    /// What CRIU maps for the missing pages of all tasks, unless another host has them.
+    pub(crate) mappings: LazyMappings,
     /// The leases of the image and its parents.
     pub(crate) leases: Vec<File>,
     /// The checksums of the files' blocks.
@@ -219,7 +222,8 @@ impl Draft {
         if let Some(remote) = &mut self.remote {
             return remote.task(images, pid, first, self.files.len());
         }
-        let LazyPlan { files, extents, remote_pages } = images.lazy_plan(pid)?;
+        let LazyPlan { files, extents, remote_pages, mappings } = images.lazy_plan(pid)?;
+        self.mappings.join(&mappings);
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         if remote_pages > 0 {
             bail!(

@@ -423,8 +423,12 @@ fn a_planner_may_return_only_files_of_the_directories_that_it_opened() {
     assert_eq!(check(&[&other, &own]), Err("it is not of the image directory".into()));
     assert_eq!(check(&[]), Err("no directory was opened".into()));
     fs::rename(own.join("pages-2.img"), root.path().join("pages-2.img")).unwrap();
-    std::os::unix::fs::symlink(root.path().join("pages-2.img"), own.join("pages-2.img")).unwrap();
     assert!(check(&[&own, &other]).unwrap_err().contains("pages-2.img is not a file of the image"));
+    std::os::unix::fs::symlink(root.path().join("pages-2.img"), own.join("pages-2.img")).unwrap();
+    assert_eq!(check(&[&own, &other]), Ok(()), "a view of an image in another place");
+    fs::remove_file(own.join("pages-2.img")).unwrap();
+    std::os::unix::fs::symlink(other.join("pages-2.img"), own.join("pages-2.img")).unwrap();
+    assert!(check(&[&own]).unwrap_err().contains("pages-2.img is not a file of the image"));
 }
 
 /// A sealed image whose manifest is partial, with the bytes `byte` and `byte + 1`: no byte of this pages file has

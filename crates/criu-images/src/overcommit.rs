@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whether this kernel lets `criu restore --lazy-pages` map the memory of an image.
+//!
+//! CRIU maps private memory in two ways. A plain restore maps it with the rights that it had. A lazy one maps all of it
+//! writable first, and takes the right away later. The kernel counts writable private memory as memory that may be
+//! needed. So a reservation without access, of any length, can be restored plainly, and may be refused lazily (source:
+//! `premap_private_vma` of CRIU's mem.c; the kernel's `Documentation/mm/overcommit-accounting.rst`).
+
+use std::fs;
+use std::io;
+
+use rewake_process::names::field;
+
+use crate::mm::{Mm, Vma};
+
+/// What the kernel lets processes map (`vm.overcommit_memory`), in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overcommit {
+    /// 0: one writable mapping may have this length: that of the memory and swap.
+    Guess(u64),
+    /// 1: anything.
+    Always,
+    /// 2: so much is left for the mappings of all processes.
+    Never(u64),
+}
+
+/// What a lazy restore maps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LazyMappings {
+    /// The longest mapping that is writable during the restore only, and its task.
+    longest: Option<(u32, Vma)>,
+    /// Bytes of all private mappings.
+    total: u64,
+    /// Those of them that are not writable in the image.
+    extra: u64,
+}
+
+impl LazyMappings {
+    /// Adds the mappings of a task.
+    pub fn add(&mut self, pid: u32, mm: &Mm) {
+        let mut all = Self::default();
+        for vma in mm.vmas.iter().filter(|vma| vma.is_premapped()) {
+            let length = vma.end - vma.start;
+            all.total = all.total.saturating_add(length);
+            if vma.is_writable() {
+                continue;
+            }
+            all.extra = all.extra.saturating_add(length);
+            let is_longer = all.longest.is_none_or(|(_, other)| length > other.end - other.start);
+            if is_longer && !vma.is_unreserved() {
+                all.longest = Some((pid, *vma));
+            }
+        }
+        self.join(&all);
+    }
+
+    /// Adds the mappings of other tasks.
+    pub fn join(&mut self, other: &Self) {
+        self.total = self.total.saturating_add(other.total);
+        self.extra = self.extra.saturating_add(other.extra);
+        self.longest =
+            [self.longest, other.longest].into_iter().flatten().max_by_key(|(_, vma)| vma.end - vma.start);
+    }
+}
+
+impl Overcommit {
+    /// Reads the setting and the memory of this machine.
+    ///
+    /// # Errors
+    /// `/proc` cannot be read, or does not say.
+    pub fn now() -> io::Result<Self> {
+        let (mode, memory) = (fs::read("/proc/sys/vm/overcommit_memory")?, fs::read("/proc/meminfo")?);
+        Self::parse(&mode, &memory).ok_or_else(|| io::Error::other("/proc/meminfo lacks a line"))
+    }
+
+    fn parse(mode: &[u8], memory: &[u8]) -> Option<Self> {
+        let bytes = |name| {
+            let kib: u64 = field(memory, name)?.strip_suffix("kB")?.trim().parse().ok()?;
+            kib.checked_mul(1024)
+        };
+        match mode.trim_ascii() {
+            b"0" => Some(Self::Guess(bytes("MemTotal:")?.checked_add(bytes("SwapTotal:")?)?)),
+            b"2" => Some(Self::Never(bytes("CommitLimit:")?.saturating_sub(bytes("Committed_AS:")?))),
+            _ => Some(Self::Always),
+        }
+    }
+
+    /// Returns why the kernel refuses these mappings to a lazy restore, and not to a plain one; `None` where it permits
+    /// them.
+    #[must_use]
+    pub fn refusal(self, all: &LazyMappings) -> Option<String> {
+        match (self, all.longest) {
+            (Self::Guess(most), Some((pid, vma))) if vma.end - vma.start > most => Some(format!(
+                "process {pid} has {} without write access at {:#x}; `criu restore --lazy-pages` makes it writable for \
+                 a moment, and this kernel permits that up to the machine's {} of memory and swap (vm.overcommit_memory \
+                 is 0, and 1 permits it)",
+                gib(vma.end - vma.start),
+                vma.start,
+                gib(most)
+            )),
+            (Self::Never(left), _) if all.total > left && all.total - all.extra <= left => Some(format!(
+                "`criu restore --lazy-pages` makes {} of private memory writable for a moment, and this kernel has {} \
+                 left for that (vm.overcommit_memory is 2)",
+                gib(all.total),
+                gib(left)
+            )),
+            _ => None,
+        }
+    }
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{}.{} GiB", bytes >> 30, ((bytes & ((1 << 30) - 1)) * 10) >> 30)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    /// Private anonymous memory of the program at this address.
+    fn memory(gib: u64, prot: u32, more_flags: u32) -> Vma {
+        let (start, end) = (GIB, (1 + gib) * GIB);
+        let (flags, status) = (0x22 | more_flags, 1 << 9 | 1);
+        Vma { start, end, prot, flags, status, offset: 0, object: 0, advice: 0 }
+    }
+
+    fn all(vmas: &[Vma]) -> LazyMappings {
+        let mut all = LazyMappings::default();
+        vmas.iter().enumerate().for_each(|(task, vma)| {
+            let pid = 7 + u32::try_from(task).unwrap();
+            all.add(pid, &Mm { vmas: vec![*vma], guards: Vec::new() });
+        });
+        all
+    }
+
+    #[test]
+    fn a_reservation_longer_than_the_memory_is_refused_by_the_heuristic_only() {
+        let reservation = all(&[memory(1, 3, 0), memory(400, 0, 0), memory(300, 1, 0)]);
+        let refusal = Overcommit::Guess(23 * GIB).refusal(&reservation).unwrap();
+        assert!(
+            refusal.starts_with("process 8 has 400.0 GiB without write access at 0x40000000; "),
+            "{refusal}"
+        );
+        assert!(refusal.contains("machine's 23.0 GiB of memory and swap"), "{refusal}");
+        assert_eq!(Overcommit::Guess(400 * GIB).refusal(&reservation), None);
+        assert_eq!(Overcommit::Always.refusal(&reservation), None);
+        // MAP_NORESERVE is not counted. Writable memory is refused to a plain restore, too.
+        assert_eq!(Overcommit::Guess(GIB).refusal(&all(&[memory(400, 0, 0x4000), memory(9, 3, 0)])), None);
+        // Nor is shared memory, and huge pages.
+        let shared = Vma { flags: 0x21, status: 1 << 8 | 1, ..memory(400, 0, 0) };
+        assert_eq!(Overcommit::Guess(GIB).refusal(&all(&[shared, memory(400, 0, 0x4_0000)])), None);
+    }
+
+    #[test]
+    fn without_overcommit_the_sum_counts() {
+        let sum = all(&[memory(3, 3, 0), memory(5, 0, 0x4000)]);
+        assert!(
+            Overcommit::Never(7 * GIB).refusal(&sum).unwrap().contains("makes 8.0 GiB of private memory")
+        );
+        assert_eq!(Overcommit::Never(8 * GIB).refusal(&sum), None);
+        assert_eq!(Overcommit::Never(2 * GIB).refusal(&sum), None, "a plain restore is refused, too");
+    }
+
+    #[test]
+    fn the_machine_says_what_it_permits() {
+        let memory = b"MemTotal:  3 kB\nSwapTotal: 1 kB\nCommitLimit: 9 kB\nCommitted_AS: 7 kB\n";
+        let parse = |mode: &[u8]| Overcommit::parse(mode, memory);
+        assert_eq!(parse(b"0\n"), Some(Overcommit::Guess(4096)));
+        assert_eq!(parse(b"1\n"), Some(Overcommit::Always));
+        assert_eq!(parse(b"2\n"), Some(Overcommit::Never(2048)));
+        assert_eq!(Overcommit::parse(b"0\n", b"MemTotal: 3 kB\n"), None);
+        Overcommit::now().unwrap();
+    }
+}
