@@ -230,12 +230,16 @@ impl ImageDir {
     /// # Errors
     /// The directory cannot be listed.
     pub fn linked_files(&self) -> Result<impl Iterator<Item = File>> {
-        // By the descriptor: the path may name another directory by now.
-        let entries = fs::read_dir(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
-        let entries = entries.map_err(|error| io_error("list", &self.path, error))?.flatten();
-        let links = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
+        let links = self.entries()?.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
         // The reader of a file that is not opened reports why.
         Ok(links.filter_map(move |link| open::open(self, &link.file_name()).ok().flatten()))
+    }
+
+    /// The files of this directory.
+    pub(crate) fn entries(&self) -> Result<impl Iterator<Item = fs::DirEntry>> {
+        // By the descriptor: the path may name another directory by now.
+        let entries = fs::read_dir(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
+        Ok(entries.map_err(|error| io_error("list", &self.path, error))?.flatten())
     }
 
     pub(crate) fn records(

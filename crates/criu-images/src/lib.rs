@@ -30,6 +30,7 @@ mod plan;
 pub mod rewake;
 mod stats;
 mod tasks;
+mod user_namespace;
 pub mod write;
 
 pub use arriving::{ARRIVING_NAME, add_arriving_file};

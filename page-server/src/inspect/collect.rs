@@ -35,6 +35,7 @@ pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
     let damage = reader.damage.messages;
     // Where the kernel does not say what it permits, only the image decides.
     let overcommit = Overcommit::now().unwrap_or(Overcommit::Always);
+    let refusal = reader.image.userfaultfd_refusal().or_else(|| overcommit.refusal(&reader.mappings));
     Ok(InspectReport {
         images_dir: path.display().to_string(),
         parent_dirs: parents.iter().map(real_path).collect(),
@@ -42,7 +43,7 @@ pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
         run_id: inventory.as_ref().and_then(|inventory| inventory.run_id.as_deref().map(text)),
         plugins: inventory.map_or_else(Vec::new, |of| of.plugins.iter().map(|name| text(name)).collect()),
         page_bytes: PAGE,
-        lazy: verdict(&totals.pages, &damage, overcommit.refusal(&reader.mappings)),
+        lazy: verdict(&totals.pages, &damage, refusal),
         tasks,
         gpu,
         totals,

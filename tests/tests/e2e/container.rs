@@ -3,13 +3,15 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use rewake_tests::container::{Network, runc_works};
 use rewake_tests::page_server::PageServer;
 use rewake_tests::plugins::rewake_alone;
-use rewake_tests::process::until;
+use rewake_tests::process::{output, until};
 use rewake_tests::scene::{ACT, END};
+use rewake_tests::server::rewake;
 use rewake_tests::{Container, Criu, Verdict, images, need, sessions};
 
 /// The CRIU for this test; without one the test is skipped.
@@ -47,7 +49,7 @@ fn a_container_in_the_host_network_is_restored_by_another_criu() {
 }
 
 /// Its tasks open files of the image themselves, as the namespace's root. Stock loads all memory of such a container
-/// first, too: the kernel gives tasks of a user namespace no userfaultfd.
+/// first, too, because the kernel gives tasks of a user namespace no userfaultfd.
 #[test]
 fn a_container_with_users_is_restored_from_received_memory() {
     let criu = need_runc!(Criu::main());
@@ -55,6 +57,11 @@ fn a_container_with_users_is_restored_from_received_memory() {
     let mut receiver = PageServer::ours(&container.images(), &[]).unwrap();
     container.dump_through(&receiver).unwrap();
     assert_eq!(receiver.ended().unwrap().code(), Some(0), "{}", receiver.text());
+    let inspect = ["inspect", "--json"];
+    let report = output(Command::new(rewake().unwrap()).args(inspect).arg(container.images())).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    let gives_none = fs::read("/proc/sys/vm/unprivileged_userfaultfd").unwrap() == b"0\n";
+    assert_eq!(report["lazy"]["verdict"] == "not-here", gives_none, "{}", report["lazy"]);
     container.go().unwrap();
     container.restore_eagerly().unwrap();
     assert_eq!(container.verdict(ACT).unwrap(), Verdict::Ok);

@@ -55,6 +55,7 @@ fn plan(images: &Path, memory: PlannedMemory, out: &File, channel: &Channel) -> 
     // Where the kernel does not say what it permits, CRIU finds out.
     let overcommit = Overcommit::now().unwrap_or(Overcommit::Always);
     let images = ImageDir::open(images)?;
+    let no_userfaultfd = images.userfaultfd_refusal();
     let parents = images.ancestors();
     let directories: Vec<_> = [&images].into_iter().chain(&parents).map(|of| of.as_fd()).collect();
     report(step::DIRECTORIES, &directories)?;
@@ -70,6 +71,6 @@ fn plan(images: &Path, memory: PlannedMemory, out: &File, channel: &Channel) -> 
     let leases = draft.leases.iter().map(|lease| lease.as_fd());
     let files: Vec<_> = draft.files.iter().map(|file| file.file.as_fd()).chain(leases).collect();
     files.chunks(MAX_DESCRIPTORS).try_for_each(|some| report(step::FILES, some))?;
-    let reason = overcommit.refusal(&draft.mappings).unwrap_or_default();
+    let reason = no_userfaultfd.or_else(|| overcommit.refusal(&draft.mappings)).unwrap_or_default();
     channel.send(&PlannerReport { step: step::DONE, reason }, &[]).context("reporting a plan")
 }

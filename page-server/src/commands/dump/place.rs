@@ -23,6 +23,7 @@ use rewake_manifest::{MANIFEST_NAME, PARENT};
 use rewake_process::file_lock::{DirectoryLock, Leftover};
 use rewake_process::names::{lines, unescaped};
 
+use super::super::print;
 use super::overlay;
 
 /// Directories that were removed by another dump before they were locked: each dump removes them once.
@@ -326,12 +327,12 @@ fn remove_leftovers(target: &Path) -> anyhow::Result<()> {
     let found = Leftover::all(parent, is_one).with_context(|| format!("listing {}", parent.display()))?;
     for leftover in found {
         if overlay::is_only_copy(&leftover.path, target) {
-            eprintln!(
-                "rewake: {} has a complete image that a killed dump could not put in the place of {}: move it there, or \
+            print::say(format!(
+                "{} has a complete image that a killed dump could not put in the place of {}: move it there, or \
                  remove it",
                 leftover.path.display(),
                 target.display()
-            );
+            ));
             continue;
         }
         let has_reader = match ImageLease::shared(&leftover.path) {
