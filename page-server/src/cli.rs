@@ -280,6 +280,9 @@ pub struct ParkArgs {
     /// Takes the fd store with this inode from every process
     #[arg(long, value_name = "INODE", conflicts_with = "targets")]
     pub unpark: Option<u64>,
+    /// The fd store's cookie, when its session is over and another socket may have its inode's number
+    #[arg(long, requires = "unpark")]
+    pub cookie: Option<u64>,
 }
 
 /// Options of `rewake recover`.

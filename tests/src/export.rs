@@ -19,6 +19,8 @@ use crate::scene::Scene;
 
 /// The file for the messages of a restore, in its work directory.
 const MESSAGES: &str = "restore.err";
+/// The log of a streamer in the work directory.
+pub const STREAMER_LOG: &str = "rewake-streamer.log";
 
 /// Runs `rewake pull` from a port of this host, with these options. Returns whether it succeeded, and what it wrote.
 ///
@@ -87,10 +89,12 @@ pub fn with_messages_in_file(command: &mut Command, scene: &Scene) -> anyhow::Re
     Ok(())
 }
 
-/// What `rewake restore` and its streamer have said.
+/// What `rewake restore` and its streamer have said. A streamer that the command does not wait for has a log of its
+/// own.
 #[must_use]
 pub fn messages(scene: &Scene) -> String {
-    fs::read_to_string(scene.work().join(MESSAGES)).unwrap_or_default()
+    let text = |name| fs::read_to_string(scene.work().join(name)).unwrap_or_default();
+    [MESSAGES, STREAMER_LOG].map(text).concat()
 }
 
 /// The processes of the streamer of a work directory that has ended or ends: none are left in time.

@@ -172,7 +172,8 @@ impl Setup {
 
 /// The same command with `--status-fd`. A shell puts the pipe at a number of its choice and then becomes the
 /// command. So only this child inherits the pipe, and no code of ours runs between fork and exec.
-pub(crate) fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
+#[must_use]
+pub fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", "exec \"$@\" 7>&0 0</dev/null", "sh"]);
     shell.arg(command.get_program()).args(command.get_args()).args(["--status-fd", "7"]);

@@ -7,12 +7,13 @@
 //!
 //! * root, or the user of this process: neither gains anything by a link.
 //! * The owner of the directory that the link is in. That user could not open every file that this process can, so
-//!   such a link may only lead to a file of the same user, or to one that all users may read.
+//!   such a link may only lead to a file of the same user. That all users may read a file is not enough: it may be in a
+//!   directory that its owner has closed to others, as images of other programs are.
 //!
 //! This is the kernel's own rule for directories that all users can write (`fs.protected_symlinks`), with the second
 //! condition added. The same holds for each link that a link leads to, and for the link `parent`. Directories on the
-//! way are found as the kernel finds them. A file is opened only once it is known to be a regular file, because to
-//! open a device can have effects. Nothing is written through a link: writers use `O_NOFOLLOW`.
+//! way are found as the kernel finds them. The file that a link leads to is opened only once it is known to be a
+//! regular file, because to open a device can have effects. Nothing is written through a link: writers use `O_NOFOLLOW`.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -58,10 +59,7 @@ pub enum LinkRefusal {
         directory: u32,
     },
     /// The link's owner may be unable to read the file.
-    #[error(
-        "of user {owner} to a file of user {of} that not all users may read; replace it with the file, or give the \
-         link to root"
-    )]
+    #[error("of user {owner} to a file of user {of}; replace it with the file, or give the link to root")]
     Private {
         /// The link's owner.
         owner: u32,
@@ -155,7 +153,9 @@ pub fn open(folder: impl AsFd, name: &OsStr) -> Result<Option<File>, OpenError> 
             }
             // By the descriptor: this is the file that was checked.
             let path = format!("/proc/self/fd/{}", found.path.as_raw_fd());
-            openat(nix::fcntl::AT_FDCWD, path.as_str(), flags, Mode::empty())
+            let opened = openat(nix::fcntl::AT_FDCWD, path.as_str(), flags, Mode::empty());
+            // Without /proc the file is not absent.
+            Ok(opened.map_err(|errno| OpenError::Io(errno.into()))?)
         }
         opened => opened,
     };
@@ -180,10 +180,10 @@ fn look(folder: impl AsFd, name: &OsStr) -> io::Result<Option<FoundFile>> {
     }
 }
 
-/// Checks that the users who made the links could have read the file themselves.
+/// Checks that the file is that of the users who made the links. That all users may read a file says nothing: it may be
+/// in a directory that its user has not opened to others, as images of other programs are.
 fn check_target(file: &FileStat, owners: &[u32]) -> Result<(), OpenError> {
-    let is_public = file.st_mode & libc::S_IROTH != 0;
-    match owners.iter().find(|owner| !is_public && **owner != file.st_uid) {
+    match owners.iter().find(|owner| **owner != file.st_uid) {
         None => Ok(()),
         Some(owner) => Err(OpenError::Link(LinkRefusal::Private { owner: *owner, of: file.st_uid })),
     }
@@ -263,9 +263,9 @@ mod tests {
         assert_eq!(refusal(&images, "link"), LinkRefusal::Private { owner: ONE, of: 0 });
         symlink("link", images.join("chain")).unwrap();
         assert_eq!(refusal(&images, "chain"), LinkRefusal::Private { owner: ONE, of: 0 });
+        // A directory above may be closed to the link's owner.
         fs::set_permissions(&file, Permissions::from_mode(0o644)).unwrap();
-        opened(&images, "link").unwrap().unwrap();
-        fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
+        assert_eq!(refusal(&images, "link"), LinkRefusal::Private { owner: ONE, of: 0 });
         chown(&file, Some(ONE), None).unwrap();
         opened(&images, "link").unwrap().unwrap();
         // The link is in a directory of another user, to which a link of the caller leads.

@@ -16,7 +16,7 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// Reports that the server is ready.
+    /// Reports that the server is ready. Who waits may wait for the end of the file, so all are to be closed then.
     ///
     /// # Errors
     /// The first error; the other bytes were written all the same.
@@ -25,6 +25,14 @@ impl Ready {
         let released = self.standard_error.as_ref().map_or(Ok(()), |file| put(file, libc::STDERR_FILENO));
         let tell = |mut waiting: &File| waiting.write_all(&[0]);
         self.waiting.iter().map(tell).fold(released, Result::and)
+    }
+
+    /// [`Ready::report`], and closes all.
+    ///
+    /// # Errors
+    /// As for [`Ready::report`].
+    pub fn report_once(self) -> io::Result<()> {
+        self.report()
     }
 }
 

@@ -23,7 +23,7 @@ use rewake_node_cache::NodeCache;
 use rewake_streamer::control::frame::{FrameError, receive};
 use rewake_streamer::control::proto::{self, Request, reply, request};
 use rewake_streamer::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
-use rewake_streamer::supervise::recover::take_back_left;
+use rewake_streamer::supervise::left;
 
 /// Time between two looks at what is to be taken back.
 const TAKE_BACK: Duration = Duration::from_secs(60);
@@ -72,7 +72,7 @@ async fn take_back() {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        match spawn_blocking(take_back_left).await {
+        match spawn_blocking(left::take_back).await {
             Ok(Ok(left)) => left.iter().for_each(|line| debug!("{line}")),
             Ok(Err(error)) => debug!("{error:#}"),
             // The agent ends.

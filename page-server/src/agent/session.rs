@@ -13,11 +13,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::{IMAGE_DAMAGED, ImageError};
 use rewake_image_io::NOT_SEALED;
+use tokio::task::spawn_blocking;
 use tracing::{error, info, warn};
 
 use super::cache::AgentCache;
 use super::counts::{EndedCounts, FailureKind};
 use super::sessions_file::{self, SessionEntry, Sessions};
+use crate::commands::verify::expect_as_sealed;
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{self, Ended, MemorySource, State, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED, StartedNotLazily};
@@ -141,6 +143,8 @@ impl Registry {
         if let Some(reason) = &plan.eager {
             plan.check(loading)?;
             warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
+            let image = images.clone();
+            spawn_blocking(move || expect_as_sealed(&image)).await??;
             streamer::start(&images, work, &plan, loading, Some(&log), false).await?;
         }
         info!(session, "a streamer waits for a restore of {}", images.display());

@@ -52,7 +52,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
         return Ok(code);
     }
     let report = || {
-        if let Err(error) = ready.report() {
+        if let Err(error) = ready.report_once() {
             warn!(%error, "reporting that clients can connect");
         }
     };

@@ -6,7 +6,7 @@
 
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, RawFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::stat::fstat;
@@ -14,6 +14,7 @@ use rewake_plugin_protocol::ProcessId;
 use rewake_ptrace_inject::{Error, with_stopped};
 
 use crate::cli::ParkArgs;
+use rewake_streamer::supervise::left::number_of_store;
 use rewake_streamer::supervise::parking::{DONE, LATER, NEVER};
 use rewake_streamer::supervise::processes;
 
@@ -22,6 +23,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Tries to take a descriptor away, and time between them.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(500);
+/// Time for all tries together.
+const LIMIT: Duration = Duration::from_secs(15);
 
 /// Runs the command; gives the exit code.
 ///
@@ -29,7 +32,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// Standard input is no fd store, a target is not spelled `PID-START`, or standard output is closed.
 pub fn run(options: &ParkArgs) -> anyhow::Result<u8> {
     if let Some(inode) = options.unpark {
-        return unpark(inode);
+        return unpark(inode, options.cookie);
     }
     let store = std::io::stdin();
     let inode = fstat(&store).context("looking at the fd store")?.st_ino;
@@ -76,12 +79,24 @@ fn give(target: ProcessId, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Re
 }
 
 /// Takes the descriptor from every process that has it.
-fn unpark(inode: u64) -> anyhow::Result<u8> {
+fn unpark(inode: u64, cookie: Option<u64>) -> anyhow::Result<u8> {
+    let start = Instant::now();
     let mut left = Vec::new();
     for _ in 0..TRIES {
-        left = processes::all().filter_map(|pid| take_back(pid, inode)).collect();
+        left.clear();
+        for pid in processes::all() {
+            // Each process of a frozen container takes its time.
+            if start.elapsed() > LIMIT {
+                left.push("more of its processes".to_owned());
+                break;
+            }
+            left.extend(take_back(pid, inode, cookie));
+        }
         if left.is_empty() {
             return Ok(0);
+        }
+        if start.elapsed() > LIMIT {
+            break;
         }
         std::thread::sleep(PAUSE);
     }
@@ -92,10 +107,10 @@ fn unpark(inode: u64) -> anyhow::Result<u8> {
 }
 
 /// Why it failed.
-fn take_back(pid: i32, inode: u64) -> Option<String> {
-    processes::number_of_socket(pid, inode)?;
+fn take_back(pid: i32, inode: u64, cookie: Option<u64>) -> Option<String> {
+    number_of_store(pid, inode, cookie)?;
     let closed = with_stopped(pid, PATIENCE, |stopped| -> Result<(), Error> {
-        let number: Option<RawFd> = processes::number_of_socket(pid, inode);
+        let number: Option<RawFd> = number_of_store(pid, inode, cookie);
         number.map_or(Ok(()), |number| stopped.close(number))
     });
     match closed.and_then(|closed| closed) {

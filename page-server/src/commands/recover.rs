@@ -20,7 +20,8 @@ use rewake_streamer::control::work_folder;
 use rewake_streamer::ledger::{Folder, Ledger};
 use rewake_streamer::session::address;
 use rewake_streamer::session::summary::report;
-use rewake_streamer::supervise::recover::{take_back_left, take_up};
+use rewake_streamer::supervise::left;
+use rewake_streamer::supervise::recover::take_up;
 use rewake_streamer::supervise::supervisor::{self, Start};
 use rewake_streamer::supervise::worker;
 use rewake_streamer::sys;
@@ -63,7 +64,7 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
         }
     }
     // Nothing is lost: a process has a descriptor too much.
-    take_back_left()?.iter().for_each(print::say);
+    left::take_back()?.iter().for_each(print::say);
     if code == 0 {
         print::say(match (sessions, options.daemon) {
             (0, _) => "no session waits for a streamer".to_owned(),
@@ -107,7 +108,8 @@ impl Streamer {
 fn start(path: &Path, own: Option<RawFd>, daemon: Option<Option<&File>>) -> anyhow::Result<Option<Streamer>> {
     let Ok((folder, ledger)) = Folder::take(path)? else { return Ok(None) };
     if !ledger.is_depended_on() {
-        // There may be something to take back, which may take seconds.
+        // What processes keep of the session is taken back later, because that may take seconds.
+        left::leave(folder, ledger.session());
         return Ok(None);
     }
     let (ready, tell) = std::io::pipe().context("making a pipe")?;

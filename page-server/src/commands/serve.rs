@@ -53,7 +53,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), metrics, || {
         // Whatever the log level; with -d, before the command returns.
         print::say(format!("listening on {}", socket.display()));
-        if let Err(error) = ready.report() {
+        if let Err(error) = ready.report_once() {
             warn!(%error, "reporting that the agent is ready");
         }
     }));

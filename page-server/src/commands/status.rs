@@ -17,6 +17,7 @@ use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::proto::{self, State};
 use rewake_streamer::control::streamer;
 use rewake_streamer::session::address;
+use rewake_streamer::supervise::left;
 use rewake_streamer::supervise::recover::{self, Orphan};
 use rewake_streamer::units;
 
@@ -40,30 +41,40 @@ pub fn run(options: &StatusArgs) -> anyhow::Result<u8> {
         None => address::default_socket()?,
     };
     let orphans = recover::orphans()?;
+    let left = left::all()?.into_iter().map(|(_, left)| (left.holders(), left.images));
+    let left: Vec<_> = left.filter(|(processes, _)| !processes.is_empty()).collect();
     let status = runtime.block_on(async { Client::connect(&socket).await?.status().await });
     let status = match status {
-        Err(ClientError::NotServed(_)) if !orphans.is_empty() => None,
+        Err(ClientError::NotServed(_)) if !orphans.is_empty() || !left.is_empty() => None,
         status => Some(status?),
     };
     if options.json {
         let mut all = status.as_ref().map_or_else(|| json!({}), as_json);
         all["orphaned"] = orphans.iter().map(orphan_as_json).collect();
+        all["left"] = left.iter().map(|(processes, images)| left_as_json(images, processes)).collect();
         return shown(&format!("{all:#}\n"));
     }
-    let lines = orphans.iter().map(orphan_as_line).collect::<String>();
+    let lines = orphans.iter().map(orphan_as_line);
+    let lines = lines.chain(left.iter().map(|(processes, images)| left_as_line(images, processes)));
+    let lines = lines.collect::<String>();
     shown(&(lines + &status.as_ref().map(as_table).unwrap_or_default()))
 }
 
+fn left_as_line(images: &Path, processes: &[i32]) -> String {
+    let processes: Vec<String> = processes.iter().map(ToString::to_string).collect();
+    format!(
+        "a restore of {} is over, and processes keep an empty descriptor of it, with which CRIU cannot dump them: {}; run \
+         `rewake recover` when they are neither frozen nor traced\n",
+        images.display(),
+        processes.join(", ")
+    )
+}
+
+fn left_as_json(images: &Path, processes: &[i32]) -> Value {
+    json!({"images_dir": images.display().to_string(), "processes": processes})
+}
+
 fn orphan_as_line(orphan: &Orphan) -> String {
-    if orphan.is_over {
-        let processes: Vec<String> = orphan.processes.iter().map(ToString::to_string).collect();
-        return format!(
-            "a restore of {} is over, and processes keep an empty descriptor of it, with which CRIU cannot dump them: {}; \
-             run `rewake recover` when they are neither frozen nor traced\n",
-            orphan.images.display(),
-            processes.join(", ")
-        );
-    }
     format!(
         "a restore of {} has no streamer for {} s: {} processes have missing memory, {} of their threads wait; run \
          `rewake recover`\n",
@@ -80,7 +91,6 @@ fn orphan_as_json(orphan: &Orphan) -> Value {
         "processes": orphan.processes,
         "waiting_threads": orphan.waiting,
         "seconds": orphan.silent.as_secs(),
-        "is_over": orphan.is_over,
     })
 }
 

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::bail;
-use rewake_criu_images::ImageDir;
+use rewake_criu_images::{ImageDir, MAX_PARENTS};
 use rewake_image_store::{ImageStore, ImageUrl, StoreVerifyReport};
-use rewake_manifest::{VerifyReport, verify};
+use rewake_manifest::{MANIFEST_NAME, VerifyReport, verify};
 use rewake_streamer::units;
 
 use super::{print, store_runtime};
@@ -85,4 +85,27 @@ fn directory(images: &Path) -> anyhow::Result<u64> {
         ));
     }
     Ok(differences)
+}
+
+/// Compares a sealed image, and the images that it is based on, with their manifests: CRIU is to load all of its memory
+/// itself, and compares nothing. An image without a manifest is not compared.
+///
+/// # Errors
+/// A file is not as sealed, or cannot be read.
+pub fn expect_as_sealed(images: &Path) -> anyhow::Result<()> {
+    let mut directory = images.to_owned();
+    for _ in 0..=MAX_PARENTS {
+        if !directory.join(MANIFEST_NAME).exists() {
+            return Ok(());
+        }
+        let mut first = None;
+        verify(&directory, |difference| {
+            first.get_or_insert_with(|| difference.to_string());
+        })?;
+        if let Some(difference) = first {
+            bail!("{}/{difference}; nothing was started", directory.display());
+        }
+        directory.push("parent");
+    }
+    Ok(())
 }

@@ -104,7 +104,7 @@ fn an_image_whose_plan_takes_too_much_memory_is_one_clear_line() {
     let restoring = pair.restoring_bad();
     pair.play_good();
     let output = restoring.wait_with_output().unwrap();
-    assert_refused(&output, &["images: the planner", "memory allocation of", "4 GiB"]);
+    assert_refused(&output, &["images: the planner", "memory allocation of", "4096 MiB"]);
 }
 
 #[test]

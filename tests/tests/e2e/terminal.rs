@@ -12,15 +12,16 @@ use std::thread::spawn;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_tests::daemon::restore;
+use rewake_tests::export::STREAMER_LOG;
 use rewake_tests::process::{PATIENCE, processes_naming, until, wait_child, wait_pid};
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::server::rewake;
+use rewake_tests::server::{rewake, with_status_fd};
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 /// Runs a command that leaves a daemon, as `$(...)` and ssh do: until no process has its output any more.
 fn captured(command: &mut Command) -> String {
     let (mut output, end) = io::pipe().unwrap();
-    command.stdin(Stdio::null()).stdout(end.try_clone().unwrap()).stderr(end);
+    command.stdout(end.try_clone().unwrap()).stderr(end);
     let mut child = command.spawn().unwrap();
     // The command has its ends of the pipe as long as its standard descriptors are kept here.
     command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -73,7 +74,12 @@ fn a_daemon_releases_the_output_of_who_started_it() {
                 .arg("--pidfile")
                 .arg(&pidfile)
                 .args(log.iter().flat_map(|log| [Path::new("-o").as_os_str(), log.as_os_str()]));
-            captured(&mut command);
+            // The reader of this descriptor waits for its end, too.
+            let (mut ready, status) = io::pipe().unwrap();
+            captured(&mut with_status_fd(&command, status.into()));
+            let mut bytes = Vec::new();
+            ready.read_to_end(&mut bytes).unwrap();
+            assert_eq!(bytes, [0], "{command:?}");
             let pid: i32 = fs::read_to_string(&pidfile).unwrap().trim().parse().unwrap();
             have_released(&pidfile, log.as_deref().unwrap_or_else(|| Path::new("/dev/null")));
             kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
@@ -90,7 +96,7 @@ fn a_restore_that_has_returned_keeps_no_output() {
     let mut command = restore(&criu, &scene.images()).unwrap();
     command.args(["--on-demand-only=3600", "--wait=alive", "-W"]).arg(scene.work()).args(["--", "-d"]);
     captured(&mut command);
-    have_released(&scene.work(), &scene.work().join("rewake-streamer.log"));
+    have_released(&scene.work(), &scene.work().join(STREAMER_LOG));
     scene.go().unwrap();
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
 }

@@ -134,12 +134,16 @@ impl Folder {
     }
 
     fn below(root: &Path) -> anyhow::Result<Vec<PathBuf>> {
+        Self::with_file(root, LEDGER)
+    }
+
+    fn with_file(root: &Path, name: &str) -> anyhow::Result<Vec<PathBuf>> {
         let entries = match fs::read_dir(root) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.with_context(|| format!("reading {}", root.display()))?,
         };
         let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
-        paths.retain(|path| path.join(LEDGER).exists());
+        paths.retain(|path| path.join(name).exists());
         paths.sort();
         Ok(paths)
     }
@@ -202,6 +206,31 @@ impl Folder {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The file of what processes keep of the session, in the ledger's place.
+    pub const LEFT: &str = "left";
+
+    /// Puts a note in the place of the ledger: the session is over.
+    ///
+    /// # Errors
+    /// It cannot be written: the folder is removed.
+    pub fn leave(self, note: &[u8]) -> anyhow::Result<()> {
+        let (new, path) = (self.path.join("left.new"), self.path.join(Self::LEFT));
+        let written = fs::write(&new, note).and_then(|()| fs::rename(&new, &path));
+        if let Err(error) = written {
+            self.remove();
+            return Err(error).with_context(|| format!("writing {}", path.display()));
+        }
+        fs::remove_file(self.path.join(LEDGER)).context("removing the ledger")
+    }
+
+    /// Returns the folders with such a note.
+    ///
+    /// # Errors
+    /// The folder that holds them cannot be read.
+    pub fn all_left() -> anyhow::Result<Vec<PathBuf>> {
+        Self::with_file(&root()?, Self::LEFT)
     }
 
     /// Removes the folder, when nothing depends on its sessions any more.

@@ -13,6 +13,7 @@
 use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,6 +26,7 @@ use tracing::{debug, info, warn};
 use crate::ledger::{Ledger, SessionSlot, SpaceSlot};
 use crate::session::Session;
 use crate::supervise::launch;
+use crate::supervise::left::LeftStore;
 use crate::supervise::processes;
 use crate::sys;
 
@@ -104,18 +106,32 @@ pub fn unpark_slot(slot: &SessionSlot) -> anyhow::Result<()> {
     if inode == 0 {
         return Ok(());
     }
+    unpark_by(&["--unpark", &inode.to_string()], &slot.paths().0)?;
+    slot.inode.store(0, Ordering::Release);
+    Ok(())
+}
+
+/// Unparks a session that is over.
+///
+/// # Errors
+/// A process keeps the descriptor.
+pub fn unpark_left(left: &LeftStore) -> anyhow::Result<()> {
+    let (inode, cookie) = (left.inode.to_string(), left.cookie.to_string());
+    unpark_by(&["--unpark", &inode, "--cookie", &cookie], &left.images)
+}
+
+fn unpark_by(options: &[&str], images: &Path) -> anyhow::Result<()> {
     let mut command = park_command()?;
-    command.args(["--unpark", &inode.to_string()]).stdin(Stdio::null());
+    command.args(options).stdin(Stdio::null());
     let output = command.output().context("starting rewake park")?;
     let why = String::from_utf8_lossy(&output.stdout);
     ensure!(
         output.status.success(),
         "a process keeps an empty descriptor of the restore of {}, and CRIU cannot dump that process: {}; `rewake recover` \
          takes the descriptor back when the process can be stopped",
-        slot.paths().0.display(),
+        images.display(),
         why.trim_end().replace(['\n', '\r'], "; ")
     );
-    slot.inode.store(0, Ordering::Release);
     Ok(())
 }
 

@@ -53,8 +53,6 @@ pub struct Orphan {
     pub waiting: usize,
     /// How long no streamer has served it, accurate to a second.
     pub silent: Duration,
-    /// All memory is resident: the processes only keep an empty descriptor, which could not be taken back.
-    pub is_over: bool,
 }
 
 /// Returns all orphaned sessions.
@@ -67,44 +65,19 @@ pub fn orphans() -> anyhow::Result<Vec<Orphan>> {
         // `rewake recover` reports a ledger that cannot be read.
         let Ok(Ok((_folder, ledger))) = Folder::look(&path) else { continue };
         let slot = ledger.session();
-        let is_over = !ledger.is_depended_on();
-        let processes = holders(slot);
-        if slot.is_connected() || is_over && !processes.is_empty() {
+        if slot.is_connected() {
+            let processes = holders(slot);
             let waiting = processes.iter().map(|pid| processes::waiting_threads(*pid)).sum();
             let (images, silent) = (slot.paths().0, ledger.silent_for());
-            found.push(Orphan { images, processes, waiting, silent, is_over });
+            found.push(Orphan { images, processes, waiting, silent });
         }
     }
     Ok(found)
 }
 
-/// Takes back what processes keep of sessions that are over, because they were frozen, stopped or traced when the
-/// session ended. Returns a line for each session of which a process still keeps something. It may take seconds.
-///
-/// # Errors
-/// The directory of the ledgers cannot be read.
-pub fn take_back_left() -> anyhow::Result<Vec<String>> {
-    let mut left = Vec::new();
-    for path in Folder::all()? {
-        // Who serves sessions again reports a ledger that cannot be read.
-        let Ok(Ok((folder, ledger))) = Folder::take(&path) else { continue };
-        if ledger.is_depended_on() {
-            continue;
-        }
-        match parking::unpark_slot(ledger.session()) {
-            Ok(()) => folder.remove(),
-            Err(error) => left.push(format!("{error:#}")),
-        }
-    }
-    Ok(left)
-}
-
 /// Returns the processes that have the session's fd store.
 fn holders(slot: &SessionSlot) -> Vec<i32> {
     let inode = slot.inode.load(Ordering::Acquire);
-    if inode == 0 {
-        return Vec::new();
-    }
     processes::all().filter(|pid| processes::number_of_socket(*pid, inode).is_some()).collect()
 }
 

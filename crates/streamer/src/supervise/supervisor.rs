@@ -18,8 +18,8 @@ use rewake_process::ready::Ready;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Folder, Ledger, NO_FD, Starter};
-use crate::supervise::parking;
 use crate::supervise::processes;
+use crate::supervise::{left, parking};
 use crate::sys::{self, Fork};
 
 /// How many workers may die within [`WINDOW`] before the supervisor gives up: another worker does not help if
@@ -134,11 +134,10 @@ pub fn supervise_ledger(
     let code = run_workers(first, worker);
     // No process serves what is left, even if the reason is an error of the supervisor.
     end_all(ledger);
-    match parking::unpark_slot(ledger.session()) {
-        Ok(()) => folder.remove(),
-        // The next `rewake recover` or agent finds the folder.
-        Err(error) => warn!("{error:#}"),
+    if let Err(error) = parking::unpark_slot(ledger.session()) {
+        warn!("{error:#}");
     }
+    left::leave(folder, ledger.session());
     code
 }
 

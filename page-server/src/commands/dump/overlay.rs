@@ -13,7 +13,6 @@ use anyhow::{Context as _, ensure};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use rewake_criu_images::{INVENTORY_NAME, ImageLease};
-use rewake_manifest::MANIFEST_NAME;
 
 use super::place::names;
 
@@ -47,8 +46,8 @@ pub(super) fn copy_up(target: &Path, copy: &Path, old: Option<&ImageLease>) -> a
                 .with_context(|| format!("copying {}", target.join(name).display()))?;
         }
         fs::File::open(copy).and_then(|copy| copy.sync_all()).context("writing the copy to the disk")?;
-        // Without these a directory has no complete image.
-        all.sort_by_key(|name| ![MANIFEST_NAME, INVENTORY_NAME].iter().any(|first| name == first));
+        // Without it a directory has no complete image, so that a later dump knows the copy as the only one.
+        all.sort_by_key(|name| name != INVENTORY_NAME);
         Ok(all)
     };
     let all = copied().inspect_err(|_| {
@@ -64,11 +63,13 @@ pub(super) fn copy_up(target: &Path, copy: &Path, old: Option<&ImageLease>) -> a
 /// Whether a directory has a complete image, and the target, whose place it was to take, has none.
 pub(super) fn is_only_copy(leftover: &Path, target: &Path) -> bool {
     let has = |directory: &Path, name| directory.join(name).symlink_metadata().is_ok();
-    has(leftover, INVENTORY_NAME) && !has(target, INVENTORY_NAME) && !has(target, MANIFEST_NAME)
+    has(leftover, INVENTORY_NAME) && !has(target, INVENTORY_NAME)
 }
 
 #[cfg(test)]
 mod tests {
+    use rewake_manifest::MANIFEST_NAME;
+
     use super::*;
 
     #[test]

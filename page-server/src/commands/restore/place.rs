@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use super::view::View;
 use super::{RestoreRequest, loading_options};
 use crate::cli::WaitFor;
+use crate::commands::verify::expect_as_sealed;
 use crate::commands::{control_socket, directory};
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::streamer;
@@ -64,6 +65,7 @@ impl WaitingStreamer {
         if let Some(reason) = &plan.eager {
             plan.check(loading_options(request.options))?;
             view.say(&format!("all CPU memory is loaded before the processes run: {reason}\n"));
+            expect_as_sealed(request.images)?;
         }
         Self::alone(request, plan, given).await
     }

@@ -71,7 +71,7 @@ impl Remote {
 
     fn messages(&self) -> String {
         let text = |name: &str| fs::read_to_string(self.work().join(name)).unwrap_or_default();
-        format!("{}\n{}", text("restore.log"), text("restore.err"))
+        ["restore.log", "restore.err", "rewake-streamer.log"].map(text).join("\n")
     }
 
     /// Waits until so many bytes more have passed the link.

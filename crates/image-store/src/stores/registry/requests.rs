@@ -117,6 +117,8 @@ impl RegistryRequests {
         let mut client = Client::builder()
             .user_agent(USER_AGENT)
             .redirect(policy)
+            // An address may have a signature, which the next server must not see.
+            .referer(false)
             .connect_timeout(limits.connect)
             .read_timeout(limits.silence)
             .timeout(limits.request);
@@ -162,7 +164,9 @@ impl RegistryRequests {
             if answer.status().is_success() {
                 return Ok(answer);
             }
-            let is_asked = answer.status() == StatusCode::UNAUTHORIZED && is_registry(answer.url());
+            // Another server may have redirected the request to the registry, and the next one would go to that server.
+            let is_asked =
+                answer.status() == StatusCode::UNAUTHORIZED && is_registry(url) && is_registry(answer.url());
             if is_first
                 && is_asked
                 && let Some(new) = self.authorize(&answer, known).await?

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Fd stores of sessions that are over, which processes keep because they were frozen or traced at the end. A file in
+//! the folder of the session's starter names each, in the place of the ledger, until the descriptors are taken back:
+//! an agent looks for them each minute, and would map a ledger each time.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::fd::RawFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+
+use tracing::warn;
+
+use crate::ledger::{Folder, SessionSlot};
+use crate::supervise::{parking, processes};
+use crate::sys;
+
+/// An fd store that processes keep.
+#[derive(Debug, PartialEq, Eq)]
+pub struct LeftStore {
+    /// The number of the socket's inode. The kernel gives it to another socket some day.
+    pub inode: u64,
+    /// The number that only this socket has, as long as the machine runs (SO_COOKIE, `socket(7)`).
+    pub cookie: u64,
+    /// The session's image directory.
+    pub images: PathBuf,
+}
+
+impl LeftStore {
+    fn of(slot: &SessionSlot) -> Option<Self> {
+        let inode = slot.inode.load(Ordering::Acquire);
+        if inode == 0 {
+            return None;
+        }
+        let cookie = |pid: i32| {
+            let number = processes::number_of_socket(pid, inode)?;
+            sys::socket_cookie(&processes::descriptor_of(pid, number).ok()?).ok()
+        };
+        let cookie = processes::all().find_map(cookie)?;
+        Some(Self { inode, cookie, images: slot.paths().0 })
+    }
+
+    fn text(&self) -> Vec<u8> {
+        [format!("{} {}\n", self.inode, self.cookie).as_bytes(), self.images.as_os_str().as_bytes()].concat()
+    }
+
+    fn parse(text: &[u8]) -> Option<Self> {
+        let end = text.iter().position(|byte| *byte == b'\n')?;
+        let (inode, cookie) = str::from_utf8(&text[..end]).ok()?.split_once(' ')?;
+        let images = OsStr::from_bytes(&text[end + 1..]).into();
+        Some(Self { inode: inode.parse().ok()?, cookie: cookie.parse().ok()?, images })
+    }
+
+    /// The processes that keep it.
+    #[must_use]
+    pub fn holders(&self) -> Vec<i32> {
+        let has_it = |pid: &i32| number_of_store(*pid, self.inode, Some(self.cookie)).is_some();
+        processes::all().filter(has_it).collect()
+    }
+}
+
+/// The number of a socket in the table of a process. With a cookie, no other socket is taken for it that has the number
+/// of its inode by now.
+#[must_use]
+pub fn number_of_store(pid: i32, inode: u64, cookie: Option<u64>) -> Option<RawFd> {
+    let number = processes::number_of_socket(pid, inode)?;
+    let is_it = |cookie| {
+        let copy = processes::descriptor_of(pid, number).and_then(|copy| sys::socket_cookie(&copy));
+        copy.is_ok_and(|found| found == cookie)
+    };
+    cookie.is_none_or(is_it).then_some(number)
+}
+
+/// Ends the use of a folder whose session is over: it stays as long as processes keep the session's store.
+pub fn leave(folder: Folder, slot: &SessionSlot) {
+    match LeftStore::of(slot) {
+        None => folder.remove(),
+        Some(left) => {
+            if let Err(error) = folder.leave(&left.text()) {
+                warn!("processes keep a descriptor of a session that cannot be noted: {error:#}");
+            }
+        }
+    }
+}
+
+/// All stores that processes may keep, with their folders.
+///
+/// # Errors
+/// The directory of the folders cannot be read.
+pub fn all() -> anyhow::Result<Vec<(PathBuf, LeftStore)>> {
+    let read = |folder: PathBuf| {
+        let left = LeftStore::parse(&fs::read(folder.join(Folder::LEFT)).ok()?)?;
+        Some((folder, left))
+    };
+    Ok(Folder::all_left()?.into_iter().filter_map(read).collect())
+}
+
+/// Takes back what can be taken back by now. Returns a line for each session of which a process still keeps something.
+/// It may take seconds.
+///
+/// # Errors
+/// The directory of the folders cannot be read.
+pub fn take_back() -> anyhow::Result<Vec<String>> {
+    let mut lines = Vec::new();
+    for (folder, left) in all()? {
+        let taken = if left.holders().is_empty() { Ok(()) } else { parking::unpark_left(&left) };
+        match taken {
+            Ok(()) => remove(&folder),
+            Err(error) => lines.push(format!("{error:#}")),
+        }
+    }
+    Ok(lines)
+}
+
+fn remove(folder: &Path) {
+    match fs::remove_dir_all(folder) {
+        // Another process was quicker.
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            warn!(%error, "removing {}", folder.display());
+        }
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::ffi::OsStringExt as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_note_keeps_every_byte_of_a_path() {
+        let images = PathBuf::from(std::ffi::OsString::from_vec(b"/m\xe9\nmoire".to_vec()));
+        let left = LeftStore { inode: 7, cookie: u64::MAX, images };
+        assert_eq!(LeftStore::parse(&left.text()), Some(left));
+        for text in [&b""[..], b"7\n/x", b"7 x\n/x", b"7 8"] {
+            assert_eq!(LeftStore::parse(text), None);
+        }
+    }
+
+    #[test]
+    fn another_socket_with_the_inode_s_number_is_not_taken() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let pid = std::process::id().cast_signed();
+        let sockets = rewake_plugin_protocol::sockets_of(pid).unwrap();
+        let (_, inode) = sockets.into_iter().find(|(number, _)| *number == one.as_raw_fd()).unwrap();
+        let cookie = sys::socket_cookie(&one).unwrap();
+        assert_eq!(number_of_store(pid, inode, Some(cookie)), Some(one.as_raw_fd()));
+        assert_eq!(number_of_store(pid, inode, Some(cookie + 1)), None);
+    }
+}
