@@ -12,8 +12,8 @@
 //!
 //! This is the kernel's own rule for directories that all users can write (`fs.protected_symlinks`), with the second
 //! condition added. The same holds for each link that a link leads to, and for the link `parent`. Directories on the
-//! way are found as the kernel finds them. The file that a link leads to is opened only once it is known to be a
-//! regular file, because to open a device can have effects. Nothing is written through a link: writers use `O_NOFOLLOW`.
+//! way are found as the kernel finds them. What a link leads to is opened only once it is known to be a regular file,
+//! because to open a device can have effects. Nothing is written through a link: writers use `O_NOFOLLOW`.
 
 use std::ffi::OsStr;
 use std::fs::File;

@@ -169,7 +169,7 @@ pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 /// It is no socket.
 pub fn socket_cookie(socket: impl AsFd) -> io::Result<u64> {
     let mut cookie = 0_u64;
-    let mut length = size_of::<u64>() as libc::socklen_t;
+    let mut length: libc::socklen_t = 8;
     // SAFETY: both pointers are to locals of the lengths that the call is given, which live through it.
     let result = unsafe {
         libc::getsockopt(
