@@ -451,6 +451,49 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_login_does_not_go_to_a_server_that_redirects_to_the_registry() {
+        let [registry, storage] = [(); 2].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let [host, far] = [&registry, &storage].map(|of| of.local_addr().unwrap().to_string());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let serve = |listener: TcpListener, answer: Box<dyn Fn(&str) -> String + Send>| {
+            thread::spawn(move || {
+                while let Ok((mut client, _)) = listener.accept() {
+                    let mut bytes = [0; 4096];
+                    let length = client.read(&mut bytes).unwrap_or(0);
+                    let head = String::from_utf8_lossy(&bytes[..length]).to_lowercase();
+                    let head = answer(&head) + "\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+                    let _ = client.write_all(head.as_bytes());
+                }
+            });
+        };
+        let upload = format!("HTTP/1.1 202 Accepted\r\nLocation: http://{far}/u");
+        serve(
+            registry,
+            Box::new(move |head| match head.split(' ').next() {
+                Some("get") => "HTTP/1.1 200 OK".to_owned(),
+                Some("head") => "HTTP/1.1 404 Not Found".to_owned(),
+                Some("post") => upload.clone(),
+                _ => "HTTP/1.1 401 Unauthorized\r\nWWW-Authenticate: Basic realm=\"x\"".to_owned(),
+            }),
+        );
+        let back = format!("HTTP/1.1 307 Temporary Redirect\r\nLocation: http://{host}/v2/web/x");
+        serve(
+            storage,
+            Box::new(move |head| {
+                let _ = sender.send(head.contains("authorization:"));
+                back.clone()
+            }),
+        );
+        let login = Login { user: "user".to_owned(), password: "pass".to_owned() };
+        let client = RegistryClient::new(&host, "web", Some(login), false, LIMITS).unwrap();
+        run(async move {
+            client.put_bytes(Bytes::from_static(b"x")).await.unwrap_err();
+        });
+        let logins: Vec<bool> = receiver.try_iter().collect();
+        assert!(!logins.is_empty() && !logins.contains(&true), "{logins:?}");
+    }
+
     /// Reads a request: its first line, and its body.
     fn request(client: &mut TcpStream) -> (String, Vec<u8>) {
         let (mut bytes, mut buffer) = (Vec::new(), [0; 1 << 16]);
