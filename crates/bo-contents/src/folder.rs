@@ -56,7 +56,7 @@ pub fn open(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
         OpenError::Io(error) => error,
         refused => io::Error::other(refused),
     });
-    let file = opened.and_then(|file| file.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound)));
+    let file = opened.and_then(|file| file.ok_or_else(|| Errno::ENOENT.into()));
     file.map_err(FileError::of("open", name))
 }
 

@@ -39,7 +39,7 @@ impl ImageLease {
     pub fn shared(directory: &Path) -> io::Result<Option<Self>> {
         let file =
             open::open(File::open(directory)?, OsStr::new(INVENTORY_NAME)).map_err(io::Error::other)?;
-        let file = file.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        let file = file.ok_or_else(|| io::Error::from(nix::errno::Errno::ENOENT))?;
         Ok(acquired(file.try_lock_shared())?.then_some(Self(file)))
     }
 
