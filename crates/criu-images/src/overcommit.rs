@@ -31,7 +31,7 @@ pub struct LazyMappings {
     longest: Option<(u32, Vma)>,
     /// Bytes of all private mappings.
     total: u64,
-    /// Those of them that are not writable in the image.
+    /// Bytes of the private mappings that the image has without write access.
     extra: u64,
 }
 

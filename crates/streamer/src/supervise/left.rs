@@ -33,10 +33,7 @@ impl LeftStore {
         if inode == 0 {
             return None;
         }
-        let cookie = |pid: i32| {
-            let number = processes::number_of_socket(pid, inode)?;
-            sys::socket_cookie(&processes::descriptor_of(pid, number).ok()?).ok()
-        };
+        let cookie = |pid: i32| cookie_of(pid, processes::number_of_socket(pid, inode)?);
         let cookie = processes::all().find_map(cookie)?;
         Some(Self { inode, cookie, images: slot.paths().0 })
     }
@@ -65,11 +62,12 @@ impl LeftStore {
 #[must_use]
 pub fn number_of_store(pid: i32, inode: u64, cookie: Option<u64>) -> Option<RawFd> {
     let number = processes::number_of_socket(pid, inode)?;
-    let is_it = |cookie| {
-        let copy = processes::descriptor_of(pid, number).and_then(|copy| sys::socket_cookie(&copy));
-        copy.is_ok_and(|found| found == cookie)
-    };
-    cookie.is_none_or(is_it).then_some(number)
+    cookie.is_none_or(|cookie| cookie_of(pid, number) == Some(cookie)).then_some(number)
+}
+
+/// The cookie of a process's socket; none if the process has ended or is not to be inspected.
+fn cookie_of(pid: i32, number: RawFd) -> Option<u64> {
+    processes::descriptor_of(pid, number).and_then(|copy| sys::socket_cookie(&copy)).ok()
 }
 
 /// Ends the use of a folder whose session is over: it stays as long as processes keep the session's store.
