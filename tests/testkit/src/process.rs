@@ -214,12 +214,13 @@ pub fn in_group(name: &str) -> Vec<Pid> {
     })
 }
 
-/// Whether a thread of a process sleeps in a page fault that no streamer has served.
+/// Whether a thread of a process sleeps in a page fault that no streamer has served. A thread that waits because the
+/// streamer has not read of its mremap(2) or fork(2) yet sleeps elsewhere.
 #[must_use]
 pub fn waits_in_a_page_fault<P: ProcessId>(process: P) -> bool {
     let pid = process.pid().as_raw();
     let place = |thread| fs::read_to_string(format!("/proc/{pid}/task/{thread}/wchan")).unwrap_or_default();
-    proc::threads(pid).into_iter().any(|thread| place(thread).contains("userfault"))
+    proc::threads(pid).into_iter().any(|thread| place(thread).contains("handle_userfault"))
 }
 
 /// The supervisor of the streamer that is a child of this process, and its workers, at least one.
