@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use rewake_amdgpu_uapi::criu::queues::{QueueSupport, restored_by};
 use rewake_amdgpu_uapi::topology::GfxVersion;
 use rewake_sdma_copy::{CopyPath, StagingMemory};
 
@@ -13,8 +14,6 @@ use rewake_streamer::units;
 const OLDEST: (u32, u32) = (1, 8);
 /// `CAP_SYS_ADMIN` and `CAP_CHECKPOINT_RESTORE` (`include/uapi/linux/capability.h`).
 const CAPABILITIES: u64 = 1 << 21 | 1 << 40;
-/// The first generation of chips whose queues MES schedules. MES cannot restore a queue's state.
-const FIRST_WITH_MES: u32 = 11;
 
 /// The facts about a machine with AMD's compute driver.
 #[derive(Debug, Clone)]
@@ -44,6 +43,8 @@ pub struct Gpu {
     pub gfx: GfxVersion,
     /// Compute dies that share each queue.
     pub xccs: u64,
+    /// What the driver does with its queues.
+    pub queues: QueueSupport,
     /// The size of its memory in bytes.
     pub vram: u64,
     /// N of `/dev/dri/renderDN`.
@@ -141,38 +142,41 @@ fn topology(gpus: &[Gpu]) -> Check {
     }
     let gpu = |gpu: &Gpu| {
         let Gpu { gpu_id, vram, minor, .. } = gpu;
-        format!("{gpu_id:#x} {} {}, renderD{minor}", chip(gpu.gfx), units::bytes(*vram))
+        format!("{gpu_id:#x} {} {}, renderD{minor}", gpu.gfx, units::bytes(*vram))
     };
     Check::ok(name, gpus.iter().map(gpu).collect::<Vec<_>>().join("; "))
 }
 
-/// Formats a chip as in `gfx90a`: the stepping is hexadecimal.
-fn chip(GfxVersion { major, minor, step }: GfxVersion) -> String {
-    format!("gfx{major}{minor}{step:x}")
-}
-
-/// Checks whether the driver can restore the GPUs' queues. Sources: `kfd_process_queue_manager.c`,
-/// `kfd_mqd_manager_v9.c` of Linux 6.12 and 7.2.
+/// Checks whether the driver can restore the GPUs' queues.
 fn queues(gpus: &[Gpu]) -> Check {
     let name = "gpu queues";
     let reason = |gpu: &Gpu| {
-        let why = if gpu.gfx.major >= FIRST_WITH_MES {
-            "are scheduled by MES"
-        } else if gpu.xccs > 1 {
-            "are spread over several XCCs"
-        } else {
-            return None;
+        let xccs = format!("spread over {} XCCs, ", gpu.xccs);
+        let why = match gpu.queues {
+            QueueSupport::Restored => return None,
+            QueueSupport::Firmware => "run by firmware (MES), which takes no saved state".to_owned(),
+            QueueSupport::FirstXccSaved => {
+                xccs + "of which this kernel saves one: a dump is refused, because restored queues would never run"
+            }
+            QueueSupport::Refused => xccs + "and this kernel saves their state and refuses to restore it",
+            QueueSupport::Unknown => xccs + "and what AMD's own driver (DKMS) does with them is not known",
         };
-        Some(format!("those of {:#x} ({}) {why}", gpu.gpu_id, chip(gpu.gfx)))
+        Some(format!("those of {:#x} ({}) are {why}", gpu.gpu_id, gpu.gfx))
     };
     let reasons: Vec<String> = gpus.iter().filter_map(reason).collect();
     if reasons.is_empty() {
         return Check::ok(name, "the driver can restore them");
     }
-    let found = format!("the driver of Linux 6.12 or 7.2 cannot restore all queues: {}", reasons.join("; "));
-    let advice = "on these GPUs dump only processes without queues (such as ones with a render node alone), \
-                  or use a newer kernel that can restore them";
-    Check::warning(name, found, advice)
+    let mut advice = vec![
+        "dump only processes without queues on these GPUs (such as ones with a render node alone)".to_owned(),
+    ];
+    if gpus.iter().any(|gpu| gpu.queues == QueueSupport::Firmware) {
+        advice.push("no kernel up to 7.3 restores queues of GFX11 and newer".to_owned());
+    }
+    if gpus.iter().any(|gpu| !matches!(gpu.queues, QueueSupport::Restored | QueueSupport::Firmware)) {
+        advice.push(format!("of queues on several XCCs, {}", restored_by()));
+    }
+    Check::warning(name, format!("not all queues can be restored: {}", reasons.join("; ")), advice.join("; "))
 }
 
 fn copies(gpus: &[Gpu]) -> Check {

@@ -4,6 +4,7 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
+use rewake_amdgpu_uapi::criu::queues::QueueSupport;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_amdgpu_uapi::{Error, Kfd};
@@ -45,6 +46,7 @@ fn gpu(node: &Node) -> Gpu {
         gpu_id: node.gpu_id,
         gfx: node.gfx_version(),
         xccs: node.property("num_xcc"),
+        queues: QueueSupport::here(node),
         vram: node.vram(),
         minor: node.render_minor(),
         copies: copies(node.render_minor()),

@@ -4,8 +4,10 @@
 use std::os::fd::{AsFd as _, BorrowedFd};
 
 use rewake_amdgpu_uapi::abi::{kfd_criu_bo_bucket, kfd_criu_device_bucket};
+use rewake_amdgpu_uapi::criu::blob::Queue;
+use rewake_amdgpu_uapi::criu::queues::{QueueSupport, restored_by};
 use rewake_amdgpu_uapi::criu::{self, Checkpoint, Counts};
-use rewake_amdgpu_uapi::topology::Topology;
+use rewake_amdgpu_uapi::topology::{GfxVersion, Topology};
 use rewake_bo_contents::{GpuPagesFile, ProcessBuffers, folder};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, kfd_name};
 use rewake_criu_plugin::{Answer, Host};
@@ -21,6 +23,22 @@ pub(super) struct GpuName {
     pub(super) actual: u32,
     /// The id that the process uses.
     pub(super) user: u32,
+}
+
+/// No kernel could restore the process.
+#[derive(Debug, thiserror::Error)]
+enum UnrestorableQueue {
+    #[error(
+        "process {pid} has queues on GPU {gpu:#x} ({gfx}), whose firmware (MES) runs them: no kernel up to 7.3 \
+         restores such queues, so the process is not dumped, and continues"
+    )]
+    Firmware { pid: u32, gpu: u32, gfx: GfxVersion },
+    #[error(
+        "process {pid} has queues that are spread over the {xccs} XCCs of GPU {gpu:#x}, and this kernel saves the \
+         state of one: restored, they would never run, so the process is not dumped, and continues; {}",
+        restored_by()
+    )]
+    FirstXcc { pid: u32, gpu: u32, xccs: u64 },
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +63,7 @@ pub(super) fn dump(
     let state = criu::checkpoint(file, counts)?;
     let folder = host.image_dir()?;
     let machine = Topology::read()?;
+    check_queues(host, counts.pid, &state, &machine)?;
     let mut image = KfdImage {
         pid: counts.pid,
         gpus: counts.devices,
@@ -71,6 +90,34 @@ pub(super) fn dump(
     let name =
         |bucket: &kfd_criu_device_bucket| GpuName { actual: bucket.actual_gpu_id, user: bucket.user_gpu_id };
     Ok(KfdDump { names: state.devices.iter().map(name).collect(), image })
+}
+
+/// Refuses a process whose queues no kernel could restore, and warns where it is this one that cannot.
+fn check_queues(host: &Host, pid: u32, state: &Checkpoint, machine: &Topology) -> Answer {
+    let private = state.private()?;
+    for bucket in &state.devices {
+        let Some(gpu) = machine.gpus().find(|gpu| gpu.gpu_id == bucket.actual_gpu_id) else { continue };
+        let support = QueueSupport::here(gpu);
+        let (gpu, xccs, gfx) = (gpu.gpu_id, gpu.property("num_xcc"), gpu.gfx_version());
+        let queues: Vec<&Queue> = private.queues().filter(|queue| queue.gpu == bucket.user_gpu_id).collect();
+        if queues.is_empty() {
+            continue;
+        }
+        if support == QueueSupport::Firmware {
+            return Err(UnrestorableQueue::Firmware { pid, gpu, gfx }.into());
+        }
+        if queues.iter().any(|queue| queue.is_of_part(xccs)) {
+            return Err(UnrestorableQueue::FirstXcc { pid, gpu, xccs }.into());
+        }
+        if support == QueueSupport::Refused {
+            host.warn(format_args!(
+                "process {pid} has queues that are spread over the {xccs} XCCs of GPU {gpu:#x}, which this \
+                 kernel refuses to restore; {}",
+                restored_by()
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Returns all nodes with the GPU ids that the process uses, in reverse order as the stock plugin writes

@@ -4,11 +4,12 @@
 use std::os::fd::BorrowedFd;
 
 use rewake_amdgpu_uapi::criu::blob::Private;
+use rewake_amdgpu_uapi::criu::queues::{QueueSupport, restored_by};
 use rewake_bo_contents::GpuPagesFile;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
 
-use super::gpu_assignment::{GpuAssignment, gpus};
+use super::gpu_assignment::{AssignedGpu, GpuAssignment, gpus};
 use crate::image::Images;
 
 /// A file of the image has invalid contents.
@@ -39,13 +40,26 @@ struct MesQueues {
     actual: u32,
 }
 
+/// Restored, the queue would never run, and its program would wait for ever.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "process {pid} has queues that were spread over the {xccs} XCCs of GPU {gpu:#x}, and the image has the state \
+     of fewer, because the kernel of the dump saves one only: they would never run; {}",
+    restored_by()
+)]
+struct PartOfQueue {
+    pid: u32,
+    gpu: u32,
+    xccs: u64,
+}
+
 /// Refuses an image that no task could restore.
 pub(super) fn check_images(host: &Host, images: &Images, assignment: &GpuAssignment) -> Answer {
     let folder = host.image_dir()?;
     for (id, image) in &images.kfd {
         let damaged = |source| DamagedFile { file: kfd_name(*id), source };
         let private = check_private(image).map_err(damaged)?;
-        check_queues(image, &private, assignment)?;
+        check_queues(host, image, &private, assignment)?;
         check_pages_files(folder, *id, image)?;
     }
     for (id, image) in &images.render {
@@ -57,12 +71,24 @@ pub(super) fn check_images(host: &Host, images: &Images, assignment: &GpuAssignm
 }
 
 /// Checks that the assigned GPUs can restore all queues.
-fn check_queues(image: &KfdImage, private: &Private, assignment: &GpuAssignment) -> Answer {
+fn check_queues(host: &Host, image: &KfdImage, private: &Private, assignment: &GpuAssignment) -> Answer {
+    let pid = image.pid;
     for queue in private.queues() {
         let Some(gpu) = gpus(image).find(|gpu| gpu.gpu_id == queue.gpu) else { continue };
-        let assigned = assignment.of(gpu)?;
-        if !assigned.takes_queues {
-            return Err(MesQueues { pid: image.pid, gpu: queue.gpu, actual: assigned.actual }.into());
+        let AssignedGpu { actual, queues, xccs, .. } = assignment.of(gpu)?;
+        if queues == QueueSupport::Firmware {
+            return Err(MesQueues { pid, gpu: queue.gpu, actual }.into());
+        }
+        if queue.is_of_part(xccs) {
+            return Err(PartOfQueue { pid, gpu: queue.gpu, xccs }.into());
+        }
+        // No refusal: distributions have drivers that are newer than their kernel's release.
+        if queues == QueueSupport::FirstXccSaved {
+            host.warn(format_args!(
+                "process {pid} has queues that are spread over the {xccs} XCCs of GPU {actual:#x}: with the \
+                 driver of this kernel's release they never run; {}",
+                restored_by()
+            ));
         }
     }
     Ok(())

@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use rewake_amdgpu_uapi::criu::queues::QueueSupport;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_criu_images::amdgpu::settings::Checks;
 use rewake_criu_images::amdgpu::{self as image, KfdImage, Properties, RenderImage, kfd_name, render_name};
@@ -23,8 +24,10 @@ pub(crate) struct AssignedGpu {
     pub(crate) actual: u32,
     /// The N of its `/dev/dri/renderDN` in this machine.
     pub(crate) minor: u32,
-    /// Whether the driver can restore queues on it.
-    pub(crate) takes_queues: bool,
+    /// What the driver does with its queues.
+    pub(crate) queues: QueueSupport,
+    /// The compute dies (XCCs) that each of its queues is spread over.
+    pub(crate) xccs: u64,
 }
 
 /// All assigned GPUs.
@@ -102,6 +105,11 @@ impl GpuAssignment {
         Ok(*assigned.ok_or(AssignmentError::Missing(gpu.gpu_id))?)
     }
 
+    /// Returns a GPU of this machine by its id.
+    pub(crate) fn here(&self, actual: u32) -> Option<AssignedGpu> {
+        self.machine.iter().find(|gpu| gpu.actual == actual).copied()
+    }
+
     /// Returns the GPU for an open render node.
     pub(crate) fn of_render(&self, image: &RenderImage) -> Result<AssignedGpu, AssignmentError> {
         let node = self.names.iter().find(|(name, _)| *name == image.gpu_id).map(|(_, node)| *node);
@@ -120,5 +128,5 @@ pub(crate) fn gpus(image: &KfdImage) -> impl Iterator<Item = &Properties> {
 
 fn assigned_gpu(node: u32, gpu: &Node) -> AssignedGpu {
     let (actual, minor) = (gpu.gpu_id, gpu.render_minor());
-    AssignedGpu { node, actual, minor, takes_queues: !gpu.has_mes() }
+    AssignedGpu { node, actual, minor, queues: QueueSupport::here(gpu), xccs: gpu.property("num_xcc") }
 }

@@ -9,6 +9,8 @@ use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::abi::{
     KFD_INVALID_FD, KFD_IOC_ALLOC_MEM_FLAGS_AQL_QUEUE_MEM, call, kfd_criu_bo_bucket, kfd_criu_device_bucket,
 };
+use rewake_amdgpu_uapi::criu::blob::Queue;
+use rewake_amdgpu_uapi::criu::queues::{QueueSupport, restored_by};
 use rewake_amdgpu_uapi::criu::{self, Checkpoint};
 use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name};
@@ -55,6 +57,22 @@ struct SdmaQueueTaken {
     source: rewake_amdgpu_uapi::Error,
 }
 
+/// The kernel answers EINVAL: it compares the state's length with that of one XCC.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "make the GPU state of process {pid} as {file} has it: its queues are spread over the {xccs} XCCs of GPU \
+     {gpu:#x}, and this kernel refuses such queues; {}",
+    restored_by()
+)]
+struct QueuesOfXccsRefused {
+    pid: u32,
+    file: String,
+    gpu: u32,
+    xccs: u64,
+    #[source]
+    source: rewake_amdgpu_uapi::Error,
+}
+
 impl Restore {
     /// Makes the state of the process `index` in this task, which is its own. [`super::loading`] fills its
     /// buffers.
@@ -69,8 +87,11 @@ impl Restore {
         let (pid, file) = (image.pid, kfd_name(self.images.kfd[index].0));
         criu::restore(kfd.as_fd(), &mut state).map_err(
             |source| -> Box<dyn std::error::Error + Send + Sync> {
-                match source.errno() {
-                    Some(libc::EBUSY) => SdmaQueueTaken { pid, file, source }.into(),
+                match (source.errno(), self.queue_of_several_xccs(&state)) {
+                    (Some(libc::EBUSY), _) => SdmaQueueTaken { pid, file, source }.into(),
+                    (Some(libc::EINVAL), Some((gpu, xccs))) => {
+                        QueuesOfXccsRefused { pid, file, gpu, xccs, source }.into()
+                    }
                     _ => RestoreFailure { pid, file, source }.into(),
                 }
             },
@@ -102,6 +123,17 @@ impl Restore {
         let image = &self.images.kfd[index].1;
         let (had, sees) = (gpus(image).count(), kfd.apertures()?.len());
         if had == sees { Ok(()) } else { Err(GpuCountMismatch { pid: image.pid, had, sees }.into()) }
+    }
+
+    /// A GPU with several XCCs on which the state has a queue that the driver does not restore, and their number.
+    fn queue_of_several_xccs(&self, state: &Checkpoint) -> Option<(u32, u64)> {
+        let private = state.private().ok()?;
+        let of = |queue: &Queue| {
+            let bucket = state.devices.iter().find(|bucket| bucket.user_gpu_id == queue.gpu)?;
+            let gpu = self.assignment.here(bucket.actual_gpu_id)?;
+            (gpu.xccs > 1 && gpu.queues != QueueSupport::Restored).then_some((gpu.actual, gpu.xccs))
+        };
+        private.queues().find_map(of)
     }
 
     /// Opens the process's render nodes, in the image's order of GPUs.

@@ -64,3 +64,18 @@ const struct sg_chip *sg_chip_find(const char *name)
 			return &sg_chips[i];
 	return NULL;
 }
+
+const struct sg_chip *sg_chip_partition(const struct sg_chip *chip, u32 xccs)
+{
+	static struct sg_chip partition;
+	u32 parts = chip->xccs / xccs;
+
+	partition = *chip;
+	partition.xccs = xccs;
+	partition.simd_count /= parts;
+	partition.arrays /= parts;
+	partition.engines /= parts;
+	/* Without partitions KFD calls the first two copy engines PCIe's, and the others XGMI's. */
+	partition.sdma_xgmi_engines = (chip->sdma_engines + chip->sdma_xgmi_engines) / parts - partition.sdma_engines;
+	return &partition;
+}

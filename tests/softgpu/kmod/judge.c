@@ -51,6 +51,7 @@ static const char * const sg_thing_names[SG_THINGS] = {
 	[SG_BOS] = "bos",
 	[SG_PAGES] = "pages",
 	[SG_QUEUES] = "queues",
+	[SG_PARTIAL_QUEUES] = "partial_queues",
 	[SG_EVENTS] = "events",
 	[SG_SMI_CLIENTS] = "smi_clients",
 	[SG_DRM_FILES] = "drm_files",

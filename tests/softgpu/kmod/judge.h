@@ -30,6 +30,7 @@ enum sg_thing {
 	SG_BOS,
 	SG_PAGES,
 	SG_QUEUES,
+	SG_PARTIAL_QUEUES,		/* of an image without all XCCs */
 	SG_EVENTS,
 	SG_SMI_CLIENTS,
 	SG_DRM_FILES,

@@ -17,6 +17,7 @@ struct sg_params sg_params = {
 
 static char *gfx = "90a";
 static char *fresh = "zero";
+static unsigned int xccs;
 
 module_param_named(gpus, sg_params.gpus, uint, 0444);
 MODULE_PARM_DESC(gpus, "number of GPUs, 1 to 16");
@@ -24,6 +25,8 @@ module_param_named(vram_mib, sg_params.vram_mib, uint, 0444);
 MODULE_PARM_DESC(vram_mib, "VRAM of each GPU; host memory is allocated at the first write");
 module_param(gfx, charp, 0444);
 MODULE_PARM_DESC(gfx, "chip: 90a, 942 or 1100");
+module_param(xccs, uint, 0444);
+MODULE_PARM_DESC(xccs, "XCCs of each GPU, 0: all of the chip's (942 has 8; 1 is CPX mode)");
 module_param_named(xgmi, sg_params.xgmi, bool, 0444);
 MODULE_PARM_DESC(xgmi, "GPUs are linked by XGMI instead of PCIe");
 module_param_named(small_bar, sg_params.small_bar, bool, 0444);
@@ -51,6 +54,8 @@ static const struct sg_chip *sg_check_params(void)
 
 	if (!chip)
 		pr_err("softgpu: gfx=%s: expected 90a, 942 or 1100\n", gfx);
+	else if (xccs && chip->xccs % xccs)
+		pr_err("softgpu: xccs=%u: expected a part of the chip's %u\n", xccs, chip->xccs);
 	else if (!sg_params.gpus || sg_params.gpus > SG_MAX_GPUS)
 		pr_err("softgpu: gpus=%u: expected 1 to %u\n", sg_params.gpus, SG_MAX_GPUS);
 	else if (!sg_params.vram_mib || sg_params.vram_mib > 1 << 20)
@@ -60,7 +65,7 @@ static const struct sg_chip *sg_check_params(void)
 	else if (sg_params.sdma_rings > 8)
 		pr_err("softgpu: sdma_rings=%u: expected 0 to 8\n", sg_params.sdma_rings);
 	else
-		return chip;
+		return sg_chip_partition(chip, xccs ?: chip->xccs);
 	return NULL;
 }
 

@@ -81,6 +81,10 @@ int sg_mqd_alloc(struct sg_queue *q, const struct sg_queue_image *image)
 		sg_mqd_store(q);
 		return 0;
 	}
+	if (!sg_queue_is_sdma(q) && sg_queue_xccs(q->pdd) < q->pdd->dev->chip->xccs) {
+		run->partial = true;
+		sg_born(SG_PARTIAL_QUEUES);
+	}
 	memcpy(run->mqd, image->mqd, sg_mqd_bytes(q->props.type));
 	memcpy(run->ctl_stack, image->ctl_stack, run->ctl_stack_bytes);
 	if (!sg_queue_is_sdma(q))
@@ -90,6 +94,9 @@ int sg_mqd_alloc(struct sg_queue *q, const struct sg_queue_image *image)
 
 void sg_mqd_free(struct sg_queue *q)
 {
+	if (q->run.partial)
+		sg_died(SG_PARTIAL_QUEUES);
+	q->run.partial = false;
 	kfree(q->run.mqd);
 	kvfree(q->run.ctl_stack);
 	q->run.mqd = NULL;

@@ -74,6 +74,7 @@ struct sg_run {
 	struct mutex lock;		/* N */
 	bool gated;			/* evicted and not resumed */
 	bool dead;			/* stopped for good by a fault or a bad packet */
+	bool partial;			/* its image has not all XCCs: it waits for them for ever */
 	bool mapped;			/* on the GPU */
 	u64 rptr, wptr;			/* AQL: packets; SDMA: bytes */
 	u64 reported;			/* the read pointer in memory */

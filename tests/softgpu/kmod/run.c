@@ -142,7 +142,7 @@ static int sg_run_locked(struct sg_queue *q, struct sg_agent *agent)
 	ktime_t end = ktime_add_ns(ktime_get(), SG_SLICE_NS);
 	int result = 0, err;
 
-	if (q->run.dead || !(sg_queue_may_run(q) || READ_ONCE(q->run.ungated)))
+	if (q->run.dead || q->run.partial || !(sg_queue_may_run(q) || READ_ONCE(q->run.ungated)))
 		return SG_RUN_GATED;
 	if (!q->run.mapped)
 		result = sg_run_map(q, agent);

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_amdgpu_uapi::topology::{Node, Topology};
+use rewake_amdgpu_uapi::criu::queues::QueueSupport;
+use rewake_amdgpu_uapi::topology::Topology;
 use rewake_testkit::process::{last_lines, output};
 use rewake_testkit::programs::{beside, rewake};
 use rewake_testkit::soon;
@@ -273,18 +274,19 @@ fn quoted(log: &str) -> String {
     errors.join("\n")
 }
 
-/// Whether queues of these GPUs can be restored at all. MES cannot, and Linux 7.2 compares the size of all
-/// XCCs' MQDs with that of one (`kfd_criu_restore_queue`).
+/// Whether queues of these GPUs can be restored at all.
 ///
 /// # Panics
 /// The topology cannot be read.
 #[must_use]
 pub fn queues_can_be_restored() -> bool {
-    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let strict = fs::read_to_string("/sys/module/softgpu/parameters/strict");
-    let lenient = strict.is_ok_and(|strict| strict.trim() == "N") || release.starts_with("6.12");
-    let one = |node: &Node| node.property("num_xcc") < 2 || lenient;
-    Topology::read().unwrap().gpus().all(|node| node.gfx_version().major < 11 && one(node))
+    let lenient = strict.is_ok_and(|strict| strict.trim() == "N");
+    Topology::read().unwrap().gpus().all(|gpu| match QueueSupport::here(gpu) {
+        QueueSupport::Restored => true,
+        QueueSupport::Refused => lenient,
+        _ => false,
+    })
 }
 
 /// The reason where queues of these GPUs cannot be restored.

@@ -81,7 +81,8 @@ const ELSEWHERE: &[&str] = &[
 ];
 
 /// Tests that depend on the kernel: its GPU driver, its userfaultfd, its hooks for calls. `both` runs on
-/// this kernel in 7-xnack. `modes` restores every kind of memory, shared buffers too.
+/// this kernel in 7-xnack. `modes` restores every kind of memory, shared buffers too. `xccs` loads GPUs with several
+/// compute dies itself.
 const OF_THE_KERNEL: &[&str] = &[
     "bad_use",
     "criu::our_plugin_in_both_versions",
@@ -105,11 +106,13 @@ const OF_THE_KERNEL: &[&str] = &[
     "topology",
     "touches",
     "userptr",
+    "xccs::a_dump_of_one_xcc_is_refused_and_the_program_continues",
+    "xccs::in_cpx_mode_every_kernel_restores_queues",
 ];
 
 /// Tests that depend on queues run by firmware, on memory that CPUs cannot access, and on slow copies.
 ///
-/// * `plugin`: such GPUs are dumped, and their restore is refused, by both plugins; all memory is copied by GPUs.
+/// * `plugin`: queues of such GPUs are refused, by ours at the dump already.
 /// * `touches`: mappings are swapped on this kernel, and copies take long enough for a page fault among them.
 /// * `workload`: one process and several, and work that is interrupted.
 const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
@@ -119,8 +122,6 @@ const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
     "peers",
     "plugin::one_gpu",
     "plugin::our_plugin_restores_the_stock_plugin_s_dump",
-    "plugin::the_stock_plugin_restores_our_dump",
-    "plugin::weights_that_the_cpu_cannot_access",
     "queues",
     "topology",
     "touches::a_program_that_executes_another_or_ends_is_released",

@@ -10,6 +10,7 @@
 //! unprotected (`amdgpu_amdkfd_criu_resume`, `kfd_criu_resume_svm`).
 
 pub mod blob;
+pub mod queues;
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A CPU or GPU. Names of properties are the driver's (`kfd_topology.c`).
 
+use std::fmt;
 use std::path::Path;
 
 use super::sysfs::{self, Properties};
@@ -49,6 +50,13 @@ pub struct GfxVersion {
     pub minor: u32,
     /// Stepping.
     pub step: u32,
+}
+
+impl fmt::Display for GfxVersion {
+    /// As in `gfx90a`: the stepping is hexadecimal.
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "gfx{}{}{:x}", self.major, self.minor, self.step)
+    }
 }
 
 /// The sizes of a compute queue's areas for interrupted work. The driver refuses other sizes. Source:
@@ -120,13 +128,6 @@ impl Node {
     pub fn gfx_version(&self) -> GfxVersion {
         let version = self.property32("gfx_target_version");
         GfxVersion { major: version / 10_000, minor: version / 100 % 100, step: version % 100 }
-    }
-
-    /// Returns whether firmware (MES) runs its queues. MES cannot take a saved queue: Linux 7.2 refuses to
-    /// restore it, and 6.12 uses a null pointer (`kfd_process_queue_manager.c`).
-    #[must_use]
-    pub fn has_mes(&self) -> bool {
-        self.gfx_version().major >= 11
     }
 
     /// Returns whether it can share ordinary memory by attributes of ranges.

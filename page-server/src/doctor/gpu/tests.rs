@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests which facts about GPUs lead to which verdicts.
 
+use rewake_amdgpu_uapi::criu::queues::Release;
+
 use super::super::CheckVerdict;
 use super::*;
 
@@ -17,7 +19,13 @@ fn best() -> CopyMethod {
 }
 
 fn gpu(gpu_id: u32, gfx: GfxVersion) -> Gpu {
-    Gpu { gpu_id, gfx, xccs: 1, vram: 64 << 30, minor: 128, copies: Ok(best()) }
+    gpu_on(Release::new(6, 12, 48), gpu_id, gfx, 1)
+}
+
+/// A GPU with so many XCCs and the driver of this kernel.
+fn gpu_on(release: Release, gpu_id: u32, gfx: GfxVersion, xccs: u64) -> Gpu {
+    let queues = QueueSupport::of(gfx, xccs, Some(release));
+    Gpu { gpu_id, gfx, xccs, queues, vram: 64 << 30, minor: 128, copies: Ok(best()) }
 }
 
 /// The facts about a machine without any fault.
@@ -110,16 +118,28 @@ fn a_topology_that_cannot_be_read_or_is_empty_fails() {
 #[test]
 fn gpus_whose_queues_cannot_be_restored_are_named_with_the_reason() {
     for (gpus, reason) in [
-        (vec![gpu(0x11, gfx(11, 0, 0))], "those of 0x11 (gfx1100) are scheduled by MES"),
-        (vec![gpu(0x12, gfx(12, 0, 1))], "those of 0x12 (gfx1201) are scheduled by MES"),
+        (vec![gpu(0x11, gfx(11, 0, 0))], "those of 0x11 (gfx1100) are run by firmware (MES)"),
+        (vec![gpu(0x12, gfx(12, 0, 1))], "those of 0x12 (gfx1201) are run by firmware (MES)"),
         (
-            vec![Gpu { xccs: 8, ..gpu(0x94, gfx(9, 4, 2)) }],
-            "those of 0x94 (gfx942) are spread over several XCCs",
+            vec![gpu_on(Release::new(6, 12, 48), 0x94, gfx(9, 4, 2), 8)],
+            "those of 0x94 (gfx942) are spread over 8 XCCs, of which this kernel saves one",
+        ),
+        (
+            vec![gpu_on(Release::new(7, 2, 13), 0x94, gfx(9, 4, 2), 8)],
+            "those of 0x94 (gfx942) are spread over 8 XCCs, and this kernel saves their state and refuses",
         ),
     ] {
         let check = odd(&Facts { gpus: Ok(gpus), ..good() });
         assert_eq!((check.name, check.verdict), ("gpu queues", CheckVerdict::Warning));
-        assert!(check.found.ends_with(reason), "{check:?}");
+        assert!(check.found.contains(reason), "{check:?}");
+        let kernels = "6.16.4 to 6.18.41 and 6.19 to 7.1.5";
+        assert_eq!(check.advice.unwrap().contains(kernels), reason.contains("XCC"), "{reason}");
+    }
+    for kind in [
+        gpu_on(Release::new(6, 18, 41), 1, gfx(9, 4, 2), 8),
+        gpu_on(Release::new(7, 2, 13), 1, gfx(9, 4, 2), 1),
+    ] {
+        assert_eq!(outcome(&Facts { gpus: Ok(vec![kind]), ..good() }).1, CheckVerdict::Ok);
     }
     let both = vec![gpu(1, gfx(11, 0, 0)), gpu(2, gfx(10, 3, 0))];
     let check = odd(&Facts { gpus: Ok(both), ..good() });

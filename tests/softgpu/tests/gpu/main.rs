@@ -52,3 +52,4 @@ mod twins;
 mod unheld;
 mod userptr;
 mod workload;
+mod xccs;
