@@ -108,6 +108,18 @@ fn only_the_gpus_that_are_used_need_a_place() {
     assert_eq!(mapping.get(ids[0]), None);
 }
 
+/// In the image of a container, its own GPUs have ids; this machine shows a container its own GPUs only.
+#[test]
+fn a_gpu_that_nobody_uses_is_no_cpu() {
+    let host = machine(2, &[2]);
+    let (had, gets) = (gpu_ids(&host)[0], gpu_ids(&host)[1]);
+    let image = with(&host, gets, |node| node.properties.gpu_id = 0);
+    let is_shown = |node: &&NodeImage| [0, gets].contains(&node.properties.gpu_id);
+    let shown: Vec<NodeImage> = host.iter().filter(is_shown).cloned().collect();
+    let placement = Placement::find(&image, &[had], &shown, Checks::default()).unwrap();
+    assert_eq!(placement.get(had).unwrap().new, gets);
+}
+
 #[test]
 fn without_used_gpus_the_placement_is_empty() {
     assert_eq!(find(&[], &[]).unwrap(), Placement::default());

@@ -7,7 +7,7 @@ use rewake_criu_images::amdgpu::settings::Checks;
 use super::property::differences;
 use super::reason::{Mismatch, NoCompatibleGpu};
 use super::search::{Places, contains, places};
-use super::{gpus, links};
+use super::{gpus, is_cpu, links};
 
 /// GPUs of the image, and the machine.
 pub(super) struct Compatibility<'a> {
@@ -83,5 +83,5 @@ fn is_gpu(linked: &Linked) -> bool {
 }
 
 fn cpus(nodes: &[NodeImage]) -> impl Iterator<Item = &NodeImage> {
-    nodes.iter().filter(|node| node.properties.gpu_id == 0)
+    nodes.iter().filter(|node| is_cpu(node))
 }

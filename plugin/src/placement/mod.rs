@@ -113,6 +113,11 @@ fn name(node: &NodeImage) -> NodeName {
     }
 }
 
+/// Whether a node is a CPU. A GPU that the image's processes do not use has no id in it, and compute units.
+fn is_cpu(node: &NodeImage) -> bool {
+    node.properties.gpu_id == 0 && node.properties.simd_count == 0
+}
+
 fn gpus(nodes: &[NodeImage]) -> impl Iterator<Item = &NodeImage> {
     nodes.iter().filter(|node| node.properties.gpu_id != 0)
 }
@@ -140,11 +145,10 @@ fn place(
     let mut items = wanted.to_vec();
     let mut candidates = fits.to_vec();
     if numa {
-        let linked = |node: &&NodeImage| {
-            node.properties.gpu_id == 0 && wanted.iter().any(|gpu| links::between(node, gpu) != 0)
-        };
+        let linked =
+            |node: &&NodeImage| is_cpu(node) && wanted.iter().any(|gpu| links::between(node, gpu) != 0);
         items.extend(image.iter().filter(linked));
-        let cpus = places(machine.iter().map(|node| node.properties.gpu_id == 0));
+        let cpus = places(machine.iter().map(is_cpu));
         candidates.resize(items.len(), cpus);
     }
     let same = |item: &&NodeImage| machine.iter().position(|node| name(node) == name(item));

@@ -12,7 +12,6 @@ use rewake_amdgpu_uapi::abi::{
 use rewake_amdgpu_uapi::criu::blob::Queue;
 use rewake_amdgpu_uapi::criu::queues::{QueueSupport, restored_by};
 use rewake_amdgpu_uapi::criu::{self, Checkpoint};
-use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name};
 use rewake_criu_plugin::{Answer, Host};
 
@@ -30,6 +29,17 @@ struct GpuCountMismatch {
     pid: u32,
     had: usize,
     sees: usize,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "GPU {gpu:#x} of process {pid} was assigned to GPU {actual:#x}, which the task's device cgroup hides: GPUs are \
+     assigned among those that CRIU sees, so start CRIU in the task's cgroup, as runc does"
+)]
+struct HiddenGpu {
+    pid: u32,
+    gpu: u32,
+    actual: u32,
 }
 
 /// The kernel refused the state, usually with EINVAL.
@@ -117,12 +127,22 @@ impl Restore {
         Ok(())
     }
 
-    /// Checks the number of GPUs that the task sees. The kernel would answer EINVAL, as for many other
-    /// reasons.
+    /// Checks which GPUs the task sees. The kernel would answer EINVAL, as for many other reasons.
     fn check_visible(&self, kfd: &Kfd, index: usize) -> Answer {
         let image = &self.images.kfd[index].1;
-        let (had, sees) = (gpus(image).count(), kfd.apertures()?.len());
-        if had == sees { Ok(()) } else { Err(GpuCountMismatch { pid: image.pid, had, sees }.into()) }
+        let pid = image.pid;
+        let visible: Vec<u32> = kfd.apertures()?.iter().map(|gpu| gpu.gpu_id).collect();
+        let (had, sees) = (gpus(image).count(), visible.len());
+        if had != sees {
+            return Err(GpuCountMismatch { pid, had, sees }.into());
+        }
+        for gpu in gpus(image) {
+            let actual = self.assignment.of(gpu)?.actual;
+            if !visible.contains(&actual) {
+                return Err(HiddenGpu { pid, gpu: gpu.gpu_id, actual }.into());
+            }
+        }
+        Ok(())
     }
 
     /// A GPU with several XCCs on which the state has a queue that the driver does not restore, and their number.
@@ -202,7 +222,7 @@ impl Restore {
         if let Some(stored) = self.render_nodes.get(&gpu) {
             return Ok(*stored);
         }
-        let stored = host.store_fd(Render::open(minor)?.as_fd())?;
+        let stored = host.store_fd(self.machine_nodes.open(host, minor)?.as_fd())?;
         self.render_nodes.insert(gpu, stored);
         Ok(stored)
     }

@@ -13,6 +13,7 @@ mod loading;
 mod mapping;
 mod placeholders;
 mod render;
+mod render_nodes;
 mod resume;
 mod shared;
 mod shared_state;
@@ -33,6 +34,7 @@ use cpu_page_wait::WaitScope;
 use gpu_assignment::GpuAssignment;
 use lazy_plan::LazyBufferPlan;
 use render::RenderNode;
+use render_nodes::RenderNodes;
 use resume::QueueStart;
 use shared::Sharing;
 use shared_state::SharedState;
@@ -71,6 +73,7 @@ pub(crate) struct Restore {
     shared_state: SharedState,
     /// The process that this task has made, by index in `images.kfd`; none in the main process.
     own: Option<usize>,
+    machine_nodes: RenderNodes,
     /// This task's render nodes: ids in CRIU's store, by the GPU's id in this machine.
     render_nodes: BTreeMap<u32, i32>,
     resume: QueueStart,
@@ -121,6 +124,7 @@ impl Restore {
             nodes,
             shared_state,
             own: None,
+            machine_nodes: RenderNodes::of_host(host)?,
             render_nodes: BTreeMap::new(),
             resume,
             watchdog_wait,

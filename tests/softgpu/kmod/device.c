@@ -2,6 +2,7 @@
 /* The GPUs: platform devices with a DRM device each. */
 #include <drm/drm_drv.h>
 #include <drm/drm_vma_manager.h>
+#include <linux/device_cgroup.h>
 #include <linux/gfp.h>
 #include <linux/hash.h>
 #include <linux/ktime.h>
@@ -38,6 +39,14 @@ u64 sg_device_clock(void)
 static u32 sg_gpu_id(unsigned int index)
 {
 	return (hash_32(sg_params.seed * SG_MAX_GPUS + index + 1, 11) << 4 | index) + 1;
+}
+
+/* KFD shows a GPU to processes that may open its render node only. */
+int sg_device_hidden(const struct sg_device *dev)
+{
+	dev_t node = dev->drm.render->kdev->devt;
+
+	return devcgroup_check_permission(DEVCG_DEV_CHAR, MAJOR(node), MINOR(node), DEVCG_ACC_READ | DEVCG_ACC_WRITE);
 }
 
 static int sg_device_pages(struct sg_device *dev)

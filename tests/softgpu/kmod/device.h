@@ -8,6 +8,9 @@
 int sg_devices_create(const struct sg_chip *chip);
 void sg_devices_destroy(void);
 
+/* An error if this process's device cgroup keeps the GPU's render node from it. */
+int sg_device_hidden(const struct sg_device *dev);
+
 /* The GPU's clock: 100 MHz, as its timestamps count. */
 u64 sg_device_clock(void);
 

@@ -18,13 +18,15 @@ int sg_kfd_mmap(struct file *filp, struct vm_area_struct *vma)
 	struct sg_process *p = filp->private_data;
 	u64 offset = (u64)vma->vm_pgoff << PAGE_SHIFT;
 	struct sg_device *dev = sg_device_by_id(offset >> SG_MMAP_GPU_SHIFT & 0xffff);
+	struct sg_pdd *pdd;
 
 	/* A tracer may not map. */
 	if (p->lead != current->group_leader)
 		return -EBADF;
 	switch (offset & 3ULL << SG_MMAP_TYPE_SHIFT) {
 	case SG_MMAP_DOORBELL:
-		return dev ? sg_doorbells_mmap(sg_pdd_of(p, dev), vma) : -ENODEV;
+		pdd = dev ? sg_pdd_of(p, dev) : NULL;
+		return pdd ? sg_doorbells_mmap(pdd, vma) : -ENODEV;
 	case SG_MMAP_EVENTS:
 		return sg_event_mmap(p, vma);
 	case SG_MMAP_RESERVED:

@@ -209,7 +209,7 @@ int sg_mem_map(struct sg_mem *mem, struct sg_device *dev)
 	struct sg_mapping **maps = mem->maps[dev->index];
 	int err;
 
-	if (!peer->vm)
+	if (!peer || !peer->vm)
 		return -ENODEV;
 	if (!sg_mem_reachable(mem, dev))
 		return -EINVAL;

@@ -147,8 +147,11 @@ static int sg_pdds_create(struct sg_process *p)
 	unsigned int i;
 
 	for (i = 0; i < sg_device_count; i++) {
-		struct sg_pdd *pdd = kzalloc(sizeof(*pdd), GFP_KERNEL);
+		struct sg_pdd *pdd;
 
+		if (sg_device_hidden(sg_devices[i]))
+			continue;
+		pdd = kzalloc(sizeof(*pdd), GFP_KERNEL);
 		if (!pdd)
 			return -ENOMEM;
 		pdd->process = p;

@@ -393,7 +393,7 @@ struct sg_process {
 	bool mm_gone;			/* the address space has ended */
 	struct mutex lock;
 	unsigned int n_pdds;
-	struct sg_pdd *pdds[SG_MAX_GPUS];	/* by GPU index; all exist */
+	struct sg_pdd *pdds[SG_MAX_GPUS];	/* of the GPUs that it may use, in order */
 	struct sg_events events;
 	struct sg_queues *queues;
 
@@ -422,9 +422,15 @@ struct sg_process {
 
 struct sg_pdd *sg_pdd_by_user_id(struct sg_process *p, u32 user_gpu_id);
 
+/* NULL: the GPU is hidden from the process. */
 static inline struct sg_pdd *sg_pdd_of(struct sg_process *p, struct sg_device *dev)
 {
-	return p->pdds[dev->index];
+	unsigned int i;
+
+	for (i = 0; i < p->n_pdds; i++)
+		if (p->pdds[i]->dev == dev)
+			return p->pdds[i];
+	return NULL;
 }
 
 static inline pid_t sg_process_pid(const struct sg_process *p)

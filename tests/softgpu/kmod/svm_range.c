@@ -28,11 +28,15 @@ struct sg_svm_range *sg_svm_next(struct sg_svm_range *range, unsigned long first
 
 void sg_svm_defaults(struct sg_process *p, struct sg_svm_attrs *attrs)
 {
+	unsigned int i;
+
 	attrs->preferred = KFD_IOCTL_SVM_LOCATION_UNDEFINED;
 	attrs->prefetch = KFD_IOCTL_SVM_LOCATION_UNDEFINED;
 	attrs->flags = KFD_IOCTL_SVM_FLAG_HOST_ACCESS | KFD_IOCTL_SVM_FLAG_COHERENT;
 	attrs->granularity = SG_SVM_GRANULARITY;
-	attrs->access = p->xnack ? GENMASK(p->n_pdds - 1, 0) : 0;
+	attrs->access = 0;
+	for (i = 0; i < p->n_pdds && p->xnack; i++)
+		attrs->access |= BIT(p->pdds[i]->dev->index);
 	attrs->in_place = 0;
 }
 

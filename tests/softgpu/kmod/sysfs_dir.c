@@ -3,6 +3,7 @@
 #include <linux/slab.h>
 #include <linux/sysfs.h>
 
+#include "device.h"
 #include "sysfs_dir.h"
 
 struct sg_text {
@@ -13,6 +14,10 @@ struct sg_text {
 
 static ssize_t sg_text_show(struct kobject *kobj, struct attribute *attr, char *to)
 {
+	struct sg_dir *dir = container_of(kobj, struct sg_dir, kobj);
+
+	if (dir->dev && sg_device_hidden(dir->dev))
+		return -EPERM;
 	return sysfs_emit(to, "%s", container_of(attr, struct sg_text, attr)->text);
 }
 
@@ -46,6 +51,7 @@ struct sg_dir *sg_dir_add(struct sg_dir *parent, struct kobject *parent_kobj, co
 	INIT_LIST_HEAD(&dir->files);
 	INIT_LIST_HEAD(&dir->dirs);
 	INIT_LIST_HEAD(&dir->link);
+	dir->dev = parent ? parent->dev : NULL;
 	if (kobject_init_and_add(&dir->kobj, &sg_dir_type, parent ? &parent->kobj : parent_kobj, "%s", name)) {
 		kobject_put(&dir->kobj);
 		return ERR_PTR(-ENOMEM);

@@ -6,8 +6,11 @@
 #include <linux/kobject.h>
 #include <linux/list.h>
 
+struct sg_device;
+
 struct sg_dir {
 	struct kobject kobj;
+	struct sg_device *dev;		/* shown to those who may open its render node; with what is below */
 	struct list_head files, dirs;
 	struct list_head link;		/* in the parent's dirs */
 };

@@ -189,6 +189,7 @@ static int sg_gpu_node(struct sg_dir *nodes, struct sg_device *dev)
 
 	if (IS_ERR(dir))
 		return PTR_ERR(dir);
+	dir->dev = dev;
 	err = sg_dir_file(dir, "gpu_id", "%u\n", dev->gpu_id);
 	err = err ?: sg_dir_file(dir, "name", "%s\n", dev->chip->codename);
 	err = err ?: sg_gpu_properties(dir, dev);

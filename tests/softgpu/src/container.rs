@@ -18,8 +18,6 @@ use crate::answers::Answers;
 use crate::app;
 use crate::criu::Plugin;
 
-/// Its name for runc: only one exists at a time.
-const ID: &str = "softgpu-test";
 /// Folders of the host that it has, read only.
 const SYSTEM: [&str; 4] = ["/usr", "/bin", "/lib", "/lib64"];
 /// The user and group in it, without privileges: not root.
@@ -36,6 +34,9 @@ const TOKENS: usize = 12;
 #[derive(Debug)]
 pub struct Container {
     folder: tempfile::TempDir,
+    /// The folder that it sees as its own: that of the container that was dumped.
+    inside: PathBuf,
+    shape: Shape,
     right: Answers,
 }
 
@@ -45,15 +46,19 @@ impl Container {
     /// # Errors
     /// It does not serve, or cannot be dumped.
     pub fn dumped(shape: &Shape) -> anyhow::Result<Self> {
-        let container = Self { folder: tempfile::tempdir()?, right: Answers::of(shape) };
-        for folder in ["images", "files", "rootfs"] {
-            fs::create_dir(container.path(folder)).with_context(|| format!("create {folder}"))?;
-        }
-        fs::set_permissions(container.path("files"), Permissions::from_mode(0o777))?;
-        fs::set_permissions(container.folder.path(), Permissions::from_mode(0o755))?;
-        let options = format!("network-lock skip\nlibdir {}\n", Plugin::Ours.folder()?.display());
-        fs::write(container.path("criu.conf"), options).context("write CRIU's options")?;
-        fs::write(container.path("config.json"), container.bundle(shape)?.to_string())?;
+        Self::dumped_with(shape, &render_nodes()?)
+    }
+
+    /// The same, in a container that has these render nodes only.
+    ///
+    /// # Errors
+    /// As [`Container::dumped`].
+    pub fn dumped_with(shape: &Shape, nodes: &[PathBuf]) -> anyhow::Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let inside = folder.path().to_owned();
+        let container = Self { folder, inside, shape: shape.clone(), right: Answers::of(shape) };
+        container.make_folders()?;
+        container.has(nodes)?;
         container.runc("run", |run| run.arg("--detach").arg("--bundle").arg(container.folder.path()))?;
         container.serves()?;
         client::start(&container.socket(), &PROMPT, TOKENS)?;
@@ -61,12 +66,60 @@ impl Container {
         Ok(container)
     }
 
+    /// Another container of the same image, with these render nodes. It is not restored yet.
+    ///
+    /// # Errors
+    /// Its files cannot be written.
+    pub fn twin(&self, nodes: &[PathBuf]) -> anyhow::Result<Self> {
+        let (inside, shape) = (self.inside.clone(), self.shape.clone());
+        let twin = Self { folder: tempfile::tempdir()?, inside, right: Answers::of(&shape), shape };
+        twin.make_folders()?;
+        // The program has its log open.
+        fs::copy(self.path("files/log"), twin.path("files/log")).context("copy the log")?;
+        for file in fs::read_dir(self.images())?.flatten() {
+            if file.file_type()?.is_file() {
+                fs::copy(file.path(), twin.images().join(file.file_name())).context("copy the images")?;
+            }
+        }
+        twin.has(nodes)?;
+        Ok(twin)
+    }
+
+    fn make_folders(&self) -> anyhow::Result<()> {
+        for folder in ["images", "files", "rootfs"] {
+            fs::create_dir(self.path(folder)).with_context(|| format!("create {folder}"))?;
+        }
+        fs::set_permissions(self.path("files"), Permissions::from_mode(0o777))?;
+        fs::set_permissions(self.folder.path(), Permissions::from_mode(0o755))?;
+        let options = format!("network-lock skip\nlibdir {}\n", Plugin::Ours.folder()?.display());
+        fs::write(self.path("criu.conf"), options).context("write CRIU's options")
+    }
+
+    /// Its name for runc.
+    fn id(&self) -> String {
+        self.folder
+            .path()
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .trim_start_matches('.')
+            .to_owned()
+    }
+
+    /// Gives it these render nodes from its next start or restore on.
+    ///
+    /// # Errors
+    /// The bundle cannot be written.
+    pub fn has(&self, nodes: &[PathBuf]) -> anyhow::Result<()> {
+        Ok(fs::write(self.path("config.json"), self.bundle(nodes)?.to_string())?)
+    }
+
     /// The bundle's configuration for runc.
-    fn bundle(&self, shape: &Shape) -> anyhow::Result<Value> {
+    fn bundle(&self, nodes: &[PathBuf]) -> anyhow::Result<Value> {
         let program = app::program()?;
         let programs = program.parent().context("the folder of programs")?;
-        let bind = |path: &Path, access: &str| {
-            let source = path.canonicalize().with_context(|| format!("find {}", path.display()))?;
+        let bind = |source: &Path, path: &Path, access: &str| {
+            let source = source.canonicalize().with_context(|| format!("find {}", source.display()))?;
             anyhow::Ok(
                 json!({"destination": path, "type": "bind", "source": source, "options": ["rbind", access]}),
             )
@@ -77,14 +130,15 @@ impl Container {
             json!({"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]}),
         ];
         for path in SYSTEM.iter().map(Path::new).chain([programs]) {
-            mounts.push(bind(path, "ro")?);
+            mounts.push(bind(path, path, "ro")?);
         }
-        mounts.push(bind(&self.path("files"), "rw")?);
+        let files = self.inside.join("files");
+        mounts.push(bind(&self.path("files"), &files, "rw")?);
         // Opened inside: CRIU cannot dump an open file of the host in a container.
         let command = ["sh", "-c", "exec \"$0\" \"$@\" > \"${3%/*}/log\" 2>&1"].map(str::to_owned);
         let serve = [program.display().to_string(), "serve".to_owned(), "--socket".to_owned()];
-        let arguments = command.into_iter().chain(serve).chain([self.socket().display().to_string()]);
-        let devices = devices()?;
+        let arguments = command.into_iter().chain(serve).chain([files.join("socket").display().to_string()]);
+        let devices = devices(nodes)?;
         let allowed = devices.iter().map(|device| {
             json!({"allow": true, "type": "c", "major": device["major"], "minor": device["minor"], "access": "rwm"})
         });
@@ -99,7 +153,7 @@ impl Container {
                 "noNewPrivileges": true,
                 "capabilities": {"bounding": [], "effective": [], "permitted": []},
                 "env": ["PATH=/usr/bin"],
-                "args": arguments.chain(shape.arguments()).collect::<Vec<_>>(),
+                "args": arguments.chain(self.shape.arguments()).collect::<Vec<_>>(),
             },
             "mounts": mounts,
             "linux": {
@@ -115,7 +169,9 @@ impl Container {
         }))
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    /// The path of a file or folder of its bundle.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
@@ -149,7 +205,15 @@ impl Container {
     /// # Errors
     /// The error of CRIU.
     pub fn restore(&self) -> anyhow::Result<()> {
-        let images = self.images();
+        self.restore_from("images")
+    }
+
+    /// As [`Container::restore`], from the folder of another dump.
+    ///
+    /// # Errors
+    /// The error of CRIU.
+    pub fn restore_from(&self, images: &str) -> anyhow::Result<()> {
+        let images = self.path(images);
         let act = self.runc("restore", |restore| {
             restore.args(["--detach", "--lazy-pages", "--image-path"]).arg(&images);
             restore.arg("--work-path").arg(&images).arg("--bundle").arg(self.folder.path())
@@ -181,7 +245,7 @@ impl Container {
     /// Processes are left.
     pub fn ends(&self) -> anyhow::Result<()> {
         let state = || {
-            let state = output(Command::new("runc").args(["state", ID]))?;
+            let state = output(Command::new("runc").args(["state", &self.id()]))?;
             serde_json::from_str::<Value>(&state).context("the output of runc state")
         };
         let stopped = || state().is_ok_and(|state| state["status"] == "stopped").then_some(());
@@ -199,7 +263,7 @@ impl Container {
         let mut command = Command::new("runc");
         command.arg("--log").arg(&log).arg(act);
         // The container has these, too.
-        with(&mut command).arg(ID).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        with(&mut command).arg(self.id()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let status = command.status().context("start runc: is it installed?")?;
         ensure!(status.success(), "{command:?}: {status}: {}", fs::read_to_string(log).unwrap_or_default());
         Ok(())
@@ -213,17 +277,26 @@ impl Drop for Container {
     }
 }
 
-/// `/dev/kfd` and all render nodes, as runc is to make them.
-fn devices() -> anyhow::Result<Vec<Value>> {
+/// All render nodes of this machine, in order.
+///
+/// # Errors
+/// Their folder cannot be read.
+pub fn render_nodes() -> anyhow::Result<Vec<PathBuf>> {
     let nodes = fs::read_dir("/dev/dri").context("list /dev/dri")?.flatten().map(|node| node.path());
-    let is_render = |path: &PathBuf| path.display().to_string().contains("/renderD");
-    let paths = [PathBuf::from("/dev/kfd")].into_iter().chain(nodes.filter(is_render));
-    let device = |path: PathBuf| {
-        let number = fs::metadata(&path).with_context(|| format!("look at {}", path.display()))?.rdev();
+    let mut nodes: Vec<PathBuf> =
+        nodes.filter(|path| path.display().to_string().contains("/renderD")).collect();
+    nodes.sort();
+    Ok(nodes)
+}
+
+/// `/dev/kfd` and these render nodes, as runc is to make them.
+fn devices(nodes: &[PathBuf]) -> anyhow::Result<Vec<Value>> {
+    let device = |path: &Path| {
+        let number = fs::metadata(path).with_context(|| format!("look at {}", path.display()))?.rdev();
         let (major, minor) = (libc::major(number), libc::minor(number));
         Ok(json!({"path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o666}))
     };
-    paths.map(device).collect()
+    [Path::new("/dev/kfd")].into_iter().chain(nodes.iter().map(PathBuf::as_path)).map(device).collect()
 }
 
 /// The error lines of a log of CRIU.

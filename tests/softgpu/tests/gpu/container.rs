@@ -5,6 +5,7 @@
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::Signal;
 use rewake_skip::need;
+use softgpu_tests::container::render_nodes;
 use softgpu_tests::criu::queues;
 use softgpu_tests::dumped::{ONE_RING, signal, unreached};
 use softgpu_tests::server::small;
@@ -41,6 +42,29 @@ fn a_container_with_gpus_is_restored() {
         // CPUs can access these buffers: placeholders, and swaps of mappings that the ioctl filter does not
         // cover.
         dump_and_restore(&Shape { layer_kib: 4096, ..small() });
+    });
+}
+
+/// A node agent gives each pod some of the machine's GPUs, and another pod others.
+#[test]
+fn a_pod_is_restored_with_another_gpu_than_it_had() {
+    isolated(2, |_| {
+        need!(queues());
+        let nodes = render_nodes().unwrap();
+        let restore = |container: &Container, images: &str| {
+            let mut both = Streamer::of_both(&container.path(images)).unwrap();
+            container.restore_from(images).unwrap();
+            assert!(both.end().unwrap().success(), "{}", both.said());
+        };
+        let pod = Container::dumped_with(&unreached(), &nodes[..1]).unwrap();
+        let other = pod.twin(&nodes[1..2]).unwrap();
+        restore(&other, "images");
+        restore(&pod, "images");
+        // The other one's `/dev` is of the image, and has the first GPU's render node only.
+        other.dump("again").unwrap();
+        pod.ends_well().unwrap();
+        restore(&other, "again");
+        other.ends_well().unwrap();
     });
 }
 

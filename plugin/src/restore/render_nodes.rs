@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The render nodes that a task opens.
+//!
+//! A container's `/dev` comes from its image, so it has the nodes of the GPUs that the container had, and not of those
+//! that it gets. A missing node is made, as container engines make it when they start a container: an open file of
+//! another root's `/dev` would work, but CRIU could not dump the program again. The device cgroup still decides
+//! whether the task may make and open it.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, open};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, mknod, umask};
+use nix::unistd::{Gid, Uid, fchownat};
+use rewake_amdgpu_uapi::render::Render;
+use rewake_criu_plugin::{Answer, Host};
+
+const FOLDER: &str = "/dev/dri";
+
+#[derive(Debug, thiserror::Error)]
+enum BadNode {
+    #[error("open {}", .0.display())]
+    Open(PathBuf, #[source] Errno),
+    #[error(
+        "make {}, which this task's /dev does not have, because /dev is of the image: mount the host's /dev/dri into \
+         the container",
+        .0.display()
+    )]
+    Make(PathBuf, #[source] Errno),
+    #[error("{} in this task's root is another file than that of the host", .0.display())]
+    Other(PathBuf),
+}
+
+/// `/dev/dri` in the root of CRIU's main process, by its id in CRIU's store of descriptors.
+#[derive(Debug)]
+pub(super) struct RenderNodes(i32);
+
+impl RenderNodes {
+    /// Opens the folder. Called in CRIU's main process.
+    pub(super) fn of_host(host: &Host) -> Answer<Self> {
+        let folder = open(FOLDER, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
+            .map_err(|errno| BadNode::Open(FOLDER.into(), errno))?;
+        Ok(Self(host.store_fd(folder.as_fd())?))
+    }
+
+    /// Opens `/dev/dri/renderD<minor>` of this task's root.
+    pub(super) fn open(&self, host: &Host, minor: u32) -> Answer<Render> {
+        let name = format!("renderD{minor}");
+        let path = Path::new(FOLDER).join(&name);
+        let of_host = fstatat(host.stored_fd(self.0)?, name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW)
+            .map_err(|errno| BadNode::Open(path.clone(), errno))?;
+        let file = match open_node(&path) {
+            Err(Errno::ENOENT) => {
+                make_node(&path, &of_host).map_err(|errno| BadNode::Make(path.clone(), errno))?;
+                open_node(&path)
+            }
+            opened => opened,
+        };
+        let file = file.map_err(|errno| BadNode::Open(path.clone(), errno))?;
+        // The image decides what lies in its /dev.
+        let found = fstat(&file).map_err(|errno| BadNode::Open(path.clone(), errno))?;
+        if found.st_rdev != of_host.st_rdev || found.st_mode & libc::S_IFMT != libc::S_IFCHR {
+            return Err(BadNode::Other(path).into());
+        }
+        Ok(Render::of(file, minor))
+    }
+}
+
+fn open_node(path: &Path) -> nix::Result<OwnedFd> {
+    open(path, OFlag::O_RDWR | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW, Mode::empty())
+}
+
+/// Makes the node with the number, the owner and the access that it has on the host.
+fn make_node(path: &Path, of_host: &FileStat) -> nix::Result<()> {
+    let before = umask(Mode::empty());
+    let made = mknod(path, SFlag::S_IFCHR, Mode::from_bits_truncate(of_host.st_mode), of_host.st_rdev);
+    umask(before);
+    made?;
+    let (user, group) = (Uid::from_raw(of_host.st_uid), Gid::from_raw(of_host.st_gid));
+    fchownat(AT_FDCWD, path, Some(user), Some(group), AtFlags::AT_SYMLINK_NOFOLLOW)
+}
