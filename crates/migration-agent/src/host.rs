@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use rewake_criu_images::{LazyMappings, Overcommit, user_namespace_refusal};
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +17,7 @@ use crate::criu::{CriuChoice, CriuRelease};
 use crate::file_hasher::{FileHasher, HASH_LIMIT};
 use crate::file_look::looked_at;
 use crate::program_files::{MAX_HASHED, ProgramFiles};
-use crate::room::{self, TreeSize};
+use crate::room::{self, HugePages, TreeSize};
 use crate::sockets::{self, TreeSocket};
 use crate::source::SourceOptions;
 use crate::text_path::TextPath;
@@ -44,6 +45,14 @@ pub(crate) struct HostOffer {
     #[serde(skip)]
     connected: BTreeSet<SocketAddr>,
     pub(crate) size: TreeSize,
+    /// What CRIU maps at the destination, which restores lazily always.
+    #[serde(default)]
+    mappings: LazyMappings,
+    /// Whether a process is in a user namespace of its own.
+    #[serde(default)]
+    has_users: bool,
+    #[serde(default)]
+    huge_pages: HugePages,
     /// Seconds without a connection that the source accepts before GRANT.
     #[serde(default)]
     pub(crate) give_up_after: u64,
@@ -70,6 +79,9 @@ impl HostOffer {
             sockets: BTreeSet::new(),
             connected: BTreeSet::new(),
             size: TreeSize::default(),
+            mappings: LazyMappings::default(),
+            has_users: false,
+            huge_pages: HugePages::default(),
             give_up_after: 0,
         };
         for pid in processes {
@@ -101,20 +113,27 @@ impl HostOffer {
     fn add(&mut self, pid: i32) -> anyhow::Result<()> {
         let number = proc::status(pid).and_then(|status| status.own_number);
         let number = number.with_context(|| format!("process {pid} has ended"))?;
+        // In a pid namespace that is restored with the tree, its number is free.
+        let number = shares(pid, "pid")?.then_some(number);
         if proc::status(pid).is_none_or(|status| status.has_ended()) {
             // CRIU restores a zombie, too: by its pid.
-            self.pids.insert(number);
+            self.pids.extend(number);
             return Ok(());
         }
         self.files.add(pid)?;
         self.gpus.extend(gpu_devices_of(pid));
         let sockets = sockets::of_process(pid)?;
         self.connected.extend(sockets.iter().filter(|socket| !socket.listens).map(|socket| socket.local));
-        if sockets::shares_network(pid)? {
+        if shares(pid, "net")? {
             self.sockets.extend(sockets);
         }
         self.size.add(pid)?;
-        self.pids.insert(number);
+        let path = format!("/proc/{pid}/smaps");
+        let smaps = fs::read(&path).with_context(|| format!("reading {path}"))?;
+        self.mappings.add_running(number.unwrap_or(pid).cast_unsigned(), &smaps);
+        self.huge_pages.add(&smaps);
+        self.has_users |= !shares(pid, "user")?;
+        self.pids.extend(number);
         Ok(())
     }
 
@@ -195,8 +214,22 @@ impl HostOffer {
             refusals.push(format!("CRIU {own} here is older than CRIU {} at the source", offer.criu));
         }
         refusals.extend(room::refused(offer.size)?);
+        refusals.extend(offer.huge_pages.refused());
+        let overcommit = Overcommit::now().unwrap_or(Overcommit::Always);
+        let no_userfaultfd = offer.has_users.then(user_namespace_refusal).flatten();
+        let not_lazily = no_userfaultfd.or_else(|| overcommit.refusal(&offer.mappings));
+        refusals.extend(not_lazily.map(|why| format!("the program cannot be restored lazily here: {why}")));
         Ok(refusals)
     }
+}
+
+/// Whether a process is in the namespace of this one, of a kind that `/proc/PID/ns` has.
+fn shares(pid: i32, kind: &str) -> anyhow::Result<bool> {
+    let namespace = |process: &str| {
+        let path = format!("/proc/{process}/ns/{kind}");
+        fs::read_link(&path).with_context(|| format!("reading {path}"))
+    };
+    Ok(namespace(&pid.to_string())? == namespace("self")?)
 }
 
 fn exists(pid: &i32) -> bool {
