@@ -231,6 +231,12 @@ impl Registry {
                 info!(session = number, "all memory is resident");
                 self.served.set(self.served.get() + 1);
                 session.progress = last;
+                if let Some(progress) = &mut session.progress
+                    && progress.state() == State::Listening
+                {
+                    // CRIU loaded all memory itself, and asked for none.
+                    progress.set_state(State::Complete);
+                }
             }
             Ok(Ended { reason, last, .. }) => {
                 session.progress = last;

@@ -20,7 +20,7 @@ use rewake_streamer::supervise::processes;
 
 /// Time limit for another tracer, mostly CRIU, to release a process, and for its threads to stop.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// The same, of the first try to take descriptors away: a process of a frozen container takes all of it, and may be one
+/// The same, of the first try to take descriptors away: a process that waits for a disk takes all of it, and may be one
 /// of hundreds before a process that can be stopped.
 const FIRST_PATIENCE: Duration = Duration::from_millis(20);
 /// Tries to take a descriptor away, and time between them.
@@ -123,6 +123,10 @@ fn holders(stores: &[StoreId]) -> Vec<(i32, StoreId)> {
 /// Why it failed.
 fn take_back(pid: i32, store: StoreId, patience: Duration) -> Option<String> {
     store.number_in(pid)?;
+    // It can be stopped, but the call that closes the descriptor would wait.
+    if processes::is_frozen(pid) {
+        return Some(format!("process {pid} is frozen by its cgroup"));
+    }
     let closed = with_stopped(pid, patience, |stopped| -> Result<(), Error> {
         store.number_in(pid).map_or(Ok(()), |number| stopped.close(number))
     });
