@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use rewake_criu_images::{LazyMappings, Overcommit, user_namespace_refusal};
+use rewake_process::names::field;
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
@@ -39,6 +40,9 @@ pub(crate) struct HostOffer {
     files: ProgramFiles,
     /// Device files of GPUs that the tree has open.
     gpus: BTreeSet<TextPath>,
+    /// Numbers of terminals whose other end the tree has (`/dev/pts/NUMBER`).
+    #[serde(default)]
+    terminals: BTreeSet<u32>,
     /// What the destination must be able to bind: none of a tree that has its own network.
     sockets: BTreeSet<TreeSocket>,
     /// Connections that the dump does not close.
@@ -76,6 +80,7 @@ impl HostOffer {
             pids: BTreeSet::new(),
             files: ProgramFiles::default(),
             gpus: BTreeSet::new(),
+            terminals: BTreeSet::new(),
             sockets: BTreeSet::new(),
             connected: BTreeSet::new(),
             size: TreeSize::default(),
@@ -122,6 +127,9 @@ impl HostOffer {
         }
         self.files.add(pid)?;
         self.gpus.extend(gpu_devices_of(pid));
+        if shares(pid, "mnt")? {
+            self.terminals.extend(terminals_of(pid));
+        }
         let sockets = sockets::of_process(pid)?;
         self.connected.extend(sockets.iter().filter(|socket| !socket.listens).map(|socket| socket.local));
         if shares(pid, "net")? {
@@ -207,6 +215,11 @@ impl HostOffer {
         let has_gpu = Path::new(GPU_DEVICES[0]).exists();
         let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(TextPath::printable);
         refuse(gpus.collect(), "GPUs of the program, of which this host has none");
+        let taken = offer.terminals.iter().map(|number| format!("/dev/pts/{number}"));
+        refuse(
+            taken.filter(|path| Path::new(path).exists()).collect(),
+            "terminals of the program that are in use here",
+        );
         let sockets = offer.sockets.iter().filter_map(|socket| socket.refused());
         refuse(sockets.collect(), "addresses of the program that it cannot have here");
         let own = criu.release()?;
@@ -256,6 +269,18 @@ fn gpu_devices_of(pid: i32) -> BTreeSet<TextPath> {
         GPU_DEVICES.iter().any(|device| path.starts_with(device.as_bytes()))
     };
     paths.filter(is_gpu).map(TextPath::from).collect()
+}
+
+/// The terminals of which a process has the master's end.
+fn terminals_of(pid: i32) -> BTreeSet<u32> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let is_master = |path: PathBuf| path.file_name().is_some_and(|name| name == "ptmx");
+    let masters = entries.filter(|entry| fs::read_link(entry.path()).is_ok_and(is_master));
+    let number = |entry: fs::DirEntry| {
+        let path = Path::new("/proc").join(pid.to_string()).join("fdinfo").join(entry.file_name());
+        field(&fs::read(path).ok()?, "tty-index:")?.parse().ok()
+    };
+    masters.filter_map(number).collect()
 }
 
 #[cfg(test)]

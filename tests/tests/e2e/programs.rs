@@ -89,6 +89,7 @@ impl Life {
         fs::create_dir(&own).unwrap();
         let hosts = HostPair::start(folder.path()).unwrap();
         let program = Program::start(kind, &own, &hosts.source).unwrap();
+        program.prepare(&hosts.destination).unwrap();
         Self { folder, hosts, criu, program }
     }
 
@@ -170,7 +171,6 @@ impl Life {
     }
 
     fn move_away(&mut self, expected: Outcome) {
-        self.program.prepare(&self.hosts.destination).unwrap();
         let options = [&["--".as_ref()][..], &self.program.options()].concat();
         let receive = ["receive", "--address", DESTINATION, "--port", "7700", "--insecure"];
         let mut receive = self.rewake(&self.hosts.destination, &receive);
@@ -255,4 +255,16 @@ programs! {
     a_postgresql: Kind::PostgreSql;
     a_java_program: Kind::Java;
     a_shell_in_tmux: Kind::Tmux;
+}
+
+#[test]
+fn a_terminal_whose_number_is_taken_elsewhere_is_refused() {
+    let criu = need!(Criu::main());
+    need!(Program::installed(Kind::Tmux));
+    let mut life = Life::new(criu, Kind::Tmux);
+    let other = life.path("other");
+    fs::create_dir(&other).unwrap();
+    let mut taken = Program::start(Kind::Tmux, &other, &life.hosts.destination).unwrap();
+    life.move_away(Refused("terminals of the program that are in use here: /dev/pts/0"));
+    taken.ask(&life.hosts.destination).unwrap();
 }
