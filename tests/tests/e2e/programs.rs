@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Twelve kinds of programs, each in every way: dumped, pushed, pulled and restored on demand; dumped and restored by the
-//! agent; moved to another host. After each way a program answers with bytes of its own. What CRIU cannot do lazily is
-//! restored eagerly with a line, and refused by a migration, after which the program runs on where it was.
+//! Twelve kinds of programs, each in every way: dumped, pushed, pulled and restored on demand; dumped and restored by
+//! the agent; moved to another host. After each way a program answers with bytes of its own. What CRIU cannot do lazily
+//! is restored eagerly with a line, and refused by a migration, after which the program runs on where it was.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -213,11 +213,13 @@ impl Life {
     }
 }
 
+type Way = fn(&mut Life, Outcome);
+
 /// A program lives through all ways, one after the other: it is dumped and moved also after it was restored.
 fn lives(kind: Kind) {
     let row = row(kind);
     let mut life = Life::new(Criu::main().unwrap(), kind);
-    let ways: [(Outcome, &str, fn(&mut Life, Outcome)); 3] = [
+    let ways: [(Outcome, &str, Way); 3] = [
         (row.stored, "through a store", Life::through_a_store),
         (row.agent, "by the agent", Life::by_the_agent),
         (row.moved, "to another host", Life::move_away),
