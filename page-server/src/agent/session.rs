@@ -150,7 +150,8 @@ impl Registry {
         info!(session, "a streamer waits for a restore of {}", images.display());
         self.follow(SessionEntry::new(session, &images, work));
         self.save();
-        Ok(proto::Opened { session, lazy_pages: plan.lazy_pages() })
+        let lazy_pages = plan.lazy_pages();
+        Ok(proto::Opened { session, lazy_pages, reason: plan.eager.unwrap_or_default() })
     }
 
     /// Decides how an image is served. The agent brings what one of its cache lacks.

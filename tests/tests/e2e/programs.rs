@@ -47,8 +47,6 @@ const RESERVED: &str = "kept_images::what_cannot_be_restored_lazily_is_restored_
 /// Parts of reasons.
 const NO_USERFAULTFD: &str = "vm.unprivileged_userfaultfd is 0, and 1 permits it";
 const NO_OVERCOMMIT: &str = "vm.overcommit_memory is 0, and 1 permits it";
-/// What a restore by the agent says instead.
-const IN_LOG: &str = "the agent's log says why";
 
 const ON_DEMAND: Row = Row { stored: OnDemand, agent: OnDemand, moved: OnDemand };
 
@@ -59,9 +57,11 @@ fn setting_is_0(name: &str) -> bool {
 fn row(kind: Kind) -> Row {
     match kind {
         Kind::Target("odd-names") => Row { stored: In(ODD_NAMES), moved: In(ODD_NAMES_MOVE), ..ON_DEMAND },
-        Kind::Users if setting_is_0("unprivileged_userfaultfd") => {
-            Row { stored: First(NO_USERFAULTFD), agent: First(IN_LOG), moved: Refused(NO_USERFAULTFD) }
-        }
+        Kind::Users if setting_is_0("unprivileged_userfaultfd") => Row {
+            stored: First(NO_USERFAULTFD),
+            agent: First(NO_USERFAULTFD),
+            moved: Refused(NO_USERFAULTFD),
+        },
         Kind::Target("reserved") if setting_is_0("overcommit_memory") => {
             Row { stored: First(NO_OVERCOMMIT), agent: In(RESERVED), moved: Refused(NO_OVERCOMMIT) }
         }

@@ -126,22 +126,26 @@ pub fn all() -> anyhow::Result<Vec<(PathBuf, LeftStore)>> {
 /// # Errors
 /// The directory of the folders cannot be read, or no process can be started.
 pub fn take_back() -> anyhow::Result<Vec<String>> {
-    let of_all = |store: &LeftStore| !store.holders().is_empty();
-    take_back_if(of_all)
+    take_back_if(all()?, |store| !store.holders().is_empty())
 }
 
 /// [`take_back`], of the sessions of which a process of the tree below `root` keeps something: CRIU could not dump it.
+/// A user whose folder of sessions cannot be read has restored nothing.
 ///
 /// # Errors
-/// As of [`take_back`].
+/// No process can be started.
 pub fn take_back_from(root: i32) -> anyhow::Result<Vec<String>> {
     let mut tree = processes::descendants(root);
     tree.insert(root);
-    take_back_if(|store| tree.iter().any(|pid| store.id.number_in(*pid).is_some()))
+    let of_tree = |store: &LeftStore| tree.iter().any(|pid| store.id.number_in(*pid).is_some());
+    take_back_if(all().unwrap_or_default(), of_tree)
 }
 
-fn take_back_if(is_kept: impl Fn(&LeftStore) -> bool) -> anyhow::Result<Vec<String>> {
-    let (kept, others): (Vec<_>, Vec<_>) = all()?.into_iter().partition(|(_, store)| is_kept(store));
+fn take_back_if(
+    stores: Vec<(PathBuf, LeftStore)>,
+    is_kept: impl Fn(&LeftStore) -> bool,
+) -> anyhow::Result<Vec<String>> {
+    let (kept, others): (Vec<_>, Vec<_>) = stores.into_iter().partition(|(_, store)| is_kept(store));
     let forgotten = others.iter().filter(|(_, store)| store.holders().is_empty());
     forgotten.for_each(|(folder, _)| remove(folder));
     let stores: Vec<&LeftStore> = kept.iter().map(|(_, store)| store).collect();
