@@ -277,12 +277,9 @@ pub struct ParkArgs {
     /// Processes, each as PID-START
     #[arg(value_name = "PID-START")]
     pub targets: Vec<String>,
-    /// Takes the fd store with this inode from every process
-    #[arg(long, value_name = "INODE", conflicts_with = "targets")]
-    pub unpark: Option<u64>,
-    /// The fd store's cookie, when its session is over and another socket may have its inode's number
-    #[arg(long, requires = "unpark")]
-    pub cookie: Option<u64>,
+    /// Takes these fd stores from every process, each as INODE or, when its session is over, INODE-COOKIE
+    #[arg(long, value_name = "STORE", num_args = 1.., conflicts_with = "targets")]
+    pub unpark: Vec<String>,
 }
 
 /// Options of `rewake recover`.

@@ -17,6 +17,7 @@
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
 //! * [`printed`]: the commands that the README and the pages in `docs` print.
+//! * [`programs`]: programs of many kinds that answer questions about their own bytes.
 //! * [`registry`]: a registry of OCI images.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
@@ -42,6 +43,7 @@ pub mod page_server;
 pub mod pattern;
 pub mod plugins;
 pub mod printed;
+pub mod programs;
 pub mod proxy;
 pub mod registry;
 pub use rewake_testkit::relay;

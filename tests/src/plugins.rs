@@ -48,6 +48,14 @@ pub fn later_criu() -> anyhow::Result<PathBuf> {
     built("examples/liblater_criu.so")
 }
 
+/// A library that makes a program take itself for a user other than root.
+///
+/// # Errors
+/// It is not built.
+pub fn not_root() -> anyhow::Result<PathBuf> {
+    built("examples/libnot_root.so")
+}
+
 /// The plugin for AMD GPUs.
 ///
 /// # Errors

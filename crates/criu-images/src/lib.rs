@@ -47,6 +47,7 @@ pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEn
 pub use plan::{LazyExtent, LazyPlan, PagesFile, RemotePlan, pages_name};
 pub use stats::PageStats;
 pub use tasks::{MAX_TASKS, Task, TaskState};
+pub use user_namespace::user_namespace_refusal;
 
 /// Bytes in a page of an image: CRIU writes only base pages.
 pub const PAGE: u64 = 4096;

@@ -8,10 +8,13 @@
 
 use std::fs;
 use std::io;
+use std::ops::Range;
 
-use rewake_process::names::field;
+use rewake_process::maps::Mapping;
+use rewake_process::names::{field, lines};
+use serde::{Deserialize, Serialize};
 
-use crate::mm::{Mm, Vma};
+use crate::mm::Mm;
 
 /// What the kernel lets processes map (`vm.overcommit_memory`), in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,42 +27,69 @@ pub enum Overcommit {
     Never(u64),
 }
 
-/// What a lazy restore maps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// What a lazy restore of one or several tasks maps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct LazyMappings {
-    /// The longest mapping that is writable during the restore only, and its task.
-    longest: Option<(u32, Vma)>,
+    /// The longest mapping that is writable during the restore only.
+    longest: Option<Reservation>,
     /// Bytes of all private mappings.
     total: u64,
-    /// Bytes of the private mappings that the image has without write access.
+    /// Bytes of the private mappings that the program has without write access.
     extra: u64,
 }
 
+/// A mapping without write access.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Reservation {
+    pid: u32,
+    start: u64,
+    length: u64,
+}
+
 impl LazyMappings {
-    /// Adds the mappings of a task.
+    /// Adds the mappings of a task of an image.
     pub fn add(&mut self, pid: u32, mm: &Mm) {
-        let mut all = Self::default();
         for vma in mm.vmas.iter().filter(|vma| vma.is_premapped()) {
-            let length = vma.end - vma.start;
-            all.total = all.total.saturating_add(length);
-            if vma.is_writable() {
-                continue;
-            }
-            all.extra = all.extra.saturating_add(length);
-            let is_longer = all.longest.is_none_or(|(_, other)| length > other.end - other.start);
-            if is_longer && !vma.is_unreserved() {
-                all.longest = Some((pid, *vma));
+            self.add_private(pid, vma.start..vma.end, vma.is_writable(), vma.is_unreserved());
+        }
+    }
+
+    /// Adds the mappings of a process that runs: its `/proc/PID/smaps`.
+    pub fn add_running(&mut self, pid: u32, smaps: &[u8]) {
+        let mut mapping = None;
+        for line in lines(smaps) {
+            if let Some(next) = Mapping::parse(line) {
+                mapping = Some(next);
+            } else if let Some(flags) = line.strip_prefix(b"VmFlags:")
+                && let Some(of) = mapping.take()
+            {
+                let has = |flag: &[u8]| flags.split(|byte| *byte == b' ').any(|it| it == flag);
+                let is_kernel_s =
+                    [&b"[vvar"[..], b"[vdso", b"[vsyscall"].iter().any(|it| of.name.starts_with(it));
+                if !of.is_shared() && !is_kernel_s && !has(b"ht") {
+                    self.add_private(pid, of.start..of.end, of.is_writable(), has(b"nr"));
+                }
             }
         }
-        self.join(&all);
+    }
+
+    fn add_private(&mut self, pid: u32, of: Range<u64>, is_writable: bool, is_unreserved: bool) {
+        let length = of.end.saturating_sub(of.start);
+        self.total = self.total.saturating_add(length);
+        if is_writable {
+            return;
+        }
+        self.extra = self.extra.saturating_add(length);
+        if !is_unreserved && self.longest.is_none_or(|other| length > other.length) {
+            self.longest = Some(Reservation { pid, start: of.start, length });
+        }
     }
 
     /// Adds the mappings of other tasks.
     pub fn join(&mut self, other: &Self) {
         self.total = self.total.saturating_add(other.total);
         self.extra = self.extra.saturating_add(other.extra);
-        self.longest =
-            [self.longest, other.longest].into_iter().flatten().max_by_key(|(_, vma)| vma.end - vma.start);
+        self.longest = [self.longest, other.longest].into_iter().flatten().max_by_key(|it| it.length);
     }
 }
 
@@ -90,12 +120,12 @@ impl Overcommit {
     #[must_use]
     pub fn refusal(self, all: &LazyMappings) -> Option<String> {
         match (self, all.longest) {
-            (Self::Guess(most), Some((pid, vma))) if vma.end - vma.start > most => Some(format!(
+            (Self::Guess(most), Some(Reservation { pid, start, length })) if length > most => Some(format!(
                 "process {pid} has {} without write access at {:#x}; `criu restore --lazy-pages` makes it writable for \
                  a moment, and this kernel permits that up to the machine's {} of memory and swap (vm.overcommit_memory \
                  is 0, and 1 permits it)",
-                gib(vma.end - vma.start),
-                vma.start,
+                gib(length),
+                start,
                 gib(most)
             )),
             (Self::Never(left), _) if all.total > left && all.total - all.extra <= left => Some(format!(
@@ -116,6 +146,7 @@ fn gib(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mm::Vma;
 
     const GIB: u64 = 1 << 30;
 
@@ -151,6 +182,34 @@ mod tests {
         // Nor is shared memory, and huge pages.
         let shared = Vma { flags: 0x21, status: 1 << 8 | 1, ..memory(400, 0, 0) };
         assert_eq!(Overcommit::Guess(GIB).refusal(&all(&[shared, memory(400, 0, 0x4_0000)])), None);
+    }
+
+    #[test]
+    fn a_process_that_runs_shows_what_its_image_will_have() {
+        let line = |length_gib: u64, rights: &str, name: &str, flags: &str| {
+            let (start, end) = (GIB, (1 + length_gib) * GIB);
+            format!(
+                "{start:x}-{end:x} {rights} 00000000 00:00 0  {name}\nRss: 0 kB\nVmFlags: mr mw me {flags} \n"
+            )
+        };
+        let smaps = [
+            line(3, "rw-p", "[heap]", "ac"),
+            line(400, "---p", "", "sd"),
+            line(500, "---p", "", "nr sd"),
+            line(600, "---s", "", ""),
+            line(700, "r--p", "", "ht"),
+            line(800, "r--p", "[vvar]", ""),
+        ]
+        .concat();
+        let mut running = LazyMappings::default();
+        running.add_running(8, smaps.as_bytes());
+        assert_eq!(running, {
+            let mut of_image = all(&[memory(3, 3, 0), memory(400, 0, 0), memory(500, 0, 0x4000)]);
+            of_image.longest.as_mut().unwrap().pid = 8;
+            of_image
+        });
+        running.add_running(8, b"1000-2000 rw-p\xff\n\nVmFlags:\n");
+        LazyMappings::default().add_running(1, &fs::read("/proc/self/smaps").unwrap());
     }
 
     #[test]

@@ -15,16 +15,22 @@ impl ImageDir {
     /// where it does. CRIU asks for it in the restored task, when that is in its user namespace.
     #[must_use]
     pub fn userfaultfd_refusal(&self) -> Option<String> {
-        let is_for_all = fs::read(UNPRIVILEGED).is_ok_and(|setting| setting.trim_ascii() != b"0");
         // A directory that cannot be listed is reported by its reader.
         let mut files = self.entries().ok()?;
         let has_users = files.any(|file| file.file_name().as_encoded_bytes().starts_with(USER_NAMESPACE));
-        (has_users && !is_for_all).then(|| {
-            "the processes are in a user namespace, where the kernel gives them no userfaultfd \
-             (vm.unprivileged_userfaultfd is 0, and 1 permits it)"
-                .to_owned()
-        })
+        has_users.then(user_namespace_refusal).flatten()
     }
+}
+
+/// Returns why this kernel gives tasks of a user namespace no userfaultfd; `None` where it does.
+#[must_use]
+pub fn user_namespace_refusal() -> Option<String> {
+    let is_for_all = fs::read(UNPRIVILEGED).is_ok_and(|setting| setting.trim_ascii() != b"0");
+    (!is_for_all).then(|| {
+        "the processes are in a user namespace, where the kernel gives them no userfaultfd \
+         (vm.unprivileged_userfaultfd is 0, and 1 permits it)"
+            .to_owned()
+    })
 }
 
 #[cfg(test)]

@@ -8,6 +8,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use rewake_criu_images::{LazyMappings, Overcommit, user_namespace_refusal};
+use rewake_process::names::field;
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +18,7 @@ use crate::criu::{CriuChoice, CriuRelease};
 use crate::file_hasher::{FileHasher, HASH_LIMIT};
 use crate::file_look::looked_at;
 use crate::program_files::{MAX_HASHED, ProgramFiles};
-use crate::room::{self, TreeSize};
+use crate::room::{self, HugePages, TreeSize};
 use crate::sockets::{self, TreeSocket};
 use crate::source::SourceOptions;
 use crate::text_path::TextPath;
@@ -38,12 +40,23 @@ pub(crate) struct HostOffer {
     files: ProgramFiles,
     /// Device files of GPUs that the tree has open.
     gpus: BTreeSet<TextPath>,
+    /// Numbers of terminals whose other end the tree has (`/dev/pts/NUMBER`).
+    #[serde(default)]
+    terminals: BTreeSet<u32>,
     /// What the destination must be able to bind: none of a tree that has its own network.
     sockets: BTreeSet<TreeSocket>,
     /// Connections that the dump does not close.
     #[serde(skip)]
     connected: BTreeSet<SocketAddr>,
     pub(crate) size: TreeSize,
+    /// What CRIU maps at the destination, which restores lazily always.
+    #[serde(default)]
+    mappings: LazyMappings,
+    /// Whether a process is in a user namespace of its own.
+    #[serde(default)]
+    has_users: bool,
+    #[serde(default)]
+    huge_pages: HugePages,
     /// Seconds without a connection that the source accepts before GRANT.
     #[serde(default)]
     pub(crate) give_up_after: u64,
@@ -67,9 +80,13 @@ impl HostOffer {
             pids: BTreeSet::new(),
             files: ProgramFiles::default(),
             gpus: BTreeSet::new(),
+            terminals: BTreeSet::new(),
             sockets: BTreeSet::new(),
             connected: BTreeSet::new(),
             size: TreeSize::default(),
+            mappings: LazyMappings::default(),
+            has_users: false,
+            huge_pages: HugePages::default(),
             give_up_after: 0,
         };
         for pid in processes {
@@ -101,20 +118,30 @@ impl HostOffer {
     fn add(&mut self, pid: i32) -> anyhow::Result<()> {
         let number = proc::status(pid).and_then(|status| status.own_number);
         let number = number.with_context(|| format!("process {pid} has ended"))?;
+        // In a pid namespace that is restored with the tree, its number is free.
+        let number = shares(pid, "pid")?.then_some(number);
         if proc::status(pid).is_none_or(|status| status.has_ended()) {
             // CRIU restores a zombie, too: by its pid.
-            self.pids.insert(number);
+            self.pids.extend(number);
             return Ok(());
         }
         self.files.add(pid)?;
         self.gpus.extend(gpu_devices_of(pid));
+        if shares(pid, "mnt")? {
+            self.terminals.extend(terminals_of(pid));
+        }
         let sockets = sockets::of_process(pid)?;
         self.connected.extend(sockets.iter().filter(|socket| !socket.listens).map(|socket| socket.local));
-        if sockets::shares_network(pid)? {
+        if shares(pid, "net")? {
             self.sockets.extend(sockets);
         }
         self.size.add(pid)?;
-        self.pids.insert(number);
+        let path = format!("/proc/{pid}/smaps");
+        let smaps = fs::read(&path).with_context(|| format!("reading {path}"))?;
+        self.mappings.add_running(number.unwrap_or(pid).cast_unsigned(), &smaps);
+        self.huge_pages.add(&smaps);
+        self.has_users |= !shares(pid, "user")?;
+        self.pids.extend(number);
         Ok(())
     }
 
@@ -188,6 +215,11 @@ impl HostOffer {
         let has_gpu = Path::new(GPU_DEVICES[0]).exists();
         let gpus = offer.gpus.iter().filter(|_| !has_gpu).map(TextPath::printable);
         refuse(gpus.collect(), "GPUs of the program, of which this host has none");
+        let taken = offer.terminals.iter().map(|number| format!("/dev/pts/{number}"));
+        refuse(
+            taken.filter(|path| Path::new(path).exists()).collect(),
+            "terminals of the program that are in use here",
+        );
         let sockets = offer.sockets.iter().filter_map(|socket| socket.refused());
         refuse(sockets.collect(), "addresses of the program that it cannot have here");
         let own = criu.release()?;
@@ -195,8 +227,22 @@ impl HostOffer {
             refusals.push(format!("CRIU {own} here is older than CRIU {} at the source", offer.criu));
         }
         refusals.extend(room::refused(offer.size)?);
+        refusals.extend(offer.huge_pages.refused());
+        let overcommit = Overcommit::now().unwrap_or(Overcommit::Always);
+        let no_userfaultfd = offer.has_users.then(user_namespace_refusal).flatten();
+        let not_lazily = no_userfaultfd.or_else(|| overcommit.refusal(&offer.mappings));
+        refusals.extend(not_lazily.map(|why| format!("the program cannot be restored lazily here: {why}")));
         Ok(refusals)
     }
+}
+
+/// Whether a process is in the namespace of this one, of a kind that `/proc/PID/ns` has.
+fn shares(pid: i32, kind: &str) -> anyhow::Result<bool> {
+    let namespace = |process: &str| {
+        let path = format!("/proc/{process}/ns/{kind}");
+        fs::read_link(&path).with_context(|| format!("reading {path}"))
+    };
+    Ok(namespace(&pid.to_string())? == namespace("self")?)
 }
 
 fn exists(pid: &i32) -> bool {
@@ -223,6 +269,18 @@ fn gpu_devices_of(pid: i32) -> BTreeSet<TextPath> {
         GPU_DEVICES.iter().any(|device| path.starts_with(device.as_bytes()))
     };
     paths.filter(is_gpu).map(TextPath::from).collect()
+}
+
+/// The terminals of which a process has the master's end.
+fn terminals_of(pid: i32) -> BTreeSet<u32> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let is_master = |path: PathBuf| path.file_name().is_some_and(|name| name == "ptmx");
+    let masters = entries.filter(|entry| fs::read_link(entry.path()).is_ok_and(is_master));
+    let number = |entry: fs::DirEntry| {
+        let path = Path::new("/proc").join(pid.to_string()).join("fdinfo").join(entry.file_name());
+        field(&fs::read(path).ok()?, "tty-index:")?.parse().ok()
+    };
+    masters.filter_map(number).collect()
 }
 
 #[cfg(test)]

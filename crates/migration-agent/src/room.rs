@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Whether a host has room for a tree: memory, the memory that its cgroup permits, and disk space.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use anyhow::Context as _;
 use nix::sys::statvfs::statvfs;
+use rewake_process::maps::Mapping;
+use rewake_process::names::{self, lines};
 use serde::{Deserialize, Serialize};
 
 use crate::cgroup::{self, TreeCgroup};
@@ -55,6 +58,51 @@ fn field(text: &str, name: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
+/// Bytes of private huge pages (MAP_HUGETLB) by the KiB that one has. They are no ordinary memory: a host has as many
+/// as its user has reserved.
+#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct HugePages(BTreeMap<u64, u64>);
+
+impl HugePages {
+    /// Adds those of a process: its `/proc/PID/smaps`.
+    pub(crate) fn add(&mut self, smaps: &[u8]) {
+        let (mut length, mut kib) = (0, 0);
+        for line in lines(smaps) {
+            if let Some(mapping) = Mapping::parse(line) {
+                length = if mapping.is_shared() { 0 } else { mapping.end.saturating_sub(mapping.start) };
+            } else if let Some(size) = names::field(line, "KernelPageSize:") {
+                kib = size.trim_end_matches("kB").trim_ascii_end().parse().unwrap_or(0);
+            } else if let Some(flags) = line.strip_prefix(b"VmFlags:")
+                && flags.split(|byte| *byte == b' ').any(|flag| flag == b"ht")
+                && length > 0
+            {
+                *self.0.entry(kib).or_default() += length;
+            }
+        }
+    }
+
+    /// What this host lacks of them.
+    pub(crate) fn refused(&self) -> Vec<String> {
+        let lacks = |(kib, bytes): (&u64, &u64)| {
+            let folder = format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB");
+            let number = |name: &str| {
+                let text = fs::read_to_string(format!("{folder}/{name}")).unwrap_or_default();
+                text.trim_end().parse::<u64>().unwrap_or(0)
+            };
+            let more = number("nr_overcommit_hugepages").saturating_sub(number("surplus_hugepages"));
+            let free = number("free_hugepages").saturating_sub(number("resv_hugepages")) + more;
+            let needed = bytes.div_ceil((kib * 1024).max(1));
+            (needed > free).then(|| {
+                format!(
+                    "the program has {needed} huge pages of {kib} KiB, and {free} are free here: raise \
+                     {folder}/nr_hugepages"
+                )
+            })
+        };
+        self.0.iter().filter_map(lacks).collect()
+    }
+}
+
 /// What this host lacks for a tree.
 pub(crate) fn refused(size: TreeSize) -> anyhow::Result<Vec<String>> {
     let mut refusals = Vec::new();
@@ -91,6 +139,26 @@ fn free_disk(path: &Path) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn huge_pages_that_a_host_has_not_reserved_are_refused() {
+        let of = |rights: &str, flags: &str| {
+            let sizes = "Size: 4096 kB\nKernelPageSize:    2048 kB\nMMUPageSize: 2048 kB\n";
+            format!(
+                "40000000-40400000 {rights} 00000000 00:0f 5  /anon_hugepage (deleted)\n{sizes}VmFlags: rd {flags}\n"
+            )
+        };
+        let mut pages = HugePages::default();
+        let smaps = of("rw-p", "ht de") + &of("rw-s", "ht") + &of("rw-p", "ac") + &of("rw-p", "ht");
+        pages.add(smaps.as_bytes());
+        assert_eq!(pages, HugePages([(2048, 8 << 20)].into()));
+        assert_eq!(HugePages::default().refused(), [""; 0]);
+        let refused = HugePages([(2048, 1 << 50)].into()).refused();
+        assert!(
+            refused[0].starts_with("the program has 536870912 huge pages of 2048 KiB, and "),
+            "{refused:?}"
+        );
+    }
 
     #[test]
     fn a_tree_that_is_too_large_is_refused_with_numbers() {

@@ -41,15 +41,6 @@ fn bind(address: SocketAddr) -> nix::Result<()> {
     socket::bind(socket.as_raw_fd(), &SockaddrStorage::from(address))
 }
 
-/// Whether a process has the network of this one.
-pub(crate) fn shares_network(pid: i32) -> anyhow::Result<bool> {
-    let network = |process: &str| {
-        let path = format!("/proc/{process}/ns/net");
-        fs::read_link(&path).with_context(|| format!("reading {path}"))
-    };
-    Ok(network(&pid.to_string())? == network("self")?)
-}
-
 /// The TCP sockets that a process has.
 pub(crate) fn of_process(pid: i32) -> anyhow::Result<BTreeSet<TreeSocket>> {
     let folder = format!("/proc/{pid}/fd");

@@ -14,7 +14,7 @@ use rewake_migration::blocks::{
 use rewake_page_protocol::{PageRun, file_of_task};
 use rewake_process::maps::Mapping;
 use rewake_process::names::lines;
-use rewake_process::proc;
+use rewake_process::{pagemap, proc};
 
 use crate::arriving_files::ArrivingFiles;
 use crate::frame::{Frame, PagePart};
@@ -164,6 +164,21 @@ impl TaskMemory {
 
     /// The blocks of a range that have private pages.
     pub(crate) fn private_blocks(&self, range: Range<u64>) -> Vec<u64> {
+        let mut blocks = Vec::new();
+        let scanned = pagemap::private_pages(&self.pagemap, range.clone(), |pages| {
+            // One block may have several runs of pages.
+            let next = blocks.last().map_or(0, |last| last + BLOCK);
+            blocks
+                .extend((pages.start / BLOCK * BLOCK..pages.end).step_by(BLOCK_LEN).filter(|at| *at >= next));
+        });
+        match scanned {
+            Ok(()) => blocks,
+            Err(_) => self.listed_blocks(range),
+        }
+    }
+
+    /// [`TaskMemory::private_blocks`] on kernels that do not search: an entry of each page is read.
+    fn listed_blocks(&self, range: Range<u64>) -> Vec<u64> {
         let (mut blocks, mut entries) = (Vec::new(), vec![0; PAGEMAP_PIECE]);
         for first in range.clone().step_by(PAGEMAP_PIECE / ENTRY * PAGE) {
             let left = usize::try_from((range.end - first) / PAGE as u64).unwrap_or(usize::MAX);
@@ -325,6 +340,29 @@ mod tests {
         let answer = tree.answer(file_task(1).unwrap(), PageRun::new(0, 1).unwrap(), false, of_file);
         assert!(matches!(answer, Frame::PagesLost(_)), "{answer:?}");
         assert_eq!(memory[changed], 8);
+    }
+
+    #[test]
+    fn a_search_finds_the_blocks_that_have_entries() {
+        const ENOTTY: i32 = nix::errno::Errno::ENOTTY as i32;
+        let mut memory = vec![0_u8; 64 * BLOCK_LEN];
+        let first = (memory.as_ptr().addr() as u64).next_multiple_of(BLOCK);
+        let offset = usize::try_from(first - memory.as_ptr().addr() as u64).unwrap();
+        // Two runs of pages in a block, a run across two blocks, and one page.
+        let written = [(0, 1), (5, 2), (16 * 9 + 15, 2), (16 * 40 + 3, 1)];
+        for page in written.iter().flat_map(|(page, count)| *page..page + count) {
+            memory[offset + page * PAGE] = 1;
+        }
+        let task = TaskMemory::open(std::process::id().cast_signed()).unwrap();
+        let range = first..first + 63 * BLOCK;
+        let listed = task.listed_blocks(range.clone());
+        // A huge page has more of them.
+        assert!([0, 9, 10, 40].iter().all(|block| listed.contains(&(first + block * BLOCK))), "{listed:x?}");
+        assert_eq!(task.private_blocks(range.clone()), listed);
+        let scanned = pagemap::private_pages(&task.pagemap, range, drop);
+        let code = scanned.map_err(|error| error.raw_os_error());
+        assert!(matches!(code, Ok(()) | Err(Some(ENOTTY))), "{code:?}");
+        assert_eq!(memory[offset], 1);
     }
 
     #[test]

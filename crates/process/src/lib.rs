@@ -6,6 +6,7 @@
 //! * [`file_lock`]: locks that end with their process.
 //! * [`kcmp`]: whether threads have an open file or an address space in common.
 //! * [`maps`]: lines of `/proc/PID/maps`. [`names`]: names of programs and of files, which are bytes.
+//! * [`pagemap`]: which pages of a process are its own.
 //! * [`proc`]: what `/proc` shows of processes and threads.
 //! * [`ready`]: what a server does when it is ready.
 //! * [`Notifier`]: an eventfd.
@@ -25,6 +26,8 @@ pub mod maps;
 pub mod names;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 mod notifier;
+#[allow(unsafe_code, reason = "the system call has no other form")]
+pub mod pagemap;
 #[allow(unsafe_code, reason = "the system calls have no other form")]
 pub mod pidfd;
 pub mod proc;

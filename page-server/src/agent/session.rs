@@ -150,7 +150,8 @@ impl Registry {
         info!(session, "a streamer waits for a restore of {}", images.display());
         self.follow(SessionEntry::new(session, &images, work));
         self.save();
-        Ok(proto::Opened { session, lazy_pages: plan.lazy_pages() })
+        let lazy_pages = plan.lazy_pages();
+        Ok(proto::Opened { session, lazy_pages, reason: plan.eager.unwrap_or_default() })
     }
 
     /// Decides how an image is served. The agent brings what one of its cache lacks.
@@ -231,6 +232,12 @@ impl Registry {
                 info!(session = number, "all memory is resident");
                 self.served.set(self.served.get() + 1);
                 session.progress = last;
+                if let Some(progress) = &mut session.progress
+                    && progress.state() == State::Listening
+                {
+                    // CRIU loaded all memory itself, and asked for none.
+                    progress.set_state(State::Complete);
+                }
             }
             Ok(Ended { reason, last, .. }) => {
                 session.progress = last;

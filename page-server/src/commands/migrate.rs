@@ -3,12 +3,14 @@
 
 use std::time::Duration;
 
+use anyhow::ensure;
 use rewake_migration::source::SourceOutcome;
 use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::dry_run;
 use rewake_migration_agent::pre_copy::PreCopyGoal;
 use rewake_migration_agent::source::{self, SourceOptions};
 use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::supervise::left;
 
 use super::criu::CriuOptions;
 use super::{aborts, print};
@@ -64,6 +66,8 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     if options.dry_run {
         return dry_run(&wanted);
     }
+    let kept = left::take_back_from(options.tree)?;
+    ensure!(kept.is_empty(), "-t {} was not touched: {}", options.tree, kept.join("; "));
     let aborts = aborts::watch()?;
     let report = source::migrate(&wanted, aborts)?;
     let (pid, to) = (wanted.tree, &wanted.to);

@@ -5,7 +5,7 @@
 //! One line for each target, in order: [`DONE`], [`LATER`] or [`NEVER`], and a reason.
 
 use std::io::Write as _;
-use std::os::fd::{AsFd as _, RawFd};
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -14,12 +14,15 @@ use rewake_plugin_protocol::ProcessId;
 use rewake_ptrace_inject::{Error, with_stopped};
 
 use crate::cli::ParkArgs;
-use rewake_streamer::supervise::left::number_of_store;
+use rewake_streamer::supervise::left::StoreId;
 use rewake_streamer::supervise::parking::{DONE, LATER, NEVER};
 use rewake_streamer::supervise::processes;
 
 /// Time limit for another tracer, mostly CRIU, to release a process, and for its threads to stop.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// The same, of the first try to take descriptors away: a process that waits for a disk takes all of it, and may be one
+/// of hundreds before a process that can be stopped.
+const FIRST_PATIENCE: Duration = Duration::from_millis(20);
 /// Tries to take a descriptor away, and time between them.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(500);
@@ -31,8 +34,10 @@ const LIMIT: Duration = Duration::from_secs(15);
 /// # Errors
 /// Standard input is no fd store, a target is not spelled `PID-START`, or standard output is closed.
 pub fn run(options: &ParkArgs) -> anyhow::Result<u8> {
-    if let Some(inode) = options.unpark {
-        return unpark(inode, options.cookie);
+    if !options.unpark.is_empty() {
+        let parse =
+            |text: &String| StoreId::parse(text).with_context(|| format!("{text:?}: expected INODE-COOKIE"));
+        return unpark(&options.unpark.iter().map(parse).collect::<anyhow::Result<Vec<_>>>()?);
     }
     let store = std::io::stdin();
     let inode = fstat(&store).context("looking at the fd store")?.st_ino;
@@ -78,40 +83,52 @@ fn give(target: ProcessId, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Re
     }
 }
 
-/// Takes the descriptor from every process that has it.
-fn unpark(inode: u64, cookie: Option<u64>) -> anyhow::Result<u8> {
+/// Takes the stores from every process that has one. A line for each that keeps one: the store and the reason.
+fn unpark(stores: &[StoreId]) -> anyhow::Result<u8> {
     let start = Instant::now();
+    let mut patience = FIRST_PATIENCE;
     let mut left = Vec::new();
     for _ in 0..TRIES {
         left.clear();
-        for pid in processes::all() {
-            // Each process of a frozen container takes its time.
+        // Children inherit it meanwhile.
+        for (pid, store) in holders(stores) {
             if start.elapsed() > LIMIT {
-                left.push("more of its processes".to_owned());
-                break;
+                left.push((store, format!("process {pid} was not stopped within {} s", LIMIT.as_secs())));
+            } else if let Some(why) = take_back(pid, store, patience) {
+                left.push((store, why));
             }
-            left.extend(take_back(pid, inode, cookie));
         }
-        if left.is_empty() {
-            return Ok(0);
-        }
-        if start.elapsed() > LIMIT {
+        if left.is_empty() || start.elapsed() > LIMIT {
             break;
         }
         std::thread::sleep(PAUSE);
+        patience = (patience * 5).min(PATIENCE);
     }
-    for why in left {
-        say(&format!("{LATER} {why}"))?;
+    for (store, why) in &left {
+        say(&format!("{store} {}", why.replace(['\n', '\r'], " ")))?;
     }
-    Ok(1)
+    Ok(u8::from(!left.is_empty()))
+}
+
+/// The processes that have a descriptor of one of these stores.
+fn holders(stores: &[StoreId]) -> Vec<(i32, StoreId)> {
+    let of_process = |pid: i32| {
+        let sockets = rewake_plugin_protocol::sockets_of(pid).unwrap_or_default();
+        let has = move |store: &&StoreId| sockets.iter().any(|(_, inode)| *inode == store.inode);
+        stores.iter().filter(has).map(move |store| (pid, *store))
+    };
+    processes::all().flat_map(of_process).collect()
 }
 
 /// Why it failed.
-fn take_back(pid: i32, inode: u64, cookie: Option<u64>) -> Option<String> {
-    number_of_store(pid, inode, cookie)?;
-    let closed = with_stopped(pid, PATIENCE, |stopped| -> Result<(), Error> {
-        let number: Option<RawFd> = number_of_store(pid, inode, cookie);
-        number.map_or(Ok(()), |number| stopped.close(number))
+fn take_back(pid: i32, store: StoreId, patience: Duration) -> Option<String> {
+    store.number_in(pid)?;
+    // It can be stopped, but the call that closes the descriptor would wait.
+    if processes::is_frozen(pid) {
+        return Some(format!("process {pid} is frozen by its cgroup"));
+    }
+    let closed = with_stopped(pid, patience, |stopped| -> Result<(), Error> {
+        store.number_in(pid).map_or(Ok(()), |number| stopped.close(number))
     });
     match closed.and_then(|closed| closed) {
         Ok(()) | Err(Error::Ended { .. }) => None,

@@ -92,6 +92,16 @@ impl Cgroup {
         write(&self.path, "cgroup.kill", "1")
     }
 
+    /// Freezes all its processes, as `docker pause` does, and waits until they are.
+    ///
+    /// # Errors
+    /// The kernel has no such file, or a process does not stop.
+    pub fn freeze(&self) -> Result<(), String> {
+        write(&self.path, "cgroup.freeze", "1")?;
+        let is_frozen = || self.read("cgroup.events").lines().any(|line| line == "frozen 1");
+        until(PATIENCE, || is_frozen().then_some(())).ok_or_else(|| "a process does not freeze".to_owned())
+    }
+
     /// Makes the group run out of memory: one more process of it allocates without end. The kernel kills all
     /// of it.
     ///

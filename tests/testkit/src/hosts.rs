@@ -12,6 +12,7 @@ use anyhow::Context;
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_process::names::field;
 use rewake_process::proc;
 
 use crate::process::{PATIENCE, ProcessId as _, children, output, until};
@@ -110,13 +111,22 @@ impl Host {
         pids.filter(is_one).map(Pid::from_raw).collect()
     }
 
+    /// Whether a process runs on this host, in a pid namespace of its own or not.
+    #[must_use]
+    pub fn has(&self, pid: Pid) -> bool {
+        let network = |pid: Pid| fs::read_link(format!("/proc/{pid}/ns/net")).ok();
+        network(pid).is_some() && network(pid) == network(self.init)
+    }
+
     /// The number that a process has on its host.
     ///
     /// # Errors
     /// It has ended.
     pub fn own_number(&self, pid: Pid) -> anyhow::Result<i32> {
-        let status = proc::status(pid.as_raw()).context("a process has ended")?;
-        status.own_number.context("this kernel has no PID namespaces")
+        let status = fs::read(format!("/proc/{pid}/status")).context("a process has ended")?;
+        // This machine's number is the first, and those in namespaces of its own follow.
+        let numbers = field(&status, "NSpid:").context("this kernel has no PID namespaces")?;
+        Ok(numbers.split_whitespace().nth(1).context("it runs on no host")?.parse()?)
     }
 
     /// A path of this host.

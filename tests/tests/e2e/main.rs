@@ -40,6 +40,7 @@ mod plugin_abi;
 mod plugin_aside;
 mod plugin_hooks;
 mod plugin_mappings;
+mod programs;
 mod pull;
 mod recover;
 mod refused;

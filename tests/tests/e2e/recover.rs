@@ -6,16 +6,21 @@
 //! `REWAKE_SEED` repeats the moments of another run.
 
 use std::fs;
-use std::process::{Command, Output};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
+use rewake_process::proc;
 use rewake_tests::Random;
+use rewake_tests::cgroup::Cgroup;
 use rewake_tests::daemon::{Daemon, processes_naming, restore, timeline};
-use rewake_tests::process::{kill_all, session, until};
+use rewake_tests::process::{kill_all, session, soon, until};
 use rewake_tests::random::{count, is_share, moment, seed};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::rewake;
@@ -366,6 +371,75 @@ fn an_agent_takes_back_what_a_traced_target_kept() {
         .expect("it is taken back");
     scene.go().unwrap();
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+}
+
+/// `rewake dump` of a scene's target; whether it succeeded, and what it said.
+fn dumped(scene: &Scene, criu: &Criu, images: &str) -> (bool, String) {
+    let images = scene.work().join(images);
+    fs::create_dir(&images).unwrap();
+    let mut dump = Command::new(rewake().unwrap());
+    dump.args(["dump", "-t", &scene.pid().to_string(), "-D"]).arg(&images).env("CRIU", criu);
+    let output = dump.output().unwrap();
+    (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn a_dump_takes_back_what_its_tree_keeps() {
+    let criu = need!(Criu::main());
+    let scene = ended_while_traced(&criu);
+    let (is_dumped, said) = dumped(&scene, &criu, "refused");
+    assert!(!is_dumped && said.lines().count() == 1, "{said}");
+    assert!(
+        said.contains("keeps an empty descriptor of the restore of") && said.contains("rewake recover"),
+        "{said}"
+    );
+    assert!(are_parked(scene.pid()), "nothing was touched");
+    interrupt_and_detach(&scene);
+    let (is_dumped, said) = dumped(&scene, &criu, "images");
+    assert!(is_dumped, "{said}");
+    assert_eq!(folders().len(), 0);
+    waitpid(scene.pid(), None).unwrap();
+    let mut command = restore(&criu, &scene.work().join("images")).unwrap();
+    command.arg("-W").arg(scene.work()).args(["--", "-d"]);
+    timeline(&command.output().unwrap()).unwrap();
+    scene.go().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+}
+
+/// More than `rewake park` can wait for, one second each.
+const FROZEN: usize = 24;
+
+#[test]
+fn frozen_processes_do_not_keep_others_waiting() {
+    let group = need!(Cgroup::new());
+    let (one, other) = UnixStream::pair().unwrap();
+    let holder = |command: &mut Command| {
+        command.stdin(OwnedFd::from(one.try_clone().unwrap())).stdout(Stdio::null()).spawn().unwrap()
+    };
+    let mut sleep = Command::new("sleep");
+    sleep.arg("1000");
+    let mut frozen: Vec<_> = (0..FROZEN).map(|_| holder(&mut group.entered_by(&sleep))).collect();
+    assert!(soon(|| group.processes().len() == FROZEN && frozen.iter().all(|it| is_named(it.id(), "sleep"))));
+    need!(group.freeze());
+    let mut last = holder(&mut sleep);
+    assert!(soon(|| is_named(last.id(), "sleep")));
+    let inode = fs::read_link(format!("/proc/{}/fd/0", last.id())).unwrap();
+    let inode = inode.to_str().unwrap().trim_start_matches("socket:[").trim_end_matches(']');
+    // The command has a copy of its own.
+    drop((sleep, one, other));
+    let mut unpark = Command::new(rewake().unwrap());
+    let output = unpark.args(["park", "--unpark", inode]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), FROZEN), "{said}");
+    assert!(said.lines().all(|line| line.starts_with(&format!("{inode} "))), "{said}");
+    assert!(!Path::new(&format!("/proc/{}/fd/0", last.id())).exists(), "it was taken back");
+    drop(group);
+    last.kill().unwrap();
+    frozen.iter_mut().chain([&mut last]).for_each(|it| drop(it.wait()));
+}
+
+fn is_named(pid: u32, name: &str) -> bool {
+    proc::name(pid.cast_signed()) == name.as_bytes()
 }
 
 /// Ends the tracing: only a stopped task can be left.

@@ -23,9 +23,22 @@ use crate::{program, repository, tidy, vm};
 /// to spare.
 const OPEN_FILES: u64 = 16_384;
 
-/// Packages for single tests: containers, two of `bench programs`, copies of images in registries, certificates, and
-/// the disk's own speed.
-const PACKAGES: [&str; 7] = ["runc", "python3-numpy", "redis-tools", "iproute2", "skopeo", "openssl", "fio"];
+/// Packages for single tests: containers, two of `bench programs`, copies of images in registries, certificates, the
+/// disk's own speed, and programs that are dumped, restored and moved.
+const PACKAGES: [&str; 11] = [
+    "runc",
+    "python3-numpy",
+    "redis-tools",
+    "iproute2",
+    "skopeo",
+    "openssl",
+    "fio",
+    "tmux",
+    "default-jdk-headless",
+    "postgresql-client-15",
+    // Of PostgreSQL's server, which is unpacked only.
+    "libxml2",
+];
 
 /// What `--quick` prints at its end.
 const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test with CRIU \
@@ -85,7 +98,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
 fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
     let mut report = Report::default();
     let (mut variables, mut unknown) = (Vec::new(), Vec::new());
-    report.step("set-up of runc, numpy, redis, skopeo, openssl and fio", || setup::install(&PACKAGES));
+    report.step("set-up of packages for single tests", || setup::install(&PACKAGES));
     report.step("set-up of a second CRIU", || {
         let other = setup::run_other_than(criu);
         describe_machine(criu, other.as_ref().ok())?;
@@ -101,9 +114,10 @@ fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
         unknown.extend(vm::kernels()?.iter().filter_map(|release| versions::KERNEL.unknown(release)));
         Ok(())
     });
-    report.step("set-up of docker-registry and nginx", || {
+    report.step("set-up of docker-registry, nginx and PostgreSQL", || {
         variables.push(("REWAKE_DOCKER_REGISTRY", setup::docker_registry()?.display().to_string()));
         variables.push(("REWAKE_NGINX", setup::nginx()?.display().to_string()));
+        variables.push(("REWAKE_POSTGRES", setup::postgresql()?.display().to_string()));
         Ok(())
     });
     report.step("set-up of SeaweedFS", || {

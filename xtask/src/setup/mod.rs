@@ -60,6 +60,13 @@ pub(crate) fn docker_registry() -> anyhow::Result<PathBuf> {
     unpacked::program("docker-registry", "usr/bin/docker-registry")
 }
 
+/// The folder of the programs of a database server.
+pub(crate) fn postgresql() -> anyhow::Result<PathBuf> {
+    let _lock = lock()?;
+    let server = unpacked::program("postgresql-15", "usr/lib/postgresql/15/bin/postgres")?;
+    Ok(server.parent().context("the folder of a program")?.to_owned())
+}
+
 /// A web server that is a caching proxy.
 pub(crate) fn nginx() -> anyhow::Result<PathBuf> {
     let _lock = lock()?;

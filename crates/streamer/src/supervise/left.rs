@@ -4,6 +4,7 @@
 //! an agent looks for them each minute, and would map a ledger each time.
 
 use std::ffi::OsStr;
+use std::fmt;
 use std::fs;
 use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt as _;
@@ -16,13 +17,48 @@ use crate::ledger::{Folder, SessionSlot};
 use crate::supervise::{parking, processes};
 use crate::sys;
 
+/// What an fd store is found by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreId {
+    /// The number of the socket's inode. The kernel gives it to another socket some day.
+    pub inode: u64,
+    /// The number that only this socket has, as long as the machine runs (SO_COOKIE, `socket(7)`); not needed while the
+    /// session lasts.
+    pub cookie: Option<u64>,
+}
+
+impl StoreId {
+    /// Reads what [`fmt::Display`] writes: INODE or INODE-COOKIE.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let (inode, cookie) = match text.split_once('-') {
+            Some((inode, cookie)) => (inode, Some(cookie.parse().ok()?)),
+            None => (text, None),
+        };
+        Some(Self { inode: inode.parse().ok()?, cookie })
+    }
+
+    /// Its number in the table of a process. With a cookie, no other socket is taken for it that has the number of its
+    /// inode by now.
+    #[must_use]
+    pub fn number_in(self, pid: i32) -> Option<RawFd> {
+        let number = processes::number_of_socket(pid, self.inode)?;
+        self.cookie.is_none_or(|cookie| cookie_of(pid, number) == Some(cookie)).then_some(number)
+    }
+}
+
+impl fmt::Display for StoreId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.inode)?;
+        self.cookie.map_or(Ok(()), |cookie| write!(f, "-{cookie}"))
+    }
+}
+
 /// An fd store that processes keep.
 #[derive(Debug, PartialEq, Eq)]
 pub struct LeftStore {
-    /// The number of the socket's inode. The kernel gives it to another socket some day.
-    pub inode: u64,
-    /// The number that only this socket has, as long as the machine runs (SO_COOKIE, `socket(7)`).
-    pub cookie: u64,
+    /// With its cookie.
+    pub id: StoreId,
     /// The session's image directory.
     pub images: PathBuf,
 }
@@ -35,34 +71,24 @@ impl LeftStore {
         }
         let cookie = |pid: i32| cookie_of(pid, processes::number_of_socket(pid, inode)?);
         let cookie = processes::all().find_map(cookie)?;
-        Some(Self { inode, cookie, images: slot.paths().0 })
+        Some(Self { id: StoreId { inode, cookie: Some(cookie) }, images: slot.paths().0 })
     }
 
     fn text(&self) -> Vec<u8> {
-        [format!("{} {}\n", self.inode, self.cookie).as_bytes(), self.images.as_os_str().as_bytes()].concat()
+        [format!("{}\n", self.id).as_bytes(), self.images.as_os_str().as_bytes()].concat()
     }
 
     fn parse(text: &[u8]) -> Option<Self> {
         let end = text.iter().position(|byte| *byte == b'\n')?;
-        let (inode, cookie) = str::from_utf8(&text[..end]).ok()?.split_once(' ')?;
-        let images = OsStr::from_bytes(&text[end + 1..]).into();
-        Some(Self { inode: inode.parse().ok()?, cookie: cookie.parse().ok()?, images })
+        let id = StoreId::parse(str::from_utf8(&text[..end]).ok()?).filter(|id| id.cookie.is_some())?;
+        Some(Self { id, images: OsStr::from_bytes(&text[end + 1..]).into() })
     }
 
     /// The processes that keep it.
     #[must_use]
     pub fn holders(&self) -> Vec<i32> {
-        let has_it = |pid: &i32| number_of_store(*pid, self.inode, Some(self.cookie)).is_some();
-        processes::all().filter(has_it).collect()
+        processes::all().filter(|pid| self.id.number_in(*pid).is_some()).collect()
     }
-}
-
-/// The number of a socket in the table of a process. With a cookie, no other socket is taken for it that has the number
-/// of its inode by now.
-#[must_use]
-pub fn number_of_store(pid: i32, inode: u64, cookie: Option<u64>) -> Option<RawFd> {
-    let number = processes::number_of_socket(pid, inode)?;
-    cookie.is_none_or(|cookie| cookie_of(pid, number) == Some(cookie)).then_some(number)
 }
 
 /// The cookie of a process's socket; none if the process has ended or is not to be inspected.
@@ -98,14 +124,37 @@ pub fn all() -> anyhow::Result<Vec<(PathBuf, LeftStore)>> {
 /// It may take seconds.
 ///
 /// # Errors
-/// The directory of the folders cannot be read.
+/// The directory of the folders cannot be read, or no process can be started.
 pub fn take_back() -> anyhow::Result<Vec<String>> {
+    take_back_if(all()?, |store| !store.holders().is_empty())
+}
+
+/// [`take_back`], of the sessions of which a process of the tree below `root` keeps something: CRIU could not dump it.
+/// A user whose folder of sessions cannot be read has restored nothing.
+///
+/// # Errors
+/// No process can be started.
+pub fn take_back_from(root: i32) -> anyhow::Result<Vec<String>> {
+    let mut tree = processes::descendants(root);
+    tree.insert(root);
+    let of_tree = |store: &LeftStore| tree.iter().any(|pid| store.id.number_in(*pid).is_some());
+    take_back_if(all().unwrap_or_default(), of_tree)
+}
+
+fn take_back_if(
+    stores: Vec<(PathBuf, LeftStore)>,
+    is_kept: impl Fn(&LeftStore) -> bool,
+) -> anyhow::Result<Vec<String>> {
+    let (kept, others): (Vec<_>, Vec<_>) = stores.into_iter().partition(|(_, store)| is_kept(store));
+    let forgotten = others.iter().filter(|(_, store)| store.holders().is_empty());
+    forgotten.for_each(|(folder, _)| remove(folder));
+    let stores: Vec<&LeftStore> = kept.iter().map(|(_, store)| store).collect();
+    let outcomes = parking::unpark_left(&stores)?;
     let mut lines = Vec::new();
-    for (folder, left) in all()? {
-        let taken = if left.holders().is_empty() { Ok(()) } else { parking::unpark_left(&left) };
-        match taken {
-            Ok(()) => remove(&folder),
-            Err(error) => lines.push(format!("{error:#}")),
+    for ((folder, _), outcome) in kept.iter().zip(outcomes) {
+        match outcome {
+            None => remove(folder),
+            Some(line) => lines.push(line),
         }
     }
     Ok(lines)
@@ -132,9 +181,9 @@ mod tests {
     #[test]
     fn a_note_keeps_every_byte_of_a_path() {
         let images = PathBuf::from(std::ffi::OsString::from_vec(b"/m\xe9\nmoire".to_vec()));
-        let left = LeftStore { inode: 7, cookie: u64::MAX, images };
+        let left = LeftStore { id: StoreId { inode: 7, cookie: Some(u64::MAX) }, images };
         assert_eq!(LeftStore::parse(&left.text()), Some(left));
-        for text in [&b""[..], b"7\n/x", b"7 x\n/x", b"7 8"] {
+        for text in [&b""[..], b"7\n/x", b"7-x\n/x", b"7-8"] {
             assert_eq!(LeftStore::parse(text), None);
         }
     }
@@ -146,7 +195,8 @@ mod tests {
         let sockets = rewake_plugin_protocol::sockets_of(pid).unwrap();
         let (_, inode) = sockets.into_iter().find(|(number, _)| *number == one.as_raw_fd()).unwrap();
         let cookie = sys::socket_cookie(&one).unwrap();
-        assert_eq!(number_of_store(pid, inode, Some(cookie)), Some(one.as_raw_fd()));
-        assert_eq!(number_of_store(pid, inode, Some(cookie + 1)), None);
+        let number_of = |cookie| StoreId { inode, cookie }.number_in(pid);
+        assert_eq!([None, Some(cookie)].map(number_of), [Some(one.as_raw_fd()); 2]);
+        assert_eq!(number_of(Some(cookie + 1)), None);
     }
 }

@@ -19,14 +19,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, bail};
 use rewake_plugin_protocol::ProcessId;
 use tracing::{debug, info, warn};
 
 use crate::ledger::{Ledger, SessionSlot, SpaceSlot};
 use crate::session::Session;
 use crate::supervise::launch;
-use crate::supervise::left::LeftStore;
+use crate::supervise::left::{LeftStore, StoreId};
 use crate::supervise::processes;
 use crate::sys;
 
@@ -40,6 +40,8 @@ pub const NEVER: &str = "never";
 /// The pause before the second try to park. Each pause doubles, up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// Processes that a line names which keep a descriptor.
+const SHOWN: usize = 3;
 
 /// Parks every task of a session whose restore has finished, and the children that they forked before that.
 ///
@@ -106,33 +108,52 @@ pub fn unpark_slot(slot: &SessionSlot) -> anyhow::Result<()> {
     if inode == 0 {
         return Ok(());
     }
-    unpark_by(&["--unpark", &inode.to_string()], &slot.paths().0)?;
+    let id = StoreId { inode, cookie: None };
+    let kept = unpark_by(&[(id, &slot.paths().0)])?.into_iter().flatten().next();
+    if let Some(line) = kept {
+        bail!(line);
+    }
     slot.inode.store(0, Ordering::Release);
     Ok(())
 }
 
-/// Unparks a session that is over.
+/// Unparks sessions that are over. Returns a line for each of which a process keeps the descriptor, in their order.
 ///
 /// # Errors
-/// A process keeps the descriptor.
-pub fn unpark_left(left: &LeftStore) -> anyhow::Result<()> {
-    let (inode, cookie) = (left.inode.to_string(), left.cookie.to_string());
-    unpark_by(&["--unpark", &inode, "--cookie", &cookie], &left.images)
+/// No process can be started.
+pub fn unpark_left(stores: &[&LeftStore]) -> anyhow::Result<Vec<Option<String>>> {
+    unpark_by(&stores.iter().map(|left| (left.id, &*left.images)).collect::<Vec<_>>())
 }
 
-fn unpark_by(options: &[&str], images: &Path) -> anyhow::Result<()> {
+/// One process takes all of them back: those that cannot be had do not keep it from the others.
+fn unpark_by(stores: &[(StoreId, &Path)]) -> anyhow::Result<Vec<Option<String>>> {
+    if stores.is_empty() {
+        return Ok(Vec::new());
+    }
     let mut command = park_command()?;
-    command.args(options).stdin(Stdio::null());
+    command.arg("--unpark").args(stores.iter().map(|(id, _)| id.to_string())).stdin(Stdio::null());
     let output = command.output().context("starting rewake park")?;
-    let why = String::from_utf8_lossy(&output.stdout);
-    ensure!(
-        output.status.success(),
-        "a process keeps an empty descriptor of the restore of {}, and CRIU cannot dump that process: {}; `rewake recover` \
-         takes the descriptor back when the process can be stopped",
-        images.display(),
-        why.trim_end().replace(['\n', '\r'], "; ")
-    );
-    Ok(())
+    let text = String::from_utf8_lossy(&output.stdout);
+    let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
+    let kept = |(id, images): &(StoreId, &Path)| {
+        let id = id.to_string();
+        let why: Vec<&str> = lines.iter().filter(|(of, _)| *of == id).map(|(_, why)| *why).collect();
+        let shown = &why[..why.len().min(SHOWN)];
+        let more = match why.len() - shown.len() {
+            0 => String::new(),
+            more => format!("; and {more} more processes"),
+        };
+        let is_kept = !shown.is_empty() || !output.status.success() && lines.is_empty();
+        is_kept.then(|| {
+            format!(
+                "a process keeps an empty descriptor of the restore of {}, and CRIU cannot dump that process: \
+                 {}{more}; `rewake recover` takes the descriptor back when the process can be stopped",
+                images.display(),
+                if shown.is_empty() { output.status.to_string() } else { shown.join("; ") },
+            )
+        })
+    };
+    Ok(stores.iter().map(kept).collect())
 }
 
 /// Returns the session's tasks, and the children that they forked before they had the store; without those in

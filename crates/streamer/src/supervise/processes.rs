@@ -68,6 +68,21 @@ pub fn waiting_threads(pid: i32) -> usize {
     proc::threads(pid).iter().filter(|thread| waits(thread)).count()
 }
 
+/// Returns whether a process is frozen by its cgroup: it makes no system call until that is thawed.
+///
+/// It is false if the kernel does not show in which function a thread sleeps.
+#[must_use]
+pub fn is_frozen(pid: i32) -> bool {
+    let function = std::fs::read(format!("/proc/{pid}/wchan")).unwrap_or_default();
+    match function.trim_ascii() {
+        // Of a cgroup of version 1.
+        b"__refrigerator" => true,
+        // Of version 2: a compiler may have made the first a part of the second, where stopped threads wait, too.
+        b"do_freezer_trap" | b"get_signal" => proc::status(pid).is_some_and(|status| status.state == 'S'),
+        _ => false,
+    }
+}
+
 /// Returns the number of a process's descriptor of the socket with this inode.
 ///
 /// It is none if the process has no such descriptor, or has ended.

@@ -22,6 +22,7 @@ use super::criu::{CriuInvocation, CriuOptions, NO_PLUGIN, code, show_errors, sta
 use super::{directory, print};
 use crate::cli::DumpArgs;
 use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::supervise::left;
 use rewake_streamer::units;
 
 /// Options that are for `rewake dump` itself, not for CRIU.
@@ -46,6 +47,8 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     let (tree, log) = (options.tree.to_string(), given.log.clone().unwrap_or_else(|| "dump.log".into()));
     // CRIU's own plugin folder may lack rewake_plugin.so.
     wait_for_tree(options.tree, |line: &str| print::say(line)).map_err(|error| anyhow!("{error}"))?;
+    let kept = left::take_back_from(options.tree)?;
+    ensure!(kept.is_empty(), "{}", kept.join("; "));
     let place = if given.streams { None } else { Some(DumpPlace::prepare(&target, &log)?) };
     let images = place.as_ref().map_or(&*target, DumpPlace::images);
     let dump = CriuDump {

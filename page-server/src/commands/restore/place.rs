@@ -50,21 +50,16 @@ impl WaitingStreamer {
                 Err(ClientError::NotServed(_)) if !is_named => {}
                 Err(error) if is_named => return Err(error.into()),
                 Err(error) => view.say(&alone(&socket, &error)),
-                Ok(client) => match Self::by_agent(request, given.clone(), client, &socket).await {
+                Ok(client) => match Self::by_agent(request, given.clone(), client, &socket, view).await {
                     Err(error) if !is_named => view.say(&alone(&socket, &error)),
-                    made => {
-                        if made.as_ref().is_ok_and(|made| !made.lazy_pages) {
-                            view.say("all CPU memory is loaded before the processes run: the agent's log says why\n");
-                        }
-                        return made.context(NOT_SERVED);
-                    }
+                    made => return made.context(NOT_SERVED),
                 },
             },
         }
         let plan = LaunchPlan::of(request.images).context(NOT_SERVED)?;
         if let Some(reason) = &plan.eager {
             plan.check(loading_options(request.options))?;
-            view.say(&format!("all CPU memory is loaded before the processes run: {reason}\n"));
+            view.say(&loaded_first(reason));
             expect_as_sealed(request.images)?;
         }
         Self::alone(request, plan, given).await
@@ -82,10 +77,14 @@ impl WaitingStreamer {
         given: Option<PathBuf>,
         mut client: Client,
         socket: &Path,
+        view: &View,
     ) -> anyhow::Result<Self> {
         // Beside the agent's socket: an agent with a /tmp of its own would not find the directory there.
         let (work, own) = work(given, socket.parent().unwrap_or_else(|| Path::new("/")))?;
         let opened = client.open(request.images, &work, loading_options(request.options)).await?;
+        if !opened.lazy_pages {
+            view.say(&loaded_first(&opened.reason));
+        }
         Ok(Self { work, session: Some(opened.session), lazy_pages: opened.lazy_pages, own })
     }
 
@@ -101,6 +100,10 @@ impl WaitingStreamer {
         streamer::start(request.images, &work, &plan, loading, log.as_deref(), own.is_some()).await?;
         Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), own })
     }
+}
+
+fn loaded_first(reason: &str) -> String {
+    format!("all CPU memory is loaded before the processes run: {reason}\n")
 }
 
 fn alone(socket: &Path, error: &impl std::fmt::Display) -> String {

@@ -4,6 +4,7 @@
 //! terminal. Exit status: 0 all good, 1 wrong bytes seen, 3 a part of it was killed, 2 it could not work.
 
 mod active;
+mod answers;
 mod device;
 mod discard;
 mod family;
@@ -88,6 +89,14 @@ fn main() -> ExitCode {
         "exec-early" => leave::exec_early(stage),
         "after-exec" => leave::after_exec(stage),
         "impostor" => impostor::run(stage, arguments.pid, &arguments.socket),
+        "answers" => answers::plain(stage),
+        "answers-odd-names" => answers::odd_names(stage),
+        "answers-reserved" => answers::reserved(stage),
+        "answers-threads" => answers::threads(stage),
+        "answers-mappings" => answers::mappings(stage),
+        "answers-terabyte" => answers::terabyte(stage),
+        "answers-huge-pages" => answers::huge_pages(stage),
+        "answers-strict" => answers::strict(stage),
         "active" => active::run(stage),
         "device" => device::run(stage, &arguments.device),
         "mappings" => mappings::run(stage, &arguments.device),

@@ -155,6 +155,15 @@ impl Region {
         Ok(())
     }
 
+    /// `mprotect` of `count` pages from `page` on.
+    pub(crate) fn protect(&self, page: usize, count: usize, rights: i32) -> anyhow::Result<()> {
+        let start = ptr::without_provenance_mut(self.address(page));
+        // SAFETY: as in `advise`; the scenario writes to them no more.
+        let result = unsafe { libc::mprotect(start, count * PAGE, rights) };
+        ensure!(result == 0, "mprotect: {}", std::io::Error::last_os_error());
+        Ok(())
+    }
+
     /// Unmaps `count` pages from `page` on.
     pub(crate) fn unmap(&self, page: usize, count: usize) -> anyhow::Result<()> {
         let start = ptr::without_provenance_mut(self.address(page));

@@ -27,12 +27,18 @@ pub(crate) fn sequential(stage: &Stage) -> anyhow::Result<()> {
 
 /// With a reservation without access that is longer than the machine's memory, as language runtimes make it.
 pub(crate) fn reserved(stage: &Stage) -> anyhow::Result<()> {
+    reserve()?;
+    sequential(stage)
+}
+
+/// Reserves addresses without access.
+pub(crate) fn reserve() -> anyhow::Result<()> {
     const LENGTH: usize = 4 << 40;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: a new mapping that nothing accesses, at an address that the kernel chooses.
     let mapped = unsafe { libc::mmap(std::ptr::null_mut(), LENGTH, libc::PROT_NONE, flags, -1, 0) };
     anyhow::ensure!(mapped != libc::MAP_FAILED, "a reservation: {}", std::io::Error::last_os_error());
-    sequential(stage)
+    Ok(())
 }
 
 /// Every page in random order, again and again; one last time after the test says "stop".
@@ -53,6 +59,14 @@ pub(crate) fn random(stage: &Stage) -> anyhow::Result<()> {
 
 /// As [`random`], by a program whose own name is not UTF-8, nor is that of a file that it has open and mapped.
 pub(crate) fn odd_names(stage: &Stage) -> anyhow::Result<()> {
+    let (_file, mapped) = odd_file(stage)?;
+    random(stage)?;
+    mapped.check_all(stage);
+    Ok(())
+}
+
+/// Takes a name that is not UTF-8, and opens and maps a file with such a name.
+pub(crate) fn odd_file(stage: &Stage) -> anyhow::Result<(File, Region)> {
     fs::write("/proc/self/comm", ODD_NAME).context("take another name")?;
     let path = stage.dir.join(OsStr::from_bytes(b"donn\xe9es"));
     let file = File::options().read(true).write(true).create_new(true).open(path).context("create a file")?;
@@ -60,9 +74,7 @@ pub(crate) fn odd_names(stage: &Stage) -> anyhow::Result<()> {
     let (start, pattern) = (BASE + (stage.pages + 16) * PAGE, Pattern::new(stage.seed + 1));
     let mapped = Region::map_with(start, 1, pattern, libc::MAP_PRIVATE, file.as_raw_fd())?;
     mapped.fill_all();
-    random(stage)?;
-    mapped.check_all(stage);
-    Ok(())
+    Ok((file, mapped))
 }
 
 /// A quarter of the pages in random order, in runs of [`RUN`]; then it writes "answered", and reads all after the test

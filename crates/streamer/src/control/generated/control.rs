@@ -95,7 +95,7 @@ pub struct Open {
     #[prost(uint64, tag = "4")]
     pub on_demand_only_s: u64,
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Opened {
     /// The agent gives no number twice.
     #[prost(uint64, tag = "1")]
@@ -103,6 +103,9 @@ pub struct Opened {
     /// CRIU is to be called with --lazy-pages: the streamer serves CPU memory.
     #[prost(bool, tag = "2")]
     pub lazy_pages: bool,
+    /// Why not, where CRIU could not restore it so.
+    #[prost(string, tag = "3")]
+    pub reason: ::prost::alloc::string::String,
 }
 /// Gets an image of a store into the node's cache: what CRIU reads itself, or all of it. It is not removed while this
 /// connection lasts. Answer: Waiting each second, then Acquired.
