@@ -48,8 +48,8 @@ fn render_nodes_are_read_and_written_bytewise() {
         import(0, BufferOwner::Render { id: 300, buffer: 2 }),
     ];
     let render_files = vec![
-        RenderFile { id: 12, kfd: Some(6), contexts: Vec::new(), imports },
-        RenderFile { id: 300, kfd: None, contexts: vec![1, 2, 200], imports: Vec::new() },
+        RenderFile { id: 12, kfd: Some(6), contexts: Vec::new(), imports, state: None },
+        RenderFile { id: 300, kfd: None, contexts: vec![1, 2, 200], imports: Vec::new(), state: None },
     ];
     let image = SharedImage { render_files, ..SharedImage::default() };
     assert_eq!(read(&seed("good-render")).unwrap(), image);
