@@ -363,7 +363,8 @@ impl Render {
         commands: (u64, u32),
         more: &[SubmissionChunk<'_>],
     ) -> Result<Submission, Error> {
-        let number = self.submit_to(ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring }, commands, more)?;
+        let number =
+            self.submit_to(ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring }, commands, more)?;
         Ok(Submission { context, ring, number })
     }
 

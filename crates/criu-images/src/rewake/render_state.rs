@@ -124,7 +124,11 @@ pub(super) fn parse(contents: Contents<'_>, bytes: &[u8], contexts: &[u32]) -> R
     let state = RenderState {
         syncobjs: raw.syncobjs.iter().map(|bytes| syncobj(contents, bytes)).collect::<Result<_>>()?,
         metadata: raw.metadata.iter().map(|bytes| metadata(contents, bytes)).collect::<Result<_>>()?,
-        submissions: raw.submissions.iter().map(|bytes| submissions(contents, bytes)).collect::<Result<_>>()?,
+        submissions: raw
+            .submissions
+            .iter()
+            .map(|bytes| submissions(contents, bytes))
+            .collect::<Result<_>>()?,
         pstate: pstate(contents, &raw)?,
     };
     let place = |of: &Submissions| (of.context, of.engine, of.ring);
@@ -147,7 +151,9 @@ fn syncobj(contents: Contents<'_>, bytes: &[u8]) -> Result<Syncobj> {
     let raw: raw::Syncobj = contents.decode("a syncobj", bytes)?;
     let handle = contents.whole("a syncobj", raw.handle.ok_or(MissingField("handle")))?;
     if !(1..=MAX_SYNCOBJS).contains(&handle) {
-        return Err(contents.damaged(format!("syncobjs from 1 to {MAX_SYNCOBJS}"), format!("syncobj {handle}")));
+        return Err(
+            contents.damaged(format!("syncobjs from 1 to {MAX_SYNCOBJS}"), format!("syncobj {handle}"))
+        );
     }
     Ok(Syncobj { handle, point: raw.point })
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::{
-    AMDGPU_GEM_DOMAIN_CPU, AMDGPU_GEM_DOMAIN_DOORBELL, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM, drm_amdgpu_gem_list_handles_entry,
-    drm_amdgpu_gem_vm_entry,
+    AMDGPU_GEM_DOMAIN_CPU, AMDGPU_GEM_DOMAIN_DOORBELL, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM,
+    drm_amdgpu_gem_list_handles_entry, drm_amdgpu_gem_vm_entry,
 };
 use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::{Mapping, RenderBuffer};

@@ -97,11 +97,7 @@ pub(super) fn read(render: &Render, id: u32, listing: &Listing, end: Instant) ->
 }
 
 /// Tries all numbers from 1.
-fn find<T>(
-    id: u32,
-    what: &'static str,
-    look: impl Fn(u32) -> Answer<Option<T>>,
-) -> Answer<Vec<(u32, T)>> {
+fn find<T>(id: u32, what: &'static str, look: impl Fn(u32) -> Answer<Option<T>>) -> Answer<Vec<(u32, T)>> {
     let mut found = Vec::new();
     let mut last = 0;
     for number in 1..=MAX_SYNCOBJS {
@@ -179,8 +175,7 @@ fn submissions(render: &Render, id: u32, contexts: &[u32], end: Instant) -> Answ
                     Ok(0) => {}
                     _ if !WITH_NOPS.contains(&engine) => return Err(LostState::Video { id, work }.into()),
                     Ok(count) if count <= MAX_SUBMISSIONS => {
-                        let ended =
-                            until(end, || Ok(render.has_ended(at, count.into(), 0)?.then_some(())))?;
+                        let ended = until(end, || Ok(render.has_ended(at, count.into(), 0)?.then_some(())))?;
                         ended.ok_or(LostState::Running { id, work })?;
                         all.push(Submissions { context, engine, ring, count });
                     }
@@ -213,4 +208,29 @@ fn pstate(render: &Render, contexts: &[u32]) -> Answer<Option<StablePstate>> {
         }
     }
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(numbers: &[u32]) -> Answer<Vec<u32>> {
+        let exists = |number| Ok(numbers.contains(&number).then_some(()));
+        Ok(find(9, "syncobj", exists)?.into_iter().map(|(number, ())| number).collect())
+    }
+
+    #[test]
+    fn numbers_are_tried_until_many_in_a_row_are_free() {
+        assert_eq!(found(&[]).unwrap(), []);
+        let last = 7 + FREE_IN_A_ROW;
+        assert_eq!(found(&[1, 3, 7, last]).unwrap(), [1, 3, 7]);
+        assert_eq!(found(&[1, 3, 7, last - 1]).unwrap(), [1, 3, 7, last - 1]);
+    }
+
+    #[test]
+    fn a_number_at_the_limit_is_refused() {
+        let all: Vec<u32> = (FREE_IN_A_ROW / 2..=MAX_SYNCOBJS).step_by(FREE_IN_A_ROW as usize / 2).collect();
+        let error = found(&all).unwrap_err();
+        assert!(format!("{error:?}").contains("number: 1048576"), "{error:?}");
+    }
 }

@@ -177,12 +177,7 @@ impl RenderNode {
         self.contents.buffers.iter().map(|buffer| buffer.handle).max().unwrap_or(0)
     }
 
-    pub(super) fn check_number(
-        &self,
-        what: &'static str,
-        wanted: u32,
-        found: u32,
-    ) -> Result<(), NodeError> {
+    pub(super) fn check_number(&self, what: &'static str, wanted: u32, found: u32) -> Result<(), NodeError> {
         if found == wanted { Ok(()) } else { Err(NodeError::Number { id: self.id, what, wanted, found }) }
     }
 

@@ -14,7 +14,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rewake_bo_contents::GpuPagesFile;
 use rewake_criu_images::amdgpu::{MAX_BUFFERS, RenderBuffer, RenderContents, render_name};
-use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport, RenderState, SHARED_NAME, SharedImage};
+use rewake_criu_images::rewake::{
+    BufferOwner, RenderFile, RenderImport, RenderState, SHARED_NAME, SharedImage,
+};
 use rewake_criu_plugin::{Answer, Host};
 
 use super::gpu_assignment::{AssignedGpu, GpuAssignment};

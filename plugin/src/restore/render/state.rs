@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
+use rewake_amdgpu_uapi::abi::drm::SubmissionChunk;
 use rewake_amdgpu_uapi::abi::memory::PAGE;
 use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_HW_IP_COMPUTE, AMDGPU_HW_IP_DMA,
@@ -12,7 +13,6 @@ use rewake_amdgpu_uapi::abi::{
 };
 use rewake_amdgpu_uapi::render::{ContextRing, Render, bo_list_entry};
 use rewake_amdgpu_uapi::render_state::Metadata;
-use rewake_amdgpu_uapi::abi::drm::SubmissionChunk;
 use rewake_criu_images::rewake::Submissions;
 use rewake_criu_plugin::{Answer, Host};
 
@@ -93,7 +93,8 @@ impl RenderNode {
         let info = render.device_info()?;
         let address = free_page(info.virtual_address_offset..info.virtual_address_max, taken);
         let address = address.ok_or(StateError::NoAddress { id: self.id })?;
-        let buffer = render.create(PAGE, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED.into())?;
+        let buffer =
+            render.create(PAGE, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED.into())?;
         let view = render.map(buffer, PAGE)?;
         render.map_gpu(buffer, address, PAGE)?;
         for submissions in &self.state.submissions {
@@ -140,7 +141,9 @@ fn free_page(all: Range<u64>, taken: &[Range<u64>]) -> Option<u64> {
     let ends = taken.iter().map(|range| range.end.next_multiple_of(PAGE));
     let fits = |page: &u64| {
         let Some(end) = page.checked_add(PAGE) else { return false };
-        all.start <= *page && end <= all.end && !taken.iter().any(|range| range.start < end && *page < range.end)
+        all.start <= *page
+            && end <= all.end
+            && !taken.iter().any(|range| range.start < end && *page < range.end)
     };
     std::iter::once(all.start).chain(ends).find(fits)
 }
@@ -154,7 +157,10 @@ mod tests {
         let all = 0x1_0000..0x8_0000;
         assert_eq!(free_page(all.clone(), &[]), Some(0x1_0000));
         assert_eq!(free_page(all.clone(), &[0..0x1_0001, 0x1_1000..0x3_0000]), Some(0x3_0000));
-        assert_eq!(free_page(all.clone(), &[0x2_0000..0x8_0000, 0..0x1_1000, 0x1_1000..0x1_f000]), Some(0x1_f000));
-        assert_eq!(free_page(all, &[0..0x8_0000]), None);
+        assert_eq!(
+            free_page(all.clone(), &[0x2_0000..0x8_0000, 0..0x1_1000, 0x1_1000..0x1_f000]),
+            Some(0x1_f000)
+        );
+        assert_eq!(free_page(all, &[0..0x4_0000, 0x4_0000..0x8_0000]), None);
     }
 }

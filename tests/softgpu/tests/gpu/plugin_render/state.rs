@@ -17,6 +17,7 @@ use rewake_amdgpu_uapi::abi::{
 use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::render::{ContextRing, Render};
 use rewake_amdgpu_uapi::render_state::Metadata;
+use rewake_criu_images::rewake::MAX_SUBMISSIONS;
 use rewake_testkit::soon;
 
 /// Where a page of commands is mapped.
@@ -67,7 +68,8 @@ impl<'a> Commands<'a> {
     fn hang(&self, ring: ContextRing, more: &[SubmissionChunk<'_>]) -> anyhow::Result<u64> {
         let word = |address: u64| u32::try_from(address & 0xffff_ffff).unwrap_or_default();
         let at = COMMANDS + PAGE / 2;
-        let packets = Sdma::new().word(POLL).word(word(at)).word(word(at >> 32)).word(1).word(u32::MAX).word(0);
+        let packets =
+            Sdma::new().word(POLL).word(word(at)).word(word(at >> 32)).word(1).word(u32::MAX).word(0);
         self.submit(ring, packets, more)
     }
 }
@@ -78,7 +80,9 @@ fn sdma(context: u32, ring: u32) -> ContextRing {
 
 /// Syncobjs of every kind, with gaps among the handles.
 pub(super) fn syncobjs(render: &Render) -> anyhow::Result<()> {
-    for (wanted, point) in (1..).zip([None, None, Some(0), Some(7), Some(TIMELINE), None, None, None, Some(3)]) {
+    for (wanted, point) in
+        (1..).zip([None, None, Some(0), Some(7), Some(TIMELINE), None, None, None, Some(3)])
+    {
         ensure!(render.syncobj_with(point)? == wanted);
     }
     let commands = Commands::new(render)?;
@@ -170,6 +174,14 @@ pub(super) fn refused(role: &str, render: &Render) -> anyhow::Result<Option<Owne
             let context = render.context()?;
             let ring = ContextRing { context, engine: AMDGPU_HW_IP_VCN_DEC, ring: 0 };
             Commands::new(render)?.run(ring, &[])?;
+        }
+        "many" => {
+            let context = render.context()?;
+            let (ring, commands) = (sdma(context, 0), Commands::new(render)?);
+            for _ in 0..MAX_SUBMISSIONS {
+                commands.submit(ring, Sdma::new(), &[])?;
+            }
+            commands.run(ring, &[])?;
         }
         "reset" => {
             let context = render.context()?;
