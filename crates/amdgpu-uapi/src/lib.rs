@@ -9,7 +9,7 @@
 //! * [`svm`]: attributes of ordinary memory.
 //! * [`criu`]: checkpoint operations, and the kernel's private data.
 //! * [`smi`]: the driver's events about queues.
-//! * [`render`]: submissions through a render node.
+//! * [`render`]: submissions through a render node. [`render_state`]: what it keeps besides buffers and contexts.
 //!
 //! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd`
 //! of
@@ -22,6 +22,7 @@ pub mod abi;
 pub mod criu;
 pub mod packet;
 pub mod render;
+pub mod render_state;
 pub mod smi;
 pub mod svm;
 pub mod topology;

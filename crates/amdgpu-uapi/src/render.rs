@@ -53,6 +53,17 @@ pub struct Submission {
     pub number: u64,
 }
 
+/// A ring of an engine, as a context has it: its submissions have numbers of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ContextRing {
+    /// The context.
+    pub context: u32,
+    /// `AMDGPU_HW_IP_*`.
+    pub engine: u32,
+    /// The ring.
+    pub ring: u32,
+}
+
 impl Render {
     /// Opens `/dev/dri/renderD<minor>`.
     ///
@@ -349,14 +360,30 @@ impl Render {
         &self,
         context: u32,
         ring: u32,
-        (commands, bytes): (u64, u32),
+        commands: (u64, u32),
         more: &[SubmissionChunk<'_>],
     ) -> Result<Submission, Error> {
+        let number =
+            self.submit_to(ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring }, commands, more)?;
+        Ok(Submission { context, ring, number })
+    }
+
+    /// Runs `bytes` of an engine's packets at a GPU address, and returns the submission's number. It
+    /// allocates nothing.
+    ///
+    /// # Errors
+    /// CS failed.
+    pub fn submit_to(
+        &self,
+        ring: ContextRing,
+        (commands, bytes): (u64, u32),
+        more: &[SubmissionChunk<'_>],
+    ) -> Result<u64, Error> {
         let commands = drm_amdgpu_cs_chunk_ib {
             va_start: commands,
             ib_bytes: bytes,
-            ip_type: AMDGPU_HW_IP_DMA,
-            ring,
+            ip_type: ring.engine,
+            ring: ring.ring,
             ..drm_amdgpu_cs_chunk_ib::zeroed()
         };
         let act = FailedCall::named("AMDGPU_CS").at(commands.va_start, u64::from(bytes));
@@ -367,8 +394,7 @@ impl Render {
         } else {
             more // too many: submit reports it
         };
-        let number = gem::submit(self.as_fd(), context, 0, chunks).map_err(act.failed())?;
-        Ok(Submission { context, ring, number })
+        gem::submit(self.as_fd(), ring.context, 0, chunks).map_err(act.failed())
     }
 
     /// Waits for a copy engine's submission until the monotonic clock shows `deadline` ns. Returns whether it
@@ -377,20 +403,26 @@ impl Render {
     /// # Errors
     /// WAIT_CS failed, or the submission did (ECANCELED after a reset of the GPU).
     pub fn wait(&self, submission: Submission, deadline: u64) -> Result<bool, Error> {
+        let Submission { context, ring, number } = submission;
+        let ring = ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring };
+        self.wait_on(ring, number, deadline).map_err(FailedCall::named("AMDGPU_WAIT_CS").failed())
+    }
+
+    pub(crate) fn wait_on(&self, ring: ContextRing, number: u64, deadline: u64) -> io::Result<bool> {
         let wanted = drm_amdgpu_wait_cs_in {
-            handle: submission.number,
+            handle: number,
             timeout: deadline,
-            ip_type: AMDGPU_HW_IP_DMA,
+            ip_type: ring.engine,
             ip_instance: 0,
-            ring: submission.ring,
-            ctx_id: submission.context,
+            ring: ring.ring,
+            ctx_id: ring.context,
         };
-        gem::wait_submission(self.as_fd(), wanted).map_err(FailedCall::named("AMDGPU_WAIT_CS").failed())
+        gem::wait_submission(self.as_fd(), wanted)
     }
 }
 
 /// Turns one errno into None.
-fn unless<T>(answer: io::Result<T>, errno: i32) -> io::Result<Option<T>> {
+pub(crate) fn unless<T>(answer: io::Result<T>, errno: i32) -> io::Result<Option<T>> {
     match answer {
         Err(error) if error.raw_os_error() == Some(errno) => Ok(None),
         other => other.map(Some),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Writes open dma-bufs that amdgpu exported.
+//! Writes open dma-bufs that amdgpu exported, and refuses other descriptors that GPU drivers export.
 
 use std::fs;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -26,6 +26,28 @@ const AMDGPU: &str = "amdgpu";
      close it, or also dump the process that has the buffer"
 )]
 pub(super) struct OwnerlessDmabuf(pub(super) u32);
+
+/// A descriptor of a fence cannot be restored: no call returns what it belongs to.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "file {id:#x} is a descriptor of a GPU driver's {what}, which cannot be restored: the program has to \
+     import or close it before the dump"
+)]
+struct ExportedFence {
+    id: u32,
+    what: &'static str,
+}
+
+/// Refuses a descriptor of a syncobj or of a fence, of whichever driver: only GPU drivers export them.
+pub(super) fn refuse_fence(file: BorrowedFd<'_>, id: u32) -> Answer {
+    let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let what = match link.as_os_str().as_bytes() {
+        b"anon_inode:syncobj_file" => "syncobj",
+        b"anon_inode:sync_file" => "fence (sync_file)",
+        _ => return Ok(()),
+    };
+    Err(ExportedFence { id, what }.into())
+}
 
 /// Returns whether a file is a dma-buf of an AMD GPU's memory.
 pub(super) fn is_amdgpu_dmabuf(file: BorrowedFd<'_>) -> Answer<bool> {

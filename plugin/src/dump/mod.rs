@@ -121,7 +121,10 @@ impl Dump {
                 record_gpu_state(host)?;
                 dmabuf::dump(host, file, id, &mut self.shared)?;
             }
-            None => return Err(Refusal::NotMine),
+            None => {
+                dmabuf::refuse_fence(file, id)?;
+                return Err(Refusal::NotMine);
+            }
         }
         self.write_render_nodes(host)?;
         self.check_dmabuf_owners()

@@ -95,6 +95,7 @@ impl Restore {
         let shared = shared::read(host)?;
         let mut sharing = Sharing::of(&shared, &images.kfd)?;
         let nodes = render::nodes(&images, &assignment, &shared, &mut sharing)?;
+        render::warn_of_lost_state(host, &nodes);
         let files = images.kfd.len() + sharing.second_files.len();
         let of_nodes = nodes.iter().map(|node| node.contents.buffers.len());
         let buffers: Vec<Buffers> = images.kfd.iter().map(|(_, image)| Buffers::of(image)).collect();

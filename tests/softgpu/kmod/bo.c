@@ -118,7 +118,7 @@ struct sg_bo *sg_bo_create_store(struct sg_device *dev, enum sg_store store, u64
 	sg_born(SG_BOS);
 	bo->dev = dev;
 	bo->store = store;
-	bo->domain = domain;
+	bo->domain = bo->preferred = domain;
 	bo->flags = flags;
 	bo->alignment = PAGE_SIZE;
 	bo->pid = task_tgid_nr(current);

@@ -10,14 +10,18 @@
 /* Contexts of one file. */
 #define SG_MAX_CONTEXTS	4096
 
+static int sg_ctx_set_pstate(struct sg_ctx *ctx, u32 state);
+
 static void sg_ctx_release(struct kref *ref)
 {
 	struct sg_ctx *ctx = container_of(ref, struct sg_ctx, ref);
 	int line, i;
 
-	for (line = 0; line < SG_CTX_LINES; line++)
+	for (line = 0; line < SG_CTX_ALL_LINES; line++)
 		for (i = 0; i < SG_CTX_JOBS; i++)
 			dma_fence_put(ctx->lines[line].fences[i]);
+	if (READ_ONCE(ctx->dev->exec->pstate_ctx) == ctx)
+		sg_ctx_set_pstate(ctx, AMDGPU_CTX_STABLE_PSTATE_NONE);
 	mutex_destroy(&ctx->submit);
 	kfree(ctx);
 	sg_died(SG_CONTEXTS);
@@ -52,11 +56,12 @@ static struct sg_ctx *sg_ctx_new(struct sg_device *dev)
 	spin_lock_init(&ctx->lock);
 	mutex_init(&ctx->submit);
 	ctx->resets = ctx->resets_seen = atomic_read(&dev->exec->resets);
-	for (line = 0; line < SG_CTX_LINES; line++) {
+	for (line = 0; line < SG_CTX_ALL_LINES; line++) {
 		ctx->lines[line].ctx = ctx;
 		ctx->lines[line].sequence = 1;
 		ctx->lines[line].context = dma_fence_context_alloc(1);
 	}
+	ctx->lines[SG_CTX_VIDEO].is_video = true;
 	sg_born(SG_CONTEXTS);
 	return ctx;
 }
@@ -107,7 +112,7 @@ static bool sg_ctx_guilty(const struct sg_ctx *ctx)
 {
 	int line;
 
-	for (line = 0; line < SG_CTX_LINES; line++)
+	for (line = 0; line < SG_CTX_ALL_LINES; line++)
 		if (READ_ONCE(ctx->lines[line].error))
 			return true;
 	return false;
@@ -135,10 +140,27 @@ static int sg_ctx_query(struct sg_file *file, u32 id, bool second, union drm_amd
 	return 0;
 }
 
-/* No clocks exist to pin: the call is accepted, without effect. */
+/* The state is the GPU's: the context that has set it may change it, others read it. No clocks exist to pin. */
+static int sg_ctx_set_pstate(struct sg_ctx *ctx, u32 state)
+{
+	struct sg_exec_device *exec = ctx->dev->exec;
+	int err = 0;
+
+	mutex_lock(&exec->pstate_lock);
+	if (exec->pstate_ctx && exec->pstate_ctx != ctx) {
+		err = -EBUSY;
+	} else if (exec->pstate != state) {
+		exec->pstate = state;
+		exec->pstate_ctx = state == AMDGPU_CTX_STABLE_PSTATE_NONE ? NULL : ctx;
+	}
+	mutex_unlock(&exec->pstate_lock);
+	return err;
+}
+
 static int sg_ctx_pstate(struct sg_file *file, u32 id, bool set, u32 flags, union drm_amdgpu_ctx_out *out)
 {
 	struct sg_ctx *ctx;
+	int err = 0;
 
 	if (set && (flags & ~AMDGPU_CTX_STABLE_PSTATE_FLAGS_MASK ||
 		    flags > AMDGPU_CTX_STABLE_PSTATE_PEAK))
@@ -146,10 +168,12 @@ static int sg_ctx_pstate(struct sg_file *file, u32 id, bool set, u32 flags, unio
 	ctx = sg_ctx_get(file, id);
 	if (!ctx)
 		return -EINVAL;
+	if (set)
+		err = sg_ctx_set_pstate(ctx, flags);
+	else
+		out->pstate.flags = READ_ONCE(ctx->dev->exec->pstate);
 	sg_ctx_put(ctx);
-	if (!set)
-		out->pstate.flags = AMDGPU_CTX_STABLE_PSTATE_NONE;
-	return 0;
+	return err;
 }
 
 int sg_ctx_ioctl(struct drm_device *drm, void *data, struct drm_file *drm_file)
@@ -184,11 +208,15 @@ int sg_ctx_ioctl(struct drm_device *drm, void *data, struct drm_file *drm_file)
 
 int sg_ctx_line(struct sg_ctx *ctx, u32 ip_type, u32 instance, u32 ring, struct sg_entity **line)
 {
-	/* Of amdgpu's engines only SDMA exists here; it may have no ring. */
-	if (ip_type != AMDGPU_HW_IP_DMA || instance || ring >= SG_CTX_LINES ||
-	    !ctx->dev->exec->ring_count)
+	/* Of amdgpu's engines only SDMA, which may have no ring, and one for video exist here. */
+	if (instance || !ctx->dev->exec->ring_count)
 		return -EINVAL;
-	*line = &ctx->lines[ring];
+	if (ip_type == AMDGPU_HW_IP_DMA && ring < SG_CTX_LINES)
+		*line = &ctx->lines[ring];
+	else if (ip_type == AMDGPU_HW_IP_VCN_DEC && !ring)
+		*line = &ctx->lines[SG_CTX_VIDEO];
+	else
+		return -EINVAL;
 	return READ_ONCE((*line)->error);
 }
 

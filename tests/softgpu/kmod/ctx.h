@@ -14,6 +14,9 @@ struct sg_ring;
 
 /* Lines that a context has on the SDMA engines. */
 #define SG_CTX_LINES		2
+/* The line of the video engine, after those. Its jobs do nothing here. */
+#define SG_CTX_VIDEO		SG_CTX_LINES
+#define SG_CTX_ALL_LINES	(SG_CTX_VIDEO + 1)
 /* Jobs of a line whose fences are kept, and that may be in flight at once. */
 #define SG_CTX_JOBS		32
 
@@ -23,6 +26,7 @@ struct sg_entity {
 	struct sg_ring *ring;		/* that has its jobs, while there are any; under the ring's lock */
 	unsigned int queued;		/* likewise */
 	u64 context;			/* of fences */
+	bool is_video;			/* its jobs end without an effect */
 	int error;			/* of the job that hung: nothing runs after it */
 	u64 sequence;			/* of the next job; under ctx->lock */
 	struct dma_fence *fences[SG_CTX_JOBS];
@@ -34,7 +38,7 @@ struct sg_ctx {
 	spinlock_t lock;
 	struct mutex submit;		/* orders submissions; outside of reservations */
 	unsigned int resets, resets_seen;	/* of the GPU, when made and when last asked */
-	struct sg_entity lines[SG_CTX_LINES];
+	struct sg_entity lines[SG_CTX_ALL_LINES];
 };
 
 struct sg_exec_file {

@@ -4,11 +4,14 @@
 #define SOFTGPU_EXEC_DEVICE_H
 
 #include <linux/idr.h>
+#include <linux/mutex.h>
 
 #include "ring.h"
 #include "smi.h"
 
 #define SG_MAX_RINGS	8U
+
+struct sg_ctx;
 
 struct sg_exec_device {
 	struct sg_smi smi;
@@ -17,6 +20,9 @@ struct sg_exec_device {
 	unsigned int ring_count;
 	struct sg_ring rings[SG_MAX_RINGS];
 	atomic_t resets;		/* rings that hung, ever */
+	struct mutex pstate_lock;
+	struct sg_ctx *pstate_ctx;	/* that has set the stable power state; NULL: none */
+	u32 pstate;
 };
 
 #endif

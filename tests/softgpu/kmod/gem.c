@@ -67,6 +67,8 @@ int sg_gem_create_ioctl(struct drm_device *drm, void *data, struct drm_file *fil
 	bo = sg_gem_new(sg_device_of(drm), &args->in);
 	if (IS_ERR(bo))
 		return PTR_ERR(bo);
+	if (args->in.domains)
+		bo->preferred = args->in.domains;
 	err = drm_gem_handle_create(file, &bo->base, &handle);
 	sg_bo_put(bo);
 	if (err)
@@ -136,7 +138,9 @@ static int sg_metadata_set(struct sg_bo *bo, const struct drm_amdgpu_gem_metadat
 	if (args->data.data_size_bytes > sizeof(args->data.data))
 		return -EINVAL;
 	bo->tiling = args->data.tiling_info;
-	bo->metadata_flags = args->data.data_size_bytes ? args->data.flags : 0;
+	/* Flags belong to the bytes, and the last ones stay when the bytes are removed. */
+	if (args->data.data_size_bytes)
+		bo->metadata_flags = args->data.flags;
 	bo->metadata_size = args->data.data_size_bytes;
 	memcpy(bo->metadata, args->data.data, bo->metadata_size);
 	return 0;
@@ -168,7 +172,7 @@ static int sg_op_create_info(struct sg_bo *bo, struct drm_amdgpu_gem_op *args)
 	struct drm_amdgpu_gem_create_in info = {
 		.bo_size = bo->base.size,
 		.alignment = bo->alignment,
-		.domains = bo->domain,
+		.domains = bo->preferred,
 		.domain_flags = bo->flags,
 	};
 
@@ -265,7 +269,7 @@ static void sg_list_entry(struct drm_amdgpu_gem_list_handles_entry *entry, struc
 {
 	entry->gem_handle = handle;
 	entry->size = bo->base.size;
-	entry->preferred_domains = bo->domain;
+	entry->preferred_domains = bo->preferred;
 	entry->alloc_flags = bo->flags & SG_CREATE_FLAGS;
 	entry->alignment = PAGE_ALIGN(bo->alignment) >> PAGE_SHIFT;	/* in pages here */
 	if (bo->foreign || bo->origin)

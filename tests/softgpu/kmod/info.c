@@ -53,10 +53,15 @@ static int sg_info_hw_ip(struct sg_device *dev, const struct drm_amdgpu_info *in
 		ip.available_rings = GENMASK(1, 0) & ((1U << sg_params.sdma_rings) - 1);
 		ip.ip_discovery_version = sdma;
 		break;
+	case AMDGPU_HW_IP_VCN_DEC:
+		ip.hw_ip_version_major = 2;
+		ip.ib_start_alignment = 256;
+		ip.ib_size_alignment = 4;
+		ip.available_rings = sg_params.sdma_rings ? 1 : 0;
+		break;
 	case AMDGPU_HW_IP_UVD:
 	case AMDGPU_HW_IP_VCE:
 	case AMDGPU_HW_IP_UVD_ENC:
-	case AMDGPU_HW_IP_VCN_DEC:
 	case AMDGPU_HW_IP_VCN_ENC:
 	case AMDGPU_HW_IP_VCN_JPEG:
 #ifdef AMDGPU_HW_IP_VPE

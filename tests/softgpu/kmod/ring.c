@@ -233,7 +233,7 @@ static int sg_job_run(struct sg_job *job)
 
 	job->ring->busy_until = sg_submitted_until(job->ring->busy_until);
 	sg_ring_wait_until(job->ring, job);
-	for (i = 0; i < job->ib_count && !err; i++)
+	for (i = 0; i < job->ib_count && !job->entity->is_video && !err; i++)
 		err = sg_job_run_ib(job, &job->ibs[i], &agent);
 	if (err && err != -ECANCELED)
 		err = sg_job_hung(job, &agent, err);
@@ -336,6 +336,7 @@ int sg_exec_device_init(struct sg_device *dev)
 		return err;
 	}
 	sg_smi_init(&exec->smi);
+	mutex_init(&exec->pstate_lock);
 	ida_init(&exec->sdma_ids);
 	ida_init(&exec->xgmi_ids);
 	dev->exec = exec;

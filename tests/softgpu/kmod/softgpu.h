@@ -178,6 +178,7 @@ struct sg_bo {
 	struct sg_device *dev;
 	enum sg_store store;
 	u32 domain;			/* AMDGPU_GEM_DOMAIN_* */
+	u32 preferred;			/* all domains that it was made with */
 	u64 flags;			/* AMDGPU_GEM_CREATE_* */
 	u64 alignment;
 	struct mutex metadata_lock;

@@ -58,6 +58,28 @@ pub fn ctx_state(fd: BorrowedFd<'_>, context: u32) -> io::Result<u64> {
     Ok(unsafe { argument.out.state.flags })
 }
 
+/// Returns the stable power state of a context's GPU: `AMDGPU_CTX_STABLE_PSTATE_*`.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn ctx_stable_pstate(fd: BorrowedFd<'_>, context: u32) -> io::Result<u32> {
+    let mut argument = drm_amdgpu_ctx::zeroed();
+    argument.in_.op = AMDGPU_CTX_OP_GET_STABLE_PSTATE;
+    argument.in_.ctx_id = context;
+    ctx(fd, &mut argument)?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.pstate.flags })
+}
+
+/// Reads or writes (`AMDGPU_GEM_METADATA_OP_*`) what a GEM buffer's users say of its layout.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_metadata(fd: BorrowedFd<'_>, argument: &mut drm_amdgpu_gem_metadata) -> io::Result<()> {
+    // SAFETY: no field is an address.
+    unsafe { retry(fd, DRM_AMD_GEM_METADATA, argument) }
+}
+
 /// Creates a GEM buffer of a render node, and returns its handle.
 ///
 /// # Errors

@@ -61,6 +61,7 @@ pub const HSA_IOLINK_TYPE_XGMI: u32 = 11;
 pub const AMDGPU_GEM_DOMAIN_CPU: u32 = 1;
 pub const AMDGPU_GEM_DOMAIN_GTT: u32 = 2;
 pub const AMDGPU_GEM_DOMAIN_VRAM: u32 = 4;
+pub const AMDGPU_GEM_DOMAIN_GDS: u32 = 8;
 pub const AMDGPU_GEM_DOMAIN_DOORBELL: u32 = 64;
 pub const AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED: u32 = 1;
 pub const AMDGPU_GEM_CREATE_NO_CPU_ACCESS: u32 = 2;
@@ -84,10 +85,15 @@ pub const AMDGPU_CTX_QUERY2_FLAGS_GUILTY: u32 = 4;
 pub const AMDGPU_CTX_QUERY2_FLAGS_RAS_CE: u32 = 8;
 pub const AMDGPU_CTX_QUERY2_FLAGS_RAS_UE: u32 = 16;
 pub const AMDGPU_CTX_QUERY2_FLAGS_RESET_IN_PROGRESS: u32 = 32;
+pub const AMDGPU_CTX_STABLE_PSTATE_NONE: u32 = 0;
+pub const AMDGPU_CTX_STABLE_PSTATE_STANDARD: u32 = 1;
+pub const AMDGPU_CTX_STABLE_PSTATE_PEAK: u32 = 4;
 pub const AMDGPU_GEM_USERPTR_READONLY: u32 = 1;
 pub const AMDGPU_GEM_USERPTR_ANONONLY: u32 = 2;
 pub const AMDGPU_GEM_USERPTR_VALIDATE: u32 = 4;
 pub const AMDGPU_GEM_USERPTR_REGISTER: u32 = 8;
+pub const AMDGPU_GEM_METADATA_OP_SET_METADATA: u32 = 1;
+pub const AMDGPU_GEM_METADATA_OP_GET_METADATA: u32 = 2;
 pub const AMDGPU_GEM_OP_GET_GEM_CREATE_INFO: u32 = 0;
 pub const AMDGPU_GEM_OP_SET_PLACEMENT: u32 = 1;
 pub const AMDGPU_GEM_OP_GET_MAPPING_INFO: u32 = 2;
@@ -103,6 +109,8 @@ pub const AMDGPU_VM_PAGE_PRT: u32 = 16;
 pub const AMDGPU_HW_IP_GFX: u32 = 0;
 pub const AMDGPU_HW_IP_COMPUTE: u32 = 1;
 pub const AMDGPU_HW_IP_DMA: u32 = 2;
+pub const AMDGPU_HW_IP_VCN_DEC: u32 = 6;
+pub const AMDGPU_HW_IP_NUM: u32 = 10;
 pub const AMDGPU_CHUNK_ID_IB: u32 = 1;
 pub const AMDGPU_CHUNK_ID_FENCE: u32 = 2;
 pub const AMDGPU_CHUNK_ID_DEPENDENCIES: u32 = 3;
@@ -531,6 +539,21 @@ pub struct drm_amdgpu_gem_userptr {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone, PartialEq, Eq)]
+pub struct drm_amdgpu_gem_metadata {
+    pub handle: __u32,
+    pub op: __u32,
+    pub data: drm_amdgpu_gem_metadata__bindgen_ty_1,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
+pub struct drm_amdgpu_gem_metadata__bindgen_ty_1 {
+    pub flags: __u64,
+    pub tiling_info: __u64,
+    pub data_size_bytes: __u32,
+    pub data: [__u32; 64usize],
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_mmap_in {
     pub handle: __u32,
     pub _pad: __u32,
@@ -879,6 +902,7 @@ pub const DRM_AMD_CS: drm_number = 3222824004;
 pub const DRM_AMD_INFO: drm_number = 1075864645;
 pub const DRM_AMD_GEM_VA: drm_number = 1077961800;
 pub const DRM_AMD_WAIT_CS: drm_number = 3223348297;
+pub const DRM_AMD_GEM_METADATA: drm_number = 3240125510;
 pub const DRM_AMD_GEM_OP: drm_number = 3222824016;
 pub const DRM_AMD_GEM_USERPTR: drm_number = 3222824017;
 pub const DRM_AMD_USERQ: drm_number = 3225969750;

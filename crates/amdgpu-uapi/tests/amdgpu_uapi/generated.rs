@@ -15,15 +15,16 @@ const TYPES: [&str; 4] = [
      |get_available_memory|runtime_enable)_args|ioctl_svm_attribute|process_device_apertures|event_data\
      |criu_(device|bo)_bucket)",
     "kfd_(criu_op|smi_event|ioctl_svm_(op|location|attr_type)|number)|KFD_QUEUE_EVICTION_TRIGGERS",
-    "drm_amdgpu_(gem_(create|mmap|userptr|va|op|list_handles|list_handles_entry|vm_entry)|ctx|bo_list|bo_list_entry|cs\
+    "drm_amdgpu_(gem_(create|mmap|userptr|va|op|metadata|list_handles|list_handles_entry|vm_entry)|ctx|bo_list|bo_list_entry|cs\
      |cs_chunk|cs_chunk_(ib|dep|fence|syncobj)|wait_cs|info|info_hw_ip|memory_info|info_device)",
     "drm_number",
 ];
 /// The constants: allocation, queue, event, SVM and mmap kinds; domains, chunks, operations, queries.
 const CONSTANTS: &str = "KFD_IOC(TL)?_.*|KFD_INVALID_FD|KFD_SIGNAL_EVENT_LIMIT|KFD_M(AX|IN)_QUEUE_.*\
-     |HSA_CAP_SVMAPI_SUPPORTED|HSA_MEM_HEAP_TYPE_.*|HSA_IOLINK_TYPE_(PCIEXPRESS|XGMI)|AMDGPU_GEM_(DOMAIN_(CPU|GTT|VRAM|DOORBELL)|CREATE_(CPU_ACCESS_REQUIRED|NO_CPU_ACCESS\
+     |HSA_CAP_SVMAPI_SUPPORTED|HSA_MEM_HEAP_TYPE_.*|HSA_IOLINK_TYPE_(PCIEXPRESS|XGMI)|AMDGPU_GEM_(DOMAIN_(CPU|GTT|VRAM|DOORBELL|GDS)|METADATA_OP_.*|CREATE_(CPU_ACCESS_REQUIRED|NO_CPU_ACCESS\
      |VRAM_CLEARED)|USERPTR_.*|OP_.*)|AMDGPU_VA_OP_.*|AMDGPU_VM_(DELAY_UPDATE|PAGE_(READABLE|WRITEABLE|EXECUTABLE|PRT))\
-     |AMDGPU_CHUNK_ID_.*|AMDGPU_HW_IP_(GFX|COMPUTE|DMA)|AMDGPU_CTX_OP_.*|AMDGPU_CTX_(NO|GUILTY|INNOCENT|UNKNOWN)_RESET|AMDGPU_CTX_QUERY2_FLAGS_.*|AMDGPU_BO_LIST_OP_.*|AMDGPU_INFO_(ACCEL_WORKING|HW_IP_INFO|DEV_INFO|MEMORY\
+     |AMDGPU_CHUNK_ID_.*|AMDGPU_HW_IP_(GFX|COMPUTE|DMA|VCN_DEC|NUM)|AMDGPU_CTX_OP_.*\
+     |AMDGPU_CTX_STABLE_PSTATE_(NONE|STANDARD|PEAK)|AMDGPU_CTX_(NO|GUILTY|INNOCENT|UNKNOWN)_RESET|AMDGPU_CTX_QUERY2_FLAGS_.*|AMDGPU_BO_LIST_OP_.*|AMDGPU_INFO_(ACCEL_WORKING|HW_IP_INFO|DEV_INFO|MEMORY\
      |VRAM_GTT)";
 
 fn generate(include: &Path) -> String {

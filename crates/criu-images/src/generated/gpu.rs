@@ -61,6 +61,61 @@ pub struct RenderFile {
     /// render_import
     #[prost(bytes = "vec", repeated, tag = "4")]
     pub imports: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    /// render_state; images of earlier versions have none, because their dumps did not look for it.
+    #[prost(bytes = "vec", optional, tag = "5")]
+    pub state: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
+}
+/// What the kernel keeps of a render node besides buffers and contexts.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RenderState {
+    /// syncobj, by ascending handle
+    #[prost(bytes = "vec", repeated, tag = "1")]
+    pub syncobjs: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    /// buffer_metadata, by ascending handle
+    #[prost(bytes = "vec", repeated, tag = "2")]
+    pub metadata: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    /// submissions, by ascending context, engine and ring
+    #[prost(bytes = "vec", repeated, tag = "3")]
+    pub submissions: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    /// The context that set the GPU's stable power state, and that state: AMDGPU_CTX_STABLE_PSTATE_*.
+    #[prost(uint32, optional, tag = "4")]
+    pub pstate_context: ::core::option::Option<u32>,
+    #[prost(uint32, optional, tag = "5")]
+    pub pstate: ::core::option::Option<u32>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Syncobj {
+    #[prost(uint32, optional, tag = "1")]
+    pub handle: ::core::option::Option<u32>,
+    /// The last point of its timeline that is signalled; 0 for a binary syncobj. Without one it has no fence.
+    #[prost(uint64, optional, tag = "2")]
+    pub point: ::core::option::Option<u64>,
+}
+/// What GEM_METADATA keeps of a buffer.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct BufferMetadata {
+    /// The buffer's number.
+    #[prost(uint32, optional, tag = "1")]
+    pub handle: ::core::option::Option<u32>,
+    #[prost(uint64, optional, tag = "2")]
+    pub tiling_info: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "3")]
+    pub flags: ::core::option::Option<u64>,
+    #[prost(bytes = "vec", optional, tag = "4")]
+    pub data: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
+}
+/// How many submissions a context has made to a ring: the number of the last one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Submissions {
+    #[prost(uint32, optional, tag = "1")]
+    pub context: ::core::option::Option<u32>,
+    /// AMDGPU_HW_IP_*
+    #[prost(uint32, optional, tag = "2")]
+    pub engine: ::core::option::Option<u32>,
+    #[prost(uint32, optional, tag = "3")]
+    pub ring: ::core::option::Option<u32>,
+    #[prost(uint32, optional, tag = "4")]
+    pub count: ::core::option::Option<u32>,
 }
 /// A buffer of a render node that a restored file imports.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

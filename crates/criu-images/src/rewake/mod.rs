@@ -6,11 +6,15 @@
 mod buffer_user;
 mod freed_mappings;
 mod render;
+mod render_state;
 mod shared;
 
 pub use buffer_user::{BufferUser, MAX_SHARED};
 pub use freed_mappings::{FreedMapping, FreedMappings};
 pub use render::{BufferOwner, RenderFile, RenderImport};
+pub use render_state::{
+    BufferMetadata, MAX_SUBMISSIONS, MAX_SYNCOBJS, RenderState, StablePstate, Submissions, Syncobj,
+};
 pub use shared::{SHARED_NAME, SecondFile, SharedBuffer, SharedImage};
 
 pub(crate) use shared::parse as parse_shared;

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use prost::Message;
 
 use super::buffer_user::{BufferUser, MAX_SHARED};
+use super::render_state::{self, RenderState};
 use crate::amdgpu::record::{Contents, MissingField};
 use crate::error::Result;
 use crate::generated::gpu as raw;
@@ -22,6 +23,8 @@ pub struct RenderFile {
     pub contexts: Vec<u32>,
     /// Its buffers that another owner makes again, each once.
     pub imports: Vec<RenderImport>,
+    /// Its other state. `None`: the image is of an earlier version, whose dumps did not look for it.
+    pub state: Option<RenderState>,
 }
 
 /// A buffer of a render node that another owner makes again.
@@ -63,6 +66,7 @@ impl RenderFile {
             kfd: self.kfd,
             contexts: self.contexts.clone(),
             imports: self.imports.iter().map(import).collect(),
+            state: self.state.as_ref().map(RenderState::encode),
         }
         .encode_to_vec()
     }
@@ -100,7 +104,9 @@ fn file(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderFile> {
         }
         imports.push(import);
     }
-    Ok(RenderFile { id, kfd: raw.kfd, contexts: raw.contexts, imports })
+    let state = raw.state.as_ref().map(|bytes| render_state::parse(contents, bytes, &raw.contexts));
+    let state = state.transpose()?;
+    Ok(RenderFile { id, kfd: raw.kfd, contexts: raw.contexts, imports, state })
 }
 
 fn import(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderImport> {

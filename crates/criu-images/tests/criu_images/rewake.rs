@@ -7,8 +7,9 @@ use std::path::PathBuf;
 use crate::common::{Images, put};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::{
-    BufferOwner, BufferUser, FreedMapping, FreedMappings, RenderFile, RenderImport, SHARED_NAME, SecondFile,
-    SharedBuffer, SharedImage,
+    BufferMetadata, BufferOwner, BufferUser, FreedMapping, FreedMappings, MAX_SUBMISSIONS, RenderFile,
+    RenderImport, RenderState, SHARED_NAME, SecondFile, SharedBuffer, SharedImage, StablePstate, Submissions,
+    Syncobj,
 };
 
 /// Reads a file of the fuzzers' corpus, which was written by hand and not by this crate.
@@ -48,13 +49,33 @@ fn render_nodes_are_read_and_written_bytewise() {
         import(0, BufferOwner::Render { id: 300, buffer: 2 }),
     ];
     let render_files = vec![
-        RenderFile { id: 12, kfd: Some(6), contexts: Vec::new(), imports },
-        RenderFile { id: 300, kfd: None, contexts: vec![1, 2, 200], imports: Vec::new() },
+        RenderFile { id: 12, kfd: Some(6), contexts: Vec::new(), imports, state: None },
+        RenderFile { id: 300, kfd: None, contexts: vec![1, 2, 200], imports: Vec::new(), state: None },
     ];
     let image = SharedImage { render_files, ..SharedImage::default() };
     assert_eq!(read(&seed("good-render")).unwrap(), image);
     assert_eq!(image.to_bytes(), seed("good-render"));
     assert!(!image.is_empty());
+}
+
+#[test]
+fn state_of_render_nodes_is_read_and_written_bytewise() {
+    let syncobj = |handle, point| Syncobj { handle, point };
+    let submissions = |context, ring, count| Submissions { context, engine: 2, ring, count };
+    let state = RenderState {
+        syncobjs: vec![syncobj(1, None), syncobj(2, Some(0)), syncobj(300, Some(7))],
+        metadata: vec![BufferMetadata { handle: 3, tiling_info: 5, flags: 6, data: vec![1, 2, 3] }],
+        submissions: vec![submissions(1, 0, 70), submissions(3, 1, MAX_SUBMISSIONS)],
+        pstate: Some(StablePstate { context: 3, state: 4 }),
+    };
+    let file =
+        RenderFile { id: 12, contexts: vec![1, 3], state: Some(state.clone()), ..RenderFile::default() };
+    let image = SharedImage { render_files: vec![file], ..SharedImage::default() };
+    assert_eq!(read(&seed("good-state")).unwrap(), image);
+    assert_eq!(image.to_bytes(), seed("good-state"));
+    assert!(!state.is_empty());
+    // An image of an earlier version says nothing of state; one of this version may say that there is none.
+    assert_eq!(read(&seed("good-render")).unwrap().render_files[1].state, None);
 }
 
 #[test]
@@ -89,6 +110,12 @@ fn damage_is_named() {
         ("bad-import-twice", "buffer 1 of file 12 twice"),
         ("bad-import-owner", "none, or two"),
         ("bad-contexts", "[2, 2]"),
+        ("bad-syncobj", "syncobj 1048577"),
+        ("bad-state-order", "another order"),
+        ("bad-submissions", "100001 of context 1"),
+        ("bad-state-context", "state of context 2"),
+        ("bad-pstate", "Some(5) of context Some(1)"),
+        ("bad-metadata", "257 bytes of buffer 3"),
         ("bad-bare-process", "/dev/kfd 6 twice"),
         ("bad-bare-twice", "one of /dev/kfd 6 twice"),
         ("bad-bare-offset", "a mapping without a buffer with the field offset"),

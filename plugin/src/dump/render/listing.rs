@@ -7,22 +7,22 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::{
-    AMDGPU_GEM_DOMAIN_CPU, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM, drm_amdgpu_gem_list_handles_entry,
-    drm_amdgpu_gem_vm_entry,
+    AMDGPU_GEM_DOMAIN_CPU, AMDGPU_GEM_DOMAIN_DOORBELL, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM,
+    drm_amdgpu_gem_list_handles_entry, drm_amdgpu_gem_vm_entry,
 };
 use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::{Mapping, RenderBuffer};
+use rewake_criu_images::rewake::RenderState;
 use rewake_criu_plugin::Answer;
 
+use super::state;
 use crate::dump::dmabuf;
 
 /// How long submitted work may take to end. Work that waits for the stopped process never ends.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+pub(super) const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Handles that are probed where the kernel has no list. A new buffer gets the lowest free handle: a file
 /// with higher handles only had this many buffers and closed them.
 const PROBED_HANDLES: u32 = 64;
-/// One more than the highest id of a context (`AMDGPU_VM_MAX_NUM_CTX`).
-const CONTEXT_LIMIT: u32 = 4096;
 /// `AMDGPU_GEM_LIST_HANDLES_FLAG_IS_IMPORT`: memory of another GPU or driver.
 const IS_IMPORT: u32 = 1;
 
@@ -35,6 +35,8 @@ pub(super) struct Listing {
     pub(super) is_incomplete: bool,
     /// Ids of submission contexts.
     pub(super) contexts: Vec<u32>,
+    /// Its other state; known once all work has ended.
+    pub(super) state: RenderState,
 }
 
 #[derive(Debug)]
@@ -54,6 +56,12 @@ pub(super) enum NotRestorable {
          end the rendering before the dump"
     )]
     NotListed { id: u32, handle: u32, size: u64 },
+    #[error(
+        "buffer {handle} of file {id:#x}, a render node, is a page of doorbells (AMDGPU_GEM_DOMAIN_DOORBELL) \
+         of user queues (AMDGPU_USERQ), which the driver does not report: use the kernel's queues, or end \
+         the program's user queues, before the dump"
+    )]
+    Doorbells { id: u32, handle: u32 },
     #[error(
         "buffer {handle} of file {id:#x}, a render node, is memory of domains {domains:#x}, which copy \
          engines cannot access"
@@ -91,14 +99,7 @@ pub(super) fn list(render: &Render, id: u32) -> Answer<Listing> {
         }
         None => Listing { buffers: probe(render, id)?, is_incomplete: true, ..Listing::default() },
     };
-    // Without a buffer a context is of no use: nothing can be submitted.
-    if !listing.buffers.is_empty() {
-        for context in 1..CONTEXT_LIMIT {
-            if render.has_context(context)? {
-                listing.contexts.push(context);
-            }
-        }
-    }
+    listing.contexts = state::contexts(render, id)?;
     Ok(listing)
 }
 
@@ -129,6 +130,9 @@ fn probe(render: &Render, id: u32) -> Answer<Vec<ListedBuffer>> {
 
 fn buffer(render: &Render, id: u32, entry: &drm_amdgpu_gem_list_handles_entry) -> Answer<ListedBuffer> {
     let handle = entry.gem_handle;
+    if entry.preferred_domains & u64::from(AMDGPU_GEM_DOMAIN_DOORBELL) != 0 {
+        return Err(NotRestorable::Doorbells { id, handle }.into());
+    }
     let domains = u32::try_from(entry.preferred_domains).ok();
     let domains = domains.filter(|domains| {
         domains & COPYABLE_DOMAINS != 0 && domains & !(COPYABLE_DOMAINS | AMDGPU_GEM_DOMAIN_CPU) == 0
@@ -158,9 +162,8 @@ fn mapping(entry: &drm_amdgpu_gem_vm_entry) -> Mapping {
     Mapping { address: entry.addr, size: entry.size, offset: entry.offset, flags: entry.flags }
 }
 
-/// Waits until all submitted work has ended. The process is stopped and submits no more.
-pub(super) fn wait_until_idle(listing: &Listing, id: u32) -> Answer {
-    let end = Instant::now() + IDLE_TIMEOUT;
+/// Waits until the buffers are idle, until `end`. The process is stopped and submits no more.
+pub(super) fn wait_until_idle(listing: &Listing, id: u32, end: Instant) -> Answer {
     for buffer in &listing.buffers {
         // A dma-buf polls as writable once no job reads or writes it (`dma_buf_poll`).
         let mut idle = [PollFd::new(buffer.dmabuf.as_fd(), PollFlags::POLLOUT)];

@@ -6,17 +6,18 @@
 //! has passed all GPU files; then all queues are evicted, too, and none writes to the buffers. So all render
 //! nodes are dumped with the last GPU file.
 //!
-//! * [`listing`]: what a file has, and which of it cannot be restored. [`space`]: which process's compute
-//!   address space a file has.
+//! * [`listing`]: what a file has, and which of it cannot be restored. [`state`]: syncobjs, metadata, numbers
+//!   of submissions and the power state. [`space`]: which process's compute address space a file has.
 //!
-//! No ioctl reports syncobjs, buffer lists, sparse mappings (PRT) or buffer metadata: a restored file has
-//! none.
+//! No ioctl reports buffer lists, sparse mappings (PRT) or priorities of contexts: a restored file has none.
 
 mod listing;
 mod space;
+mod state;
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use rewake_amdgpu_uapi::abi::AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED;
 use rewake_amdgpu_uapi::render::Render;
@@ -30,7 +31,7 @@ pub(super) use space::AddressSpaces;
 
 use super::shared::DumpSharing;
 use crate::contents;
-use listing::{Listing, NotRestorable};
+use listing::{IDLE_TIMEOUT, Listing, NotRestorable};
 
 /// All open render nodes that CRIU has passed so far.
 #[derive(Debug, Default)]
@@ -96,7 +97,9 @@ impl RenderNodes {
             let gpu =
                 machine.gpus().find(|gpu| gpu.render_minor() == open.minor).map(|gpu: &Node| gpu.gpu_id);
             let gpu = gpu.ok_or(UnknownNode(open.minor))?;
-            listing::wait_until_idle(listing, open.id)?;
+            let end = Instant::now() + IDLE_TIMEOUT;
+            listing::wait_until_idle(listing, open.id, end)?;
+            listing.state = state::read(render, open.id, listing, end)?;
             let kfd = spaces.of(render, gpu, listing)?;
             if let Some(kfd) = kfd {
                 spaces.remove_compute_mappings(kfd, listing);
@@ -116,12 +119,13 @@ impl RenderNodes {
         save(host, &writing)?;
         for file in writing {
             host.info(format_args!(
-                "renderD{}: file {:#x} has {} buffers ({} of them imported), {} contexts",
+                "renderD{}: file {:#x} has {} buffers ({} of them imported), {} contexts, {} syncobjs",
                 file.image.minor,
                 file.image.id,
                 file.image.buffers.len(),
                 file.record.imports.len(),
-                file.record.contexts.len()
+                file.record.contexts.len(),
+                file.record.state.as_ref().map_or(0, |state| state.syncobjs.len())
             ));
             shared.remove_mappings_of(&file.image);
             let name = render_name(file.image.id);
@@ -198,8 +202,10 @@ impl NodeDump {
             buffers[import.buffer as usize].is_import = true;
         }
         let image = RenderContents { id: open.id, minor: open.minor, buffers };
-        let record = RenderFile { id: open.id, kfd, contexts: listing.contexts, imports };
-        let needs_record = !image.buffers.is_empty();
+        let needs_record =
+            !image.buffers.is_empty() || !listing.contexts.is_empty() || !listing.state.is_empty();
+        let (contexts, state) = (listing.contexts, Some(listing.state));
+        let record = RenderFile { id: open.id, kfd, contexts, imports, state };
         Self { gpu, image, dmabufs, record, needs_record }
     }
 }

@@ -6,12 +6,13 @@
 //! without a wait, and only then waits for the buffers of others.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use rewake_amdgpu_uapi::abi::memory::PAGE;
 use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_DOMAIN_GTT, drm_amdgpu_gem_create_in, drm_amdgpu_gem_vm_entry};
 use rewake_amdgpu_uapi::render::Render;
-use rewake_criu_images::amdgpu::RenderBuffer;
+use rewake_criu_images::amdgpu::{KfdBuffer, RenderBuffer};
 use rewake_criu_plugin::{Answer, Host};
 
 use super::{BufferSource, RenderNode, Space};
@@ -19,7 +20,7 @@ use crate::restore::Restore;
 use crate::restore::shared_state::MmapOffset;
 
 #[derive(Debug, thiserror::Error)]
-enum NodeError {
+pub(super) enum NodeError {
     #[error(
         "a render node (file {id:#x}) had {what} {wanted}, and the driver gives number {found}: does another \
          process use this file?"
@@ -74,11 +75,25 @@ impl Restore {
             dmabufs[buffer] = Some(dmabuf);
         }
         node.contexts(&render)?;
+        node.make_state(host, &render, &self.taken_addresses(node))?;
         if dmabufs.iter().any(Option::is_some) {
             self.shared_state.put_node_contents(index, Self::send_dmabufs(host, &dmabufs)?);
         }
         self.shared_state.put_node(index, stored);
         Ok(stored)
+    }
+
+    /// Returns the GPU addresses of all buffers in a file's address space, those that are mapped later among
+    /// them.
+    fn taken_addresses(&self, node: &RenderNode) -> Vec<Range<u64>> {
+        let mappings = node.contents.buffers.iter().flat_map(|buffer| &buffer.mappings);
+        let mut taken: Vec<_> = mappings.map(|of| of.address..of.address.saturating_add(of.size)).collect();
+        if let Space::Compute(process) = node.space {
+            // The driver maps some buffers twice in a row.
+            let range = |of: &KfdBuffer| of.address..of.address.saturating_add(of.size.saturating_mul(2));
+            taken.extend(self.images.kfd[process].1.buffers.iter().map(range));
+        }
+        taken
     }
 
     /// Opens the file for a render node, still without buffers, and returns its id in CRIU's store.
@@ -162,11 +177,11 @@ impl RenderNode {
         self.contents.buffers.iter().map(|buffer| buffer.handle).max().unwrap_or(0)
     }
 
-    fn check_number(&self, what: &'static str, wanted: u32, found: u32) -> Result<(), NodeError> {
+    pub(super) fn check_number(&self, what: &'static str, wanted: u32, found: u32) -> Result<(), NodeError> {
         if found == wanted { Ok(()) } else { Err(NodeError::Number { id: self.id, what, wanted, found }) }
     }
 
-    /// Maps a buffer at its earlier addresses in the file's address space.
+    /// Maps a buffer at its earlier addresses in the file's address space, and sets its metadata.
     fn map(&self, render: &Render, buffer: usize) -> Answer {
         let buffer = &self.contents.buffers[buffer];
         for mapping in &buffer.mappings {
@@ -174,7 +189,7 @@ impl RenderNode {
             let entry = drm_amdgpu_gem_vm_entry { addr, size, offset: mapping.offset, flags: mapping.flags };
             render.map_again(buffer.handle, &entry)?;
         }
-        Ok(())
+        self.describe(render, buffer.handle)
     }
 
     /// Makes submission contexts with their numbers. All get normal priority: the kernel does not report the

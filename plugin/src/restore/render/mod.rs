@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Plans open render nodes: which address space each has, and which buffers it makes or imports. [`make`]
-//! makes them.
+//! makes them, and [`state`] what they had besides buffers and contexts.
 //!
 //! The file with a process's compute address space is restored with that role; every other file has its own
 //! address space. Images of CRIU's plugin do not say which: there all files of a GPU in a task that computes
 //! get its compute address space.
 
 mod make;
+mod state;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rewake_bo_contents::GpuPagesFile;
 use rewake_criu_images::amdgpu::{MAX_BUFFERS, RenderBuffer, RenderContents, render_name};
-use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport, SHARED_NAME, SharedImage};
-use rewake_criu_plugin::Answer;
+use rewake_criu_images::rewake::{
+    BufferOwner, RenderFile, RenderImport, RenderState, SHARED_NAME, SharedImage,
+};
+use rewake_criu_plugin::{Answer, Host};
 
 use super::gpu_assignment::{AssignedGpu, GpuAssignment};
 use super::shared::{ProcessBuffer, Sharing};
@@ -29,6 +32,9 @@ pub(super) struct RenderNode {
     pub(super) contents: RenderContents,
     space: Space,
     contexts: Vec<u32>,
+    state: RenderState,
+    /// The image does not have the state, and may have had some.
+    has_lost_state: bool,
     /// Sources of imported buffers, by index in the contents' buffers.
     imports: BTreeMap<usize, BufferSource>,
 }
@@ -90,6 +96,11 @@ pub(super) fn nodes(
         check_buffers(*id, &contents.buffers)?;
         let record = shared.render_files.iter().find(|file| file.id == *id);
         let imports = record.map_or(&[][..], |record| &record.imports);
+        let state = record.and_then(|record| record.state.clone());
+        // A dump by this version has a record of every file with buffers or contexts.
+        let has_lost_state = state.is_none() && (record.is_some() || !contents.buffers.is_empty());
+        let state = state.unwrap_or_default();
+        check_metadata(*id, &contents.buffers, &state)?;
         let imports = imports.iter().map(|import| {
             let buffer = import.buffer as usize;
             Ok((buffer, buffer_source(*id, import, images, &ids, sharing)?))
@@ -100,6 +111,8 @@ pub(super) fn nodes(
             contents,
             space: space(record, images)?,
             contexts: record.map_or_else(Vec::new, |record| record.contexts.clone()),
+            state,
+            has_lost_state,
             imports: imports.collect::<Result<_, UnfitNode>>()?,
         };
         let lost = (0..)
@@ -111,6 +124,18 @@ pub(super) fn nodes(
         nodes.push(node);
     }
     Ok(nodes)
+}
+
+/// Logs once what images of other versions do not have.
+pub(super) fn warn_of_lost_state(host: &Host, nodes: &[RenderNode]) {
+    let lost = nodes.iter().filter(|node| node.has_lost_state).count();
+    if lost > 0 {
+        host.warn(format_args!(
+            "the image was written by another version, which did not look for syncobjs, metadata of buffers, \
+             numbers of submissions and stable power states: {lost} open render nodes are restored without \
+             them"
+        ));
+    }
 }
 
 fn other_dump(what: String) -> UnfitNode {
@@ -143,6 +168,17 @@ fn check_buffers(id: u32, buffers: &[RenderBuffer]) -> Result<(), UnfitNode> {
         }
     }
     Ok(())
+}
+
+/// Checks that all metadata is of buffers of the file.
+fn check_metadata(id: u32, buffers: &[RenderBuffer], state: &RenderState) -> Result<(), UnfitNode> {
+    let numbers: BTreeSet<u32> = buffers.iter().map(|buffer| buffer.handle).collect();
+    match state.metadata.iter().find(|metadata| !numbers.contains(&metadata.handle)) {
+        Some(metadata) => {
+            Err(other_dump(format!("it has metadata of buffer {} of file {id:#x}", metadata.handle)))
+        }
+        None => Ok(()),
+    }
 }
 
 fn buffer_source(

@@ -102,11 +102,23 @@ impl Cast {
 
     /// Dumps the process, which must fail; returns the reason. The process continues.
     pub(crate) fn refused(&self, version: Version) -> String {
-        self.criu(version).dump(self.pid).unwrap_err().to_string()
+        self.dump_error(version).unwrap()
+    }
+
+    /// Dumps the process; returns the reason if that fails, and the process continues.
+    pub(crate) fn dump_error(&self, version: Version) -> Option<String> {
+        self.criu(version).dump(self.pid).err().map(|error| error.to_string())
     }
 
     pub(crate) fn restore(&self, version: Version) {
         self.restore_by(Plugin::Ours, version);
+    }
+
+    /// Restores the process, and returns the warnings in CRIU's log.
+    pub(crate) fn restore_with_warnings(&self, version: Version) -> Vec<String> {
+        let criu = self.criu(version);
+        criu.restore().unwrap();
+        criu.log("restore").lines().filter(|line| line.contains("Warn ")).map(str::to_owned).collect()
     }
 
     pub(crate) fn kill(&mut self) {

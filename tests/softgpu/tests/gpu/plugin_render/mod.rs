@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! BOs and contexts of render nodes are restored with their number, address and contents. Where the kernel
-//! does not report them, a dump that would lose them fails.
+//! BOs and contexts of render nodes are restored with their number, address, contents and other state. Where
+//! the kernel does not report them, a dump that would lose them fails.
 
 mod cast;
 mod stage;
+mod state;
 
 use std::fs;
 use std::path::Path;
@@ -127,6 +128,43 @@ fn numbers_places_and_contents_are_the_same() {
 }
 
 #[test]
+fn syncobjs_are_the_same() {
+    isolated(1, |scene| {
+        cast::play(scene, "syncobjs", |cast| dump_and_restore(cast, older()));
+    });
+}
+
+#[test]
+fn metadata_of_buffers_is_the_same() {
+    isolated(1, |scene| {
+        cast::play(scene, "metadata", |cast| dump_and_restore(cast, older()));
+    });
+}
+
+#[test]
+fn submissions_continue_with_their_numbers() {
+    isolated(1, |scene| {
+        cast::play(scene, "submissions", |cast| dump_and_restore(cast, older()));
+    });
+}
+
+/// Also where the kernel does not report buffers: the file has none.
+#[test]
+fn the_power_state_is_set_again_by_its_context() {
+    isolated(1, |scene| {
+        cast::play(scene, "power", |cast| {
+            let before = cast.ask("look");
+            assert!(before.contains("power 4"), "{before}");
+            cast.dump(Version::V4_2);
+            cast.restore(Version::V4_2);
+            assert_eq!(cast.ask("look"), before);
+            assert_eq!(cast.ask("use"), "done");
+            cast.kill();
+        });
+    });
+}
+
+#[test]
 fn two_files_with_a_buffer_in_common() {
     isolated(1, |scene| {
         cast::play(scene, "common", |cast| dump_and_restore(cast, Version::V4_2));
@@ -156,23 +194,45 @@ fn a_render_node_that_is_open_and_not_used() {
 }
 
 #[test]
-fn buffers_that_cannot_be_restored_are_refused_at_the_dump() {
+fn what_cannot_be_restored_is_refused_at_the_dump() {
     isolated(1, |scene| {
         let all = [
             ("userptr", "is host memory of the process (GEM_USERPTR)"),
             ("always-valid", "bound to its address space (VM_ALWAYS_VALID)"),
             ("foreign", "was imported from another driver"),
         ];
+        // Refused whether or not the kernel reports buffers.
+        let always = [
+            ("syncobj-file", "is a descriptor of a GPU driver's syncobj"),
+            ("sync-file", "is a descriptor of a GPU driver's fence (sync_file)"),
+            ("dma-buf", "the dma-buf of file"),
+        ];
+        let reported = [
+            ("doorbells", "is a page of doorbells (AMDGPU_GEM_DOMAIN_DOORBELL) of user queues"),
+            ("on-chip", "is memory of domains 0x8"),
+            ("video", "work of context 1 on VCN_DEC ring 0"),
+            ("many", "more than 100000 submissions"),
+            ("reset", "context 1 of file"),
+            ("pending", "has been pending for 20s"),
+            ("running", "has been running for 20s"),
+        ];
+        let all = [&all[..], &reported].concat();
         // One process has one role: the other roles belong to the same test.
-        for (role, reason) in all {
+        let unreported = "this kernel does not report where they are mapped";
+        let of_the_kernel = |(role, reason)| (role, if reports_bos() { reason } else { unreported });
+        let mut wrong = Vec::new();
+        for (role, reason) in all.into_iter().map(of_the_kernel).chain(always) {
             cast::play(scene, role, |cast| {
-                let error = cast.refused(Version::V4_2);
-                let reason =
-                    if reports_bos() { reason } else { "this kernel does not report where they are mapped" };
-                assert!(error.contains(reason), "{role}: {error}");
-                cast.ask("look");
+                let before = cast.ask("look");
+                match cast.dump_error(Version::V4_2) {
+                    Some(error) if error.contains(reason) => {
+                        assert_eq!(cast.ask("look"), before, "{role}");
+                    }
+                    other => wrong.push((role, other)),
+                }
             });
         }
+        assert!(wrong.is_empty(), "{wrong:#?}");
     });
 }
 
@@ -191,6 +251,35 @@ fn images_of_later_versions_of_criu_s_plugin() {
             cast.restore(Version::V4_2);
             let without_contexts = |look: &str| look.split(" contexts").next().map(str::to_owned);
             assert_eq!(without_contexts(&cast.ask("look")), without_contexts(&before));
+            cast.kill();
+        });
+    });
+}
+
+/// Images of earlier versions of this plugin do not have the state. They are restored, with one warning.
+#[test]
+fn an_image_without_state_is_restored_with_a_warning() {
+    isolated(1, |scene| {
+        cast::play(scene, "submissions", |cast| {
+            if !reports_bos() {
+                skip!("this kernel does not report the BOs of a render node");
+            }
+            let before = cast.ask("look");
+            cast.dump(Version::V4_2);
+            let folder = cast.images();
+            let mut shared = ImageDir::open(&folder).unwrap().shared().unwrap().unwrap();
+            shared.render_files.iter_mut().for_each(|file| file.state = None);
+            fs::write(folder.join(SHARED_NAME), shared.to_bytes()).unwrap();
+            let warnings = cast.restore_with_warnings(Version::V4_2);
+            let lost = warnings.iter().filter(|line| line.contains("did not look for syncobjs"));
+            assert_eq!(lost.count(), 1, "{warnings:?}");
+            let contexts = |look: &str| look.split("; state of file").next().map(str::to_owned);
+            let after = cast.ask("look");
+            assert_eq!(contexts(&after), contexts(&before));
+            assert!(
+                before.contains("submissions 1 0: 70") && after.contains("submissions 1 0: 0"),
+                "{after}"
+            );
             cast.kill();
         });
     });

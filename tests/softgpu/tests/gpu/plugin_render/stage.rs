@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use gpu_app::gpu::Gpus;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_amdgpu_uapi::Buffer;
@@ -20,6 +20,8 @@ use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_testkit::soon;
 
+use super::state;
+
 /// `AMDGPU_GEM_CREATE_VM_ALWAYS_VALID`
 const ALWAYS_VALID: u64 = 1 << 6;
 const SEEN: u64 = AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED as u64;
@@ -31,6 +33,7 @@ pub(crate) struct Stage {
     renders: Vec<Render>,
     computed: Vec<Buffer>,
     gpus: Option<Arc<Gpus>>,
+    exported: Vec<OwnedFd>,
     minor: u32,
 }
 
@@ -58,7 +61,17 @@ impl Stage {
                 let dmabuf = foreign()?;
                 stage.open()?.import(dmabuf.as_fd())?;
             }
-            other => bail!("{other:?} is no role"),
+            "syncobjs" => {
+                state::syncobjs(stage.open()?)?;
+                state::syncobj_without_buffers(stage.open()?)?;
+            }
+            "metadata" => state::metadata(stage.open()?)?,
+            "submissions" => state::submissions(stage.open()?)?,
+            "power" => state::pstate(stage.open()?)?,
+            other => {
+                let exported = state::refused(other, stage.open()?)?;
+                stage.exported.extend(exported);
+            }
         }
         Ok(stage)
     }
@@ -200,6 +213,9 @@ impl Stage {
         let contexts =
             |render: &Render| (1..8).map(|number| render.has_context(number)).collect::<Result<Vec<_>, _>>();
         write!(text, "; contexts {:?}", self.renders().map(contexts).collect::<Result<Vec<_>, _>>()?)?;
+        for (number, render) in self.renders().enumerate() {
+            write!(text, "; state of file {number}{}", state::look(render)?)?;
+        }
         Ok(text)
     }
 
@@ -218,11 +234,12 @@ impl Stage {
                 run(render, context, found)?;
             }
             render.close(found)?;
+            state::use_all(render)?;
         }
         for view in &self.views {
             view.write(0, &[0x5a; 16]);
         }
-        if let [first, second] = &self.renders[..] {
+        if let ([first, second], [_]) = (&self.renders[..], &self.views[..]) {
             let both = [first.map(1, PAGE)?.load64(0), second.map(2, PAGE)?.load64(0)];
             ensure!(both == [0x5a5a_5a5a_5a5a_5a5a; 2], "the buffer in common is two: {both:x?}");
         }

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Finds what a render node has besides buffers and contexts. No call lists it, so each number is tried.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rewake_amdgpu_uapi::abi::{
+    AMDGPU_CTX_QUERY2_FLAGS_GUILTY, AMDGPU_CTX_QUERY2_FLAGS_RESET, AMDGPU_CTX_QUERY2_FLAGS_VRAMLOST,
+    AMDGPU_CTX_STABLE_PSTATE_NONE, AMDGPU_HW_IP_COMPUTE, AMDGPU_HW_IP_DMA, AMDGPU_HW_IP_GFX,
+    AMDGPU_HW_IP_NUM,
+};
+use rewake_amdgpu_uapi::render::{ContextRing, Render};
+use rewake_amdgpu_uapi::render_state::SyncobjState;
+use rewake_criu_images::rewake::{
+    BufferMetadata, MAX_SUBMISSIONS, MAX_SYNCOBJS, RenderState, StablePstate, Submissions, Syncobj,
+};
+use rewake_criu_plugin::Answer;
+
+use super::listing::{IDLE_TIMEOUT, Listing};
+
+/// Numbers without an object in a row after which no higher ones are tried.
+///
+/// The driver gives the lowest free number. An object beyond the row exists only if the program has had all
+/// of the row's objects at once, and destroyed every one of them and not that one.
+const FREE_IN_A_ROW: u32 = 16_384;
+/// Time between two looks at work in flight.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Rings of an engine in a context that are tried; the driver has at most four.
+const RINGS: u32 = 8;
+/// Engines whose submissions a restore makes again, as it knows a command of theirs that does nothing.
+const WITH_NOPS: [u32; 3] = [AMDGPU_HW_IP_GFX, AMDGPU_HW_IP_COMPUTE, AMDGPU_HW_IP_DMA];
+/// The engines by `AMDGPU_HW_IP_*`.
+const ENGINES: [&str; AMDGPU_HW_IP_NUM as usize] =
+    ["GFX", "COMPUTE", "SDMA", "UVD", "VCE", "UVD_ENC", "VCN_DEC", "VCN_ENC", "VCN_JPEG", "VPE"];
+
+/// State that a restore could not make again.
+#[derive(Debug, thiserror::Error)]
+enum LostState {
+    #[error(
+        "file {id:#x}, a render node, has a {what} with number {number}, and no higher number is tried: \
+         close some of the program's {what}s before the dump"
+    )]
+    TooMany { id: u32, what: &'static str, number: u32 },
+    #[error(
+        "syncobj {handle} of file {id:#x}, a render node, has been pending for {IDLE_TIMEOUT:?}: what it \
+         waits for must end before the dump"
+    )]
+    Pending { id: u32, handle: u32 },
+    #[error(
+        "{work} of file {id:#x}, a render node, has been running for {IDLE_TIMEOUT:?}: submitted work must \
+         end before the dump"
+    )]
+    Running { id: u32, work: Work },
+    #[error(
+        "{work} of file {id:#x}, a render node: more than {MAX_SUBMISSIONS} submissions, which a restore \
+         would make again one by one, so that fences of the program keep their numbers"
+    )]
+    ManySubmissions { id: u32, work: Work },
+    #[error(
+        "{work} of file {id:#x}, a render node: this engine keeps sessions that no call reports; end the \
+         program's video work, and free the context, before the dump"
+    )]
+    Video { id: u32, work: Work },
+    #[error(
+        "context {context} of file {id:#x}, a render node, was lost in a reset of the GPU, which a restored \
+         context would not report: the program has to free it before the dump"
+    )]
+    Reset { id: u32, context: u32 },
+}
+
+/// A ring of a context, in messages.
+#[derive(Debug)]
+struct Work(ContextRing);
+
+impl std::fmt::Display for Work {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let ContextRing { context, engine, ring } = self.0;
+        let engine = ENGINES.get(engine as usize).copied().unwrap_or("an unknown engine");
+        write!(out, "work of context {context} on {engine} ring {ring}")
+    }
+}
+
+/// Returns the ids of submission contexts.
+pub(super) fn contexts(render: &Render, id: u32) -> Answer<Vec<u32>> {
+    let exists = |context| Ok(render.has_context(context)?.then_some(()));
+    Ok(find(id, "context", exists)?.into_iter().map(|(context, ())| context).collect())
+}
+
+/// Returns the rest of a file's state, once all of its work has ended: by `end`, or the dump fails.
+pub(super) fn read(render: &Render, id: u32, listing: &Listing, end: Instant) -> Answer<RenderState> {
+    Ok(RenderState {
+        syncobjs: syncobjs(render, id, end)?,
+        metadata: metadata(render, listing)?,
+        submissions: submissions(render, id, &listing.contexts, end)?,
+        pstate: pstate(render, &listing.contexts)?,
+    })
+}
+
+/// Tries all numbers from 1.
+fn find<T>(id: u32, what: &'static str, look: impl Fn(u32) -> Answer<Option<T>>) -> Answer<Vec<(u32, T)>> {
+    let mut found = Vec::new();
+    let mut last = 0;
+    for number in 1..=MAX_SYNCOBJS {
+        if let Some(object) = look(number)? {
+            found.push((number, object));
+            last = number;
+        } else if number - last >= FREE_IN_A_ROW {
+            return Ok(found);
+        }
+    }
+    Err(LostState::TooMany { id, what, number: last }.into())
+}
+
+/// Looks again until `look` has an answer, or until `end`.
+fn until<T>(end: Instant, look: impl Fn() -> Answer<Option<T>>) -> Answer<Option<T>> {
+    loop {
+        let late = Instant::now() >= end;
+        match look()? {
+            None if !late => sleep(POLL_INTERVAL),
+            answer => return Ok(answer),
+        }
+    }
+}
+
+fn syncobjs(render: &Render, id: u32, end: Instant) -> Answer<Vec<Syncobj>> {
+    let found = find(id, "syncobj", |handle| Ok(render.syncobj(handle)?))?;
+    let idle = |(handle, _)| -> Answer<Syncobj> {
+        let point = until(end, || {
+            Ok(match render.syncobj(handle)? {
+                Some(SyncobjState::Pending) => None,
+                Some(SyncobjState::Signalled(point)) => Some(Some(point)),
+                Some(SyncobjState::Empty) | None => Some(None),
+            })
+        })?;
+        Ok(Syncobj { handle, point: point.ok_or(LostState::Pending { id, handle })? })
+    };
+    found.into_iter().map(idle).collect()
+}
+
+fn metadata(render: &Render, listing: &Listing) -> Answer<Vec<BufferMetadata>> {
+    let mut all = Vec::new();
+    for buffer in &listing.buffers {
+        let handle = buffer.image.handle;
+        let found = render.metadata(handle)?;
+        let metadata =
+            BufferMetadata { handle, tiling_info: found.tiling_info, flags: found.flags, data: found.data };
+        if metadata != (BufferMetadata { handle, ..BufferMetadata::default() }) {
+            all.push(metadata);
+        }
+    }
+    all.sort_unstable_by_key(|metadata| metadata.handle);
+    Ok(all)
+}
+
+fn submissions(render: &Render, id: u32, contexts: &[u32], end: Instant) -> Answer<Vec<Submissions>> {
+    const LOST: u32 =
+        AMDGPU_CTX_QUERY2_FLAGS_RESET | AMDGPU_CTX_QUERY2_FLAGS_VRAMLOST | AMDGPU_CTX_QUERY2_FLAGS_GUILTY;
+    let mut all = Vec::new();
+    if contexts.is_empty() {
+        return Ok(all);
+    }
+    // An engine that this kernel does not know is one that the GPU does not have.
+    let exists = |engine: &u32| render.engine_info(*engine).is_ok_and(|info| info.available_rings != 0);
+    let engines: Vec<u32> = (0..AMDGPU_HW_IP_NUM).filter(exists).collect();
+    for &context in contexts {
+        if render.context_state(context)? & u64::from(LOST) != 0 {
+            return Err(LostState::Reset { id, context }.into());
+        }
+        for &engine in &engines {
+            for ring in 0..RINGS {
+                let at = ContextRing { context, engine, ring };
+                let Some(count) = render.submissions(at, MAX_SUBMISSIONS.into())? else { break };
+                let work = Work(at);
+                match u32::try_from(count) {
+                    Ok(0) => {}
+                    _ if !WITH_NOPS.contains(&engine) => return Err(LostState::Video { id, work }.into()),
+                    Ok(count) if count <= MAX_SUBMISSIONS => {
+                        let ended = until(end, || Ok(render.has_ended(at, count.into(), 0)?.then_some(())))?;
+                        ended.ok_or(LostState::Running { id, work })?;
+                        all.push(Submissions { context, engine, ring, count });
+                    }
+                    _ => return Err(LostState::ManySubmissions { id, work }.into()),
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Returns which context has set the GPU's stable power state.
+///
+/// Every context reports the GPU's state. A context may set the state that the GPU has, without an effect,
+/// unless another context has set it. So a new context of another file finds out whether any context has, and
+/// each context of this file whether it was that one.
+fn pstate(render: &Render, contexts: &[u32]) -> Answer<Option<StablePstate>> {
+    let Some(first) = contexts.first() else { return Ok(None) };
+    let state = render.stable_pstate(*first)?;
+    if state == AMDGPU_CTX_STABLE_PSTATE_NONE {
+        return Ok(None);
+    }
+    let other = Render::open(render.minor())?;
+    if other.set_stable_pstate(other.context()?, state)? {
+        return Ok(None);
+    }
+    for &context in contexts {
+        if render.set_stable_pstate(context, state)? {
+            return Ok(Some(StablePstate { context, state }));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(numbers: &[u32]) -> Answer<Vec<u32>> {
+        let exists = |number| Ok(numbers.contains(&number).then_some(()));
+        Ok(find(9, "syncobj", exists)?.into_iter().map(|(number, ())| number).collect())
+    }
+
+    #[test]
+    fn numbers_are_tried_until_many_in_a_row_are_free() {
+        assert_eq!(found(&[]).unwrap(), []);
+        let last = 7 + FREE_IN_A_ROW;
+        assert_eq!(found(&[1, 3, 7, last]).unwrap(), [1, 3, 7]);
+        assert_eq!(found(&[1, 3, 7, last - 1]).unwrap(), [1, 3, 7, last - 1]);
+    }
+
+    #[test]
+    fn a_number_at_the_limit_is_refused() {
+        let all: Vec<u32> = (FREE_IN_A_ROW / 2..=MAX_SYNCOBJS).step_by(FREE_IN_A_ROW as usize / 2).collect();
+        let error = found(&all).unwrap_err();
+        assert!(format!("{error:?}").contains("number: 1048576"), "{error:?}");
+    }
+}
