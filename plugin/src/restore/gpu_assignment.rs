@@ -105,6 +105,11 @@ impl GpuAssignment {
         Ok(*assigned.ok_or(AssignmentError::Missing(gpu.gpu_id))?)
     }
 
+    /// The numbers of all render nodes of this machine.
+    pub(crate) fn minors(&self) -> impl Iterator<Item = u32> {
+        self.machine.iter().map(|gpu| gpu.minor)
+    }
+
     /// Returns a GPU of this machine by its id.
     pub(crate) fn here(&self, actual: u32) -> Option<AssignedGpu> {
         self.machine.iter().find(|gpu| gpu.actual == actual).copied()

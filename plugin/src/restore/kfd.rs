@@ -222,7 +222,7 @@ impl Restore {
         if let Some(stored) = self.render_nodes.get(&gpu) {
             return Ok(*stored);
         }
-        let stored = host.store_fd(self.machine_nodes.open(host, minor)?.as_fd())?;
+        let stored = host.store_fd(self.machine_nodes.open(minor)?.as_fd())?;
         self.render_nodes.insert(gpu, stored);
         Ok(stored)
     }

@@ -91,6 +91,7 @@ impl Restore {
     pub(crate) fn new(host: &Host, images: Images) -> Answer<Self> {
         let assignment = GpuAssignment::find(host, &images)?;
         check::check_images(host, &images, &assignment)?;
+        let machine_nodes = RenderNodes::of_host(assignment.minors());
         let devices = Devices::of_machine(Path::new(CLASS))?;
         let shared = shared::read(host)?;
         let mut sharing = Sharing::of(&shared, &images.kfd)?;
@@ -125,7 +126,7 @@ impl Restore {
             nodes,
             shared_state,
             own: None,
-            machine_nodes: RenderNodes::of_host(host)?,
+            machine_nodes,
             render_nodes: BTreeMap::new(),
             resume,
             watchdog_wait,

@@ -6,17 +6,16 @@
 //! another root's `/dev` would work, but CRIU could not dump the program again. The device cgroup still decides
 //! whether the task may make and open it.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, open};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, mknod, umask};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, lstat, mknod, umask};
 use nix::unistd::{Gid, Uid, fchownat};
 use rewake_amdgpu_uapi::render::Render;
-use rewake_criu_plugin::{Answer, Host};
-
-const FOLDER: &str = "/dev/dri";
+use rewake_criu_plugin::Answer;
 
 #[derive(Debug, thiserror::Error)]
 enum BadNode {
@@ -32,27 +31,25 @@ enum BadNode {
     Other(PathBuf),
 }
 
-/// `/dev/dri` in the root of CRIU's main process, by its id in CRIU's store of descriptors.
+/// The render nodes of the machine, by their minor numbers, as CRIU's main process sees them. Tasks inherit them.
 #[derive(Debug)]
-pub(super) struct RenderNodes(i32);
+pub(super) struct RenderNodes(BTreeMap<u32, FileStat>);
 
 impl RenderNodes {
-    /// Opens the folder. Called in CRIU's main process.
-    pub(super) fn of_host(host: &Host) -> Answer<Self> {
-        let folder = open(FOLDER, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
-            .map_err(|errno| BadNode::Open(FOLDER.into(), errno))?;
-        Ok(Self(host.store_fd(folder.as_fd())?))
+    /// Looks at the nodes. Called in CRIU's main process, because a task sees the `/dev` of its own root.
+    pub(super) fn of_host(minors: impl Iterator<Item = u32>) -> Self {
+        // A GPU whose node is hidden from CRIU may be one that the image does not use.
+        let look = |minor| Some((minor, lstat(&path(minor)).ok()?));
+        Self(minors.filter_map(look).collect())
     }
 
     /// Opens `/dev/dri/renderD<minor>` of this task's root.
-    pub(super) fn open(&self, host: &Host, minor: u32) -> Answer<Render> {
-        let name = format!("renderD{minor}");
-        let path = Path::new(FOLDER).join(&name);
-        let of_host = fstatat(host.stored_fd(self.0)?, name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW)
-            .map_err(|errno| BadNode::Open(path.clone(), errno))?;
+    pub(super) fn open(&self, minor: u32) -> Answer<Render> {
+        let path = path(minor);
+        let of_host = self.0.get(&minor).ok_or_else(|| BadNode::Open(path.clone(), Errno::ENOENT))?;
         let file = match open_node(&path) {
             Err(Errno::ENOENT) => {
-                make_node(&path, &of_host).map_err(|errno| BadNode::Make(path.clone(), errno))?;
+                make_node(&path, of_host).map_err(|errno| BadNode::Make(path.clone(), errno))?;
                 open_node(&path)
             }
             opened => opened,
@@ -65,6 +62,10 @@ impl RenderNodes {
         }
         Ok(Render::of(file, minor))
     }
+}
+
+fn path(minor: u32) -> PathBuf {
+    format!("/dev/dri/renderD{minor}").into()
 }
 
 fn open_node(path: &Path) -> nix::Result<OwnedFd> {

@@ -235,6 +235,8 @@ pub(super) const SHAPES: [Shape; 7] = [
         why: "GPUs that retry faults and whose queues are restored",
         series: Series::Linux7,
         module_arguments: "gpus=2 gfx=90a xgmi=1 xnack=1",
+        // As on real machines; the others go without (see `machine.rs`).
+        kernel_arguments: "sysctl.kernel.randomize_va_space=2",
         tests: Tests::Only(RETRIED),
         ..SHAPE
     },

@@ -115,7 +115,7 @@ impl Restore {
                 self.render_node(host, assigned.actual, assigned.minor)
             }
             (Space::Own, _) | (Space::Unknown, None) => {
-                Ok(host.store_fd(self.machine_nodes.open(host, assigned.minor)?.as_fd())?)
+                Ok(host.store_fd(self.machine_nodes.open(assigned.minor)?.as_fd())?)
             }
         }
     }
