@@ -238,7 +238,6 @@ pub(super) const SHAPES: [Shape; 7] = [
         // As on real machines; the others go without (see `machine.rs`).
         kernel_arguments: "sysctl.kernel.randomize_va_space=2",
         tests: Tests::Only(RETRIED),
-        ..SHAPE
     },
     Shape {
         name: "7-unheld",
