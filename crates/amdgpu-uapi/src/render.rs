@@ -404,8 +404,7 @@ impl Render {
     /// WAIT_CS failed, or the submission did (ECANCELED after a reset of the GPU).
     pub fn wait(&self, submission: Submission, deadline: u64) -> Result<bool, Error> {
         let Submission { context, ring, number } = submission;
-        let ring = ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring };
-        self.wait_on(ring, number, deadline).map_err(FailedCall::named("AMDGPU_WAIT_CS").failed())
+        self.has_ended(ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring }, number, deadline)
     }
 
     pub(crate) fn wait_on(&self, ring: ContextRing, number: u64, deadline: u64) -> io::Result<bool> {

@@ -42,7 +42,7 @@ pub struct Metadata {
 }
 
 impl Render {
-    /// Returns the state of a syncobj, or None if there is none with this handle.
+    /// Returns the state of a syncobj, or `None` where no syncobj has this handle.
     ///
     /// # Errors
     /// SYNCOBJ_QUERY or SYNCOBJ_TIMELINE_WAIT failed.
@@ -137,8 +137,8 @@ impl Render {
         gem::gem_metadata(self.as_fd(), &mut argument).map_err(act.failed())
     }
 
-    /// Returns how many submissions a context has made to a ring, `limit + 1` if there are more than `limit`,
-    /// or None if the engine has no such ring.
+    /// Returns how many submissions a context has made to a ring, `limit + 1` for more than `limit`, or `None`
+    /// where the engine does not have the ring.
     ///
     /// Numbers begin with 1, and WAIT_CS refuses those that have not been given (EINVAL): a binary search
     /// finds the last one. Number 0 can be waited for on every ring.

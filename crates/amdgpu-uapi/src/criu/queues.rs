@@ -73,8 +73,8 @@ impl Release {
         Some(Self { major, minor, patch: numbers.next().and_then(Result::ok).unwrap_or(0) })
     }
 
-    /// The release of this machine's driver for GPUs. None if the driver is AMD's own package (DKMS), which has a
-    /// version of its own.
+    /// Returns the release of this machine's GPU driver, or `None` where the driver is AMD's own package (DKMS),
+    /// because that package has a version of its own.
     #[must_use]
     pub fn of_driver() -> Option<Self> {
         if Path::new("/sys/module/amdgpu/version").exists() {
@@ -95,8 +95,8 @@ impl fmt::Display for Release {
 }
 
 impl QueueSupport {
-    /// What a kernel does with queues of a chip with so many XCCs. Distributions may have a change earlier or later
-    /// than the release says.
+    /// Returns what a kernel does with the queues of a chip that has `xccs` compute dies. Distributions may have a
+    /// change earlier or later than the release says.
     #[must_use]
     pub fn of(gfx: GfxVersion, xccs: u64, driver: Option<Release>) -> Self {
         if gfx.major >= FIRST_WITH_MES {

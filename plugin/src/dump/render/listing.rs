@@ -99,7 +99,7 @@ pub(super) fn list(render: &Render, id: u32) -> Answer<Listing> {
         }
         None => Listing { buffers: probe(render, id)?, is_incomplete: true, ..Listing::default() },
     };
-    listing.contexts = state::contexts(render, id)?;
+    listing.contexts = state::contexts(render)?;
     Ok(listing)
 }
 

@@ -18,10 +18,12 @@ use rewake_criu_plugin::Answer;
 
 use super::listing::{IDLE_TIMEOUT, Listing};
 
-/// Numbers without an object in a row after which no higher ones are tried.
+/// One more than the highest id of a context (`AMDGPU_VM_MAX_NUM_CTX`).
+const CONTEXT_LIMIT: u32 = 4096;
+/// Handles without a syncobj in a row after which no higher ones are tried.
 ///
-/// The driver gives the lowest free number. An object beyond the row exists only if the program has had all
-/// of the row's objects at once, and destroyed every one of them and not that one.
+/// The kernel gives the lowest free handle. A syncobj beyond the row exists only if the program has had all of the
+/// row's syncobjs at once, and destroyed every one of them and not that one.
 const FREE_IN_A_ROW: u32 = 16_384;
 /// Time between two looks at work in flight.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -37,10 +39,10 @@ const ENGINES: [&str; AMDGPU_HW_IP_NUM as usize] =
 #[derive(Debug, thiserror::Error)]
 enum LostState {
     #[error(
-        "file {id:#x}, a render node, has a {what} with number {number}, and no higher number is tried: \
-         close some of the program's {what}s before the dump"
+        "file {id:#x}, a render node, has a syncobj with number {number}, and no higher number is tried: \
+         close some of the program's syncobjs before the dump"
     )]
-    TooMany { id: u32, what: &'static str, number: u32 },
+    TooMany { id: u32, number: u32 },
     #[error(
         "syncobj {handle} of file {id:#x}, a render node, has been pending for {IDLE_TIMEOUT:?}: what it \
          waits for must end before the dump"
@@ -81,9 +83,14 @@ impl std::fmt::Display for Work {
 }
 
 /// Returns the ids of submission contexts.
-pub(super) fn contexts(render: &Render, id: u32) -> Answer<Vec<u32>> {
-    let exists = |context| Ok(render.has_context(context)?.then_some(()));
-    Ok(find(id, "context", exists)?.into_iter().map(|(context, ())| context).collect())
+pub(super) fn contexts(render: &Render) -> Answer<Vec<u32>> {
+    let mut found = Vec::new();
+    for context in 1..CONTEXT_LIMIT {
+        if render.has_context(context)? {
+            found.push(context);
+        }
+    }
+    Ok(found)
 }
 
 /// Returns the rest of a file's state, once all of its work has ended: by `end`, or the dump fails.
@@ -96,19 +103,19 @@ pub(super) fn read(render: &Render, id: u32, listing: &Listing, end: Instant) ->
     })
 }
 
-/// Tries all numbers from 1.
-fn find<T>(id: u32, what: &'static str, look: impl Fn(u32) -> Answer<Option<T>>) -> Answer<Vec<(u32, T)>> {
+/// Returns the handles of a file's syncobjs.
+fn handles(id: u32, exists: impl Fn(u32) -> Answer<bool>) -> Answer<Vec<u32>> {
     let mut found = Vec::new();
     let mut last = 0;
     for number in 1..=MAX_SYNCOBJS {
-        if let Some(object) = look(number)? {
-            found.push((number, object));
+        if exists(number)? {
+            found.push(number);
             last = number;
         } else if number - last >= FREE_IN_A_ROW {
             return Ok(found);
         }
     }
-    Err(LostState::TooMany { id, what, number: last }.into())
+    Err(LostState::TooMany { id, number: last }.into())
 }
 
 /// Looks again until `look` has an answer, or until `end`.
@@ -123,8 +130,8 @@ fn until<T>(end: Instant, look: impl Fn() -> Answer<Option<T>>) -> Answer<Option
 }
 
 fn syncobjs(render: &Render, id: u32, end: Instant) -> Answer<Vec<Syncobj>> {
-    let found = find(id, "syncobj", |handle| Ok(render.syncobj(handle)?))?;
-    let idle = |(handle, _)| -> Answer<Syncobj> {
+    let found = handles(id, |handle| Ok(render.syncobj(handle)?.is_some()))?;
+    let idle = |handle| -> Answer<Syncobj> {
         let point = until(end, || {
             Ok(match render.syncobj(handle)? {
                 Some(SyncobjState::Pending) => None,
@@ -215,8 +222,7 @@ mod tests {
     use super::*;
 
     fn found(numbers: &[u32]) -> Answer<Vec<u32>> {
-        let exists = |number| Ok(numbers.contains(&number).then_some(()));
-        Ok(find(9, "syncobj", exists)?.into_iter().map(|(number, ())| number).collect())
+        handles(9, |number| Ok(numbers.contains(&number)))
     }
 
     #[test]
