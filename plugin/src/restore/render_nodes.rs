@@ -49,8 +49,11 @@ impl RenderNodes {
         let of_host = self.0.get(&minor).ok_or_else(|| BadNode::Open(path.clone(), Errno::ENOENT))?;
         let file = match open_node(&path) {
             Err(Errno::ENOENT) => {
-                make_node(&path, of_host).map_err(|errno| BadNode::Make(path.clone(), errno))?;
-                open_node(&path)
+                match make_node(&path, of_host) {
+                    // Another task of the container has made it.
+                    Ok(()) | Err(Errno::EEXIST) => open_node(&path),
+                    Err(errno) => return Err(BadNode::Make(path, errno).into()),
+                }
             }
             opened => opened,
         };

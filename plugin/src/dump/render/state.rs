@@ -166,9 +166,16 @@ fn submissions(render: &Render, id: u32, contexts: &[u32], end: Instant) -> Answ
     if contexts.is_empty() {
         return Ok(all);
     }
-    // An engine that this kernel does not know is one that the GPU does not have.
-    let exists = |engine: &u32| render.engine_info(*engine).is_ok_and(|info| info.available_rings != 0);
-    let engines: Vec<u32> = (0..AMDGPU_HW_IP_NUM).filter(exists).collect();
+    let mut engines = Vec::new();
+    for engine in 0..AMDGPU_HW_IP_NUM {
+        match render.engine_info(engine) {
+            Ok(info) if info.available_rings != 0 => engines.push(engine),
+            Ok(_) => {}
+            // An engine that this kernel does not know is one that the GPU does not have.
+            Err(error) if error.errno() == Some(libc::EINVAL) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
     for &context in contexts {
         if render.context_state(context)? & u64::from(LOST) != 0 {
             return Err(LostState::Reset { id, context }.into());

@@ -138,7 +138,7 @@ impl RenderNode {
 
 /// Returns a page of GPU addresses that no buffer has: the first, or one behind a buffer.
 fn free_page(all: Range<u64>, taken: &[Range<u64>]) -> Option<u64> {
-    let ends = taken.iter().map(|range| range.end.next_multiple_of(PAGE));
+    let ends = taken.iter().filter_map(|range| range.end.checked_next_multiple_of(PAGE));
     let fits = |page: &u64| {
         let Some(end) = page.checked_add(PAGE) else { return false };
         all.start <= *page
@@ -161,6 +161,7 @@ mod tests {
             free_page(all.clone(), &[0x2_0000..0x8_0000, 0..0x1_1000, 0x1_1000..0x1_f000]),
             Some(0x1_f000)
         );
-        assert_eq!(free_page(all, &[0..0x4_0000, 0x4_0000..0x8_0000]), None);
+        assert_eq!(free_page(all.clone(), &[0..0x4_0000, 0x4_0000..0x8_0000]), None);
+        assert_eq!(free_page(all, &[0..0x2_0000, 0x2_0000..u64::MAX]), None);
     }
 }
