@@ -81,7 +81,7 @@ fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     Held::none();
     let before = judge.as_ref().map(Judge::alive);
     let _last_pid = judge.as_ref().map(|_| LastPid::read());
-    let mut peer = Peer::start(name, None, Stdio::inherit());
+    let mut peer = Peer::start(&mut this_program(), name, None, Stdio::inherit());
     peer.listen_to_the_end();
     if let (Some(judge), Some(before)) = (judge, before) {
         assert_eq!(judge.violations(), Vec::<String>::new(), "the judge's list after {name}");
@@ -121,7 +121,17 @@ impl Scene {
     /// Starts the same test's body in another role.
     #[must_use]
     pub fn peer(&self, role: &str) -> Peer {
-        Peer::start(self.name, Some(role), Stdio::piped())
+        Peer::start(&mut this_program(), self.name, Some(role), Stdio::piped())
+    }
+
+    /// As [`Scene::peer`], for a process whose image another peer restores into itself. The process maps
+    /// memory from the bottom of the address space upwards, as `setarch` has it, so that its buffers lie
+    /// where the other peer has nothing, also on a machine that gives all programs the same addresses.
+    #[must_use]
+    pub fn donor(&self) -> Peer {
+        let mut command = Command::new("setarch");
+        command.arg("--addr-compat-layout").arg(this_program().get_program());
+        Peer::start(&mut command, self.name, Some("donor"), Stdio::piped())
     }
 
     /// Starts the same test's body in another role. It leads a session of its own, without a terminal, as
@@ -132,8 +142,11 @@ impl Scene {
     #[must_use]
     pub fn apart(&self, role: &str, output: File) -> Child {
         let mut command = Command::new("setsid");
-        command.arg(std::env::current_exe().expect("this program's path"));
-        command.args(arguments(self.name)).env(TEST, self.name).env(ROLE, role);
+        command
+            .arg(this_program().get_program())
+            .args(arguments(self.name))
+            .env(TEST, self.name)
+            .env(ROLE, role);
         let errors = output.try_clone().expect("a copy of a descriptor");
         command.stdin(Stdio::null()).stdout(output).stderr(errors).spawn().expect("setsid can be started")
     }
@@ -161,15 +174,17 @@ impl Scene {
     }
 }
 
+fn this_program() -> Command {
+    Command::new(std::env::current_exe().expect("this program's path"))
+}
+
 /// Arguments of a test program that runs one test.
 fn arguments(name: &str) -> [&str; 4] {
     ["--exact", name, "--nocapture", "--test-threads=1"]
 }
 
 impl Peer {
-    fn start(name: &str, role: Option<&str>, input: Stdio) -> Self {
-        let program = std::env::current_exe().expect("this program's path");
-        let mut command = Command::new(program);
+    fn start(command: &mut Command, name: &str, role: Option<&str>, input: Stdio) -> Self {
         command.args(arguments(name)).env(TEST, name);
         if let Some(role) = role {
             command.env(ROLE, role);

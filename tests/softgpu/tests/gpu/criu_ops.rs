@@ -253,7 +253,7 @@ fn donor_and_heir(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: 
         None => {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("snapshot").display().to_string();
-            let mut first = scene.peer("donor");
+            let mut first = scene.donor();
             first.say(&path);
             let message = first.hear();
             first.kill();

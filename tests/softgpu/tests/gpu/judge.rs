@@ -66,7 +66,7 @@ fn restored(scene: &Scene, heir: fn(Restored)) {
         None => {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("snapshot").display().to_string();
-            let mut donor = scene.peer("donor");
+            let mut donor = scene.donor();
             donor.say(&path);
             let address = donor.hear();
             donor.kill();
