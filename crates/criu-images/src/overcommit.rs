@@ -128,12 +128,14 @@ impl Overcommit {
                 start,
                 gib(most)
             )),
-            (Self::Never(left), _) if all.total > left && all.total - all.extra <= left => Some(format!(
-                "`criu restore --lazy-pages` makes {} of private memory writable for a moment, and this kernel has {} \
+            (Self::Never(left), _) if all.total > left && all.total.saturating_sub(all.extra) <= left => {
+                Some(format!(
+                    "`criu restore --lazy-pages` makes {} of private memory writable for a moment, and this kernel has {} \
                  left for that (vm.overcommit_memory is 2)",
-                gib(all.total),
-                gib(left)
-            )),
+                    gib(all.total),
+                    gib(left)
+                ))
+            }
             _ => None,
         }
     }
@@ -220,6 +222,9 @@ mod tests {
         );
         assert_eq!(Overcommit::Never(8 * GIB).refusal(&sum), None);
         assert_eq!(Overcommit::Never(2 * GIB).refusal(&sum), None, "a plain restore is refused, too");
+        // The sums are a peer's.
+        let more_than_all = LazyMappings { longest: None, total: 1, extra: 2 };
+        assert!(Overcommit::Never(0).refusal(&more_than_all).is_some());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! Looks at a program's files, in threads. A file system that does not answer holds such a thread, and no agent.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::thread;
 use std::time::Duration;
 
@@ -59,9 +59,12 @@ fn look_within<T: Send + 'static>(
         // The caller may not wait any more.
         let _ = sender.send(found);
     });
-    result.recv_timeout(limit).map_err(|_| {
-        let limit = limit.as_secs();
-        anyhow!("the program's files were not looked at within {limit} s: a file system does not answer")
+    result.recv_timeout(limit).map_err(|error| match error {
+        RecvTimeoutError::Timeout => {
+            let limit = limit.as_secs();
+            anyhow!("the program's files were not looked at within {limit} s: a file system does not answer")
+        }
+        RecvTimeoutError::Disconnected => anyhow!("the comparison panicked: this host's log says where"),
     })?
 }
 
@@ -94,5 +97,7 @@ mod tests {
         };
         assert!((0..1000).any(is_free), "threads that have ended count");
         assert_eq!(looked_at(|| Ok(7)).unwrap(), 7);
+        let error = looked_at(|| -> anyhow::Result<()> { panic!("a bug") }).unwrap_err().to_string();
+        assert_eq!(error, "the comparison panicked: this host's log says where");
     }
 }

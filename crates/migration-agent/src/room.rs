@@ -91,7 +91,7 @@ impl HugePages {
             };
             let more = number("nr_overcommit_hugepages").saturating_sub(number("surplus_hugepages"));
             let free = number("free_hugepages").saturating_sub(number("resv_hugepages")) + more;
-            let needed = bytes.div_ceil((kib * 1024).max(1));
+            let needed = bytes.div_ceil(kib.saturating_mul(1024).max(1));
             (needed > free).then(|| {
                 format!(
                     "the program has {needed} huge pages of {kib} KiB, and {free} are free here: raise \
@@ -158,6 +158,8 @@ mod tests {
             refused[0].starts_with("the program has 536870912 huge pages of 2048 KiB, and "),
             "{refused:?}"
         );
+        // The numbers are a peer's.
+        assert_eq!(HugePages([(1 << 54, 1), (0, u64::MAX)].into()).refused().len(), 2);
     }
 
     #[test]

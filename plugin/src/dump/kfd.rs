@@ -109,7 +109,7 @@ fn check_queues(host: &Host, pid: u32, state: &Checkpoint, machine: &Topology) -
         if queues.iter().any(|queue| queue.is_of_part(xccs)) {
             return Err(UnrestorableQueue::FirstXcc { pid, gpu, xccs }.into());
         }
-        if support == QueueSupport::Refused {
+        if support == QueueSupport::Refused && queues.iter().any(|queue| queue.is_spread(xccs)) {
             host.warn(format_args!(
                 "process {pid} has queues that are spread over the {xccs} XCCs of GPU {gpu:#x}, which this \
                  kernel refuses to restore; {}",

@@ -73,6 +73,7 @@ pub(super) fn check_images(host: &Host, images: &Images, assignment: &GpuAssignm
 /// Checks that the assigned GPUs can restore all queues.
 fn check_queues(host: &Host, image: &KfdImage, private: &Private, assignment: &GpuAssignment) -> Answer {
     let pid = image.pid;
+    let mut warned = Vec::new();
     for queue in private.queues() {
         let Some(gpu) = gpus(image).find(|gpu| gpu.gpu_id == queue.gpu) else { continue };
         let AssignedGpu { actual, queues, xccs, .. } = assignment.of(gpu)?;
@@ -83,7 +84,8 @@ fn check_queues(host: &Host, image: &KfdImage, private: &Private, assignment: &G
             return Err(PartOfQueue { pid, gpu: queue.gpu, xccs }.into());
         }
         // No refusal: distributions have drivers that are newer than their kernel's release.
-        if queues == QueueSupport::FirstXccSaved {
+        if queues == QueueSupport::FirstXccSaved && queue.is_spread(xccs) && !warned.contains(&actual) {
+            warned.push(actual);
             host.warn(format_args!(
                 "process {pid} has queues that are spread over the {xccs} XCCs of GPU {actual:#x}: with the \
                  driver of this kernel's release they never run; {}",

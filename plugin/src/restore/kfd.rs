@@ -151,7 +151,8 @@ impl Restore {
         let of = |queue: &Queue| {
             let bucket = state.devices.iter().find(|bucket| bucket.user_gpu_id == queue.gpu)?;
             let gpu = self.assignment.here(bucket.actual_gpu_id)?;
-            (gpu.xccs > 1 && gpu.queues != QueueSupport::Restored).then_some((gpu.actual, gpu.xccs))
+            (queue.is_spread(gpu.xccs) && gpu.queues != QueueSupport::Restored)
+                .then_some((gpu.actual, gpu.xccs))
         };
         private.queues().find_map(of)
     }

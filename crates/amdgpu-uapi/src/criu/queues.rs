@@ -128,11 +128,17 @@ pub fn restored_by() -> String {
 }
 
 impl Queue {
-    /// Whether the saved state is that of fewer XCCs than the GPU has. Copy engines (SDMA) are not spread.
+    /// Whether a GPU that has `xccs` compute dies spreads the queue over them. Copy engines (SDMA) are not spread.
+    #[must_use]
+    pub fn is_spread(&self, xccs: u64) -> bool {
+        self.kind == COMPUTE && xccs > 1
+    }
+
+    /// Whether the saved state is that of fewer XCCs than the GPU has.
     #[must_use]
     pub fn is_of_part(&self, xccs: u64) -> bool {
         let whole = usize::try_from(xccs).unwrap_or(usize::MAX).saturating_mul(MQD);
-        self.kind == COMPUTE && xccs > 1 && self.mqd().len() < whole
+        self.is_spread(xccs) && self.mqd().len() < whole
     }
 }
 

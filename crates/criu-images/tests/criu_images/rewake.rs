@@ -65,7 +65,7 @@ fn state_of_render_nodes_is_read_and_written_bytewise() {
     let state = RenderState {
         syncobjs: vec![syncobj(1, None), syncobj(2, Some(0)), syncobj(300, Some(7))],
         metadata: vec![BufferMetadata { handle: 3, tiling_info: 5, flags: 6, data: vec![1, 2, 3] }],
-        submissions: vec![submissions(1, 0, 70), submissions(3, 1, MAX_SUBMISSIONS)],
+        submissions: vec![submissions(1, 0, 70), submissions(3, 1, MAX_SUBMISSIONS - 70)],
         pstate: Some(StablePstate { context: 3, state: 4 }),
     };
     let file =
@@ -112,7 +112,8 @@ fn damage_is_named() {
         ("bad-contexts", "[2, 2]"),
         ("bad-syncobj", "syncobj 1048577"),
         ("bad-state-order", "another order"),
-        ("bad-submissions", "100001 of context 1"),
+        ("bad-submissions", "found 100001"),
+        ("bad-submissions-in-all", "found 100070"),
         ("bad-state-context", "state of context 2"),
         ("bad-pstate", "Some(5) of context Some(1)"),
         ("bad-metadata", "257 bytes of buffer 3"),

@@ -151,10 +151,13 @@ fn take_back_if(
     let stores: Vec<&LeftStore> = kept.iter().map(|(_, store)| store).collect();
     let outcomes = parking::unpark_left(&stores)?;
     let mut lines = Vec::new();
-    for ((folder, _), outcome) in kept.iter().zip(outcomes) {
+    for ((folder, store), outcome) in kept.iter().zip(outcomes) {
         match outcome {
             None => remove(folder),
-            Some(line) => lines.push(line),
+            // Of all holders of a store, only a process that still makes the store count keeps it: a frozen process
+            // elsewhere does not keep a tree from being dumped.
+            Some(line) if is_kept(store) => lines.push(line),
+            Some(_) => {}
         }
     }
     Ok(lines)

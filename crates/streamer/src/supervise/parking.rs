@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -133,8 +133,15 @@ fn unpark_by(stores: &[(StoreId, &Path)]) -> anyhow::Result<Vec<Option<String>>>
     let mut command = park_command()?;
     command.arg("--unpark").args(stores.iter().map(|(id, _)| id.to_string())).stdin(Stdio::null());
     let output = command.output().context("starting rewake park")?;
-    let text = String::from_utf8_lossy(&output.stdout);
+    Ok(kept_by(stores, output.status, &String::from_utf8_lossy(&output.stdout)))
+}
+
+/// Reads what `rewake park --unpark` left: a line for each process that keeps a store. Returns a line for each store
+/// that a process keeps.
+fn kept_by(stores: &[(StoreId, &Path)], status: ExitStatus, text: &str) -> Vec<Option<String>> {
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
+    // A command that was killed, or that failed before its first line, has not looked at every store.
+    let has_ended = status.success() || status.code() == Some(1) && !lines.is_empty();
     let kept = |(id, images): &(StoreId, &Path)| {
         let id = id.to_string();
         let why: Vec<&str> = lines.iter().filter(|(of, _)| *of == id).map(|(_, why)| *why).collect();
@@ -143,17 +150,16 @@ fn unpark_by(stores: &[(StoreId, &Path)]) -> anyhow::Result<Vec<Option<String>>>
             0 => String::new(),
             more => format!("; and {more} more processes"),
         };
-        let is_kept = !shown.is_empty() || !output.status.success() && lines.is_empty();
-        is_kept.then(|| {
+        (!shown.is_empty() || !has_ended).then(|| {
             format!(
                 "a process keeps an empty descriptor of the restore of {}, and CRIU cannot dump that process: \
                  {}{more}; `rewake recover` takes the descriptor back when the process can be stopped",
                 images.display(),
-                if shown.is_empty() { output.status.to_string() } else { shown.join("; ") },
+                if shown.is_empty() { status.to_string() } else { shown.join("; ") },
             )
         })
     };
-    Ok(stores.iter().map(kept).collect())
+    stores.iter().map(kept).collect()
 }
 
 /// Returns the session's tasks, and the children that they forked before they had the store; without those in
@@ -238,7 +244,22 @@ fn park_command() -> anyhow::Result<Command> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
     use super::*;
+
+    #[test]
+    fn stores_are_kept_unless_the_command_looked_at_all_of_them() {
+        let stores = [1, 2].map(|inode| (StoreId { inode, cookie: None }, Path::new("images")));
+        let kept = |status, text| {
+            let lines = kept_by(&stores, ExitStatus::from_raw(status), text);
+            lines.iter().map(Option::is_some).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(0, ""), [false, false]);
+        assert_eq!(kept(1 << 8, "2 process 5 is frozen by its cgroup\n"), [false, true]);
+        assert_eq!(kept(libc::SIGKILL, "2 process 5 is frozen by its cgroup\n"), [true, true]);
+        assert_eq!(kept(1 << 8, ""), [true, true]);
+    }
 
     #[test]
     fn targets_that_may_be_parked_later_are_left() {

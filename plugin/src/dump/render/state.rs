@@ -14,7 +14,7 @@ use rewake_amdgpu_uapi::render_state::SyncobjState;
 use rewake_criu_images::rewake::{
     BufferMetadata, MAX_SUBMISSIONS, MAX_SYNCOBJS, RenderState, StablePstate, Submissions, Syncobj,
 };
-use rewake_criu_plugin::Answer;
+use rewake_criu_plugin::{Answer, Refusal};
 
 use super::listing::{IDLE_TIMEOUT, Listing};
 
@@ -54,8 +54,9 @@ enum LostState {
     )]
     Running { id: u32, work: Work },
     #[error(
-        "{work} of file {id:#x}, a render node: more than {MAX_SUBMISSIONS} submissions, which a restore \
-         would make again one by one, so that fences of the program keep their numbers"
+        "file {id:#x}, a render node, has had more than {MAX_SUBMISSIONS} submissions, up to {work}, and a restore makes \
+         each of them again, so that the program's fences keep their numbers: free contexts of the program that have \
+         ended their work before the dump"
     )]
     ManySubmissions { id: u32, work: Work },
     #[error(
@@ -176,20 +177,29 @@ fn submissions(render: &Render, id: u32, contexts: &[u32], end: Instant) -> Answ
             Err(error) => return Err(error.into()),
         }
     }
+    let mut left = MAX_SUBMISSIONS;
     for &context in contexts {
         if render.context_state(context)? & u64::from(LOST) != 0 {
             return Err(LostState::Reset { id, context }.into());
         }
+        // The reset may come after that look.
+        let lost = |error: rewake_amdgpu_uapi::Error| match error.errno() {
+            Some(libc::ECANCELED) => Refusal::from(LostState::Reset { id, context }),
+            _ => error.into(),
+        };
         for &engine in &engines {
             for ring in 0..RINGS {
                 let at = ContextRing { context, engine, ring };
-                let Some(count) = render.submissions(at, MAX_SUBMISSIONS.into())? else { break };
+                let Some(count) = render.submissions(at, left.into()).map_err(lost)? else { break };
                 let work = Work(at);
                 match u32::try_from(count) {
                     Ok(0) => {}
                     _ if !WITH_NOPS.contains(&engine) => return Err(LostState::Video { id, work }.into()),
-                    Ok(count) if count <= MAX_SUBMISSIONS => {
-                        let ended = until(end, || Ok(render.has_ended(at, count.into(), 0)?.then_some(())))?;
+                    Ok(count) if count <= left => {
+                        left -= count;
+                        let ended = until(end, || {
+                            Ok(render.has_ended(at, count.into(), 0).map_err(lost)?.then_some(()))
+                        })?;
                         ended.ok_or(LostState::Running { id, work })?;
                         all.push(Submissions { context, engine, ring, count });
                     }

@@ -138,14 +138,16 @@ impl RenderNode {
 
 /// Returns a page of GPU addresses that no buffer has: the first, or one behind a buffer.
 fn free_page(all: Range<u64>, taken: &[Range<u64>]) -> Option<u64> {
-    let ends = taken.iter().filter_map(|range| range.end.checked_next_multiple_of(PAGE));
-    let fits = |page: &u64| {
-        let Some(end) = page.checked_add(PAGE) else { return false };
-        all.start <= *page
-            && end <= all.end
-            && !taken.iter().any(|range| range.start < end && *page < range.end)
-    };
-    std::iter::once(all.start).chain(ends).find(fits)
+    let mut taken: Vec<&Range<u64>> = taken.iter().collect();
+    taken.sort_unstable_by_key(|range| range.start);
+    let mut page = all.start;
+    for range in taken {
+        if range.start >= page.checked_add(PAGE)? {
+            break;
+        }
+        page = page.max(range.end.checked_next_multiple_of(PAGE)?);
+    }
+    (page.checked_add(PAGE)? <= all.end).then_some(page)
 }
 
 #[cfg(test)]
