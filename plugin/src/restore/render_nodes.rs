@@ -67,7 +67,7 @@ impl RenderNodes {
         }
         let flags = OFlag::O_RDWR | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NOCTTY;
         let file = open(&path, flags, Mode::empty()).map_err(failed)?;
-        // Whoever else has this /dev may have put another file there since.
+        // Another container may have this /dev too, and may have put another file there since.
         if !is_same_device(&fstat(&file).map_err(failed)?, &of_host) {
             return Err(BadNode::Other(path).into());
         }
