@@ -6,9 +6,6 @@ use std::path::{Path, PathBuf};
 
 use crate::open::LinkRefusal;
 
-/// What errors say of bytes that no image of this format has.
-pub const IMAGE_DAMAGED: &str = "the image is damaged";
-
 /// Why an image was refused. Every message has the file, what was expected, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -51,9 +48,8 @@ pub enum ImageError {
     },
     /// The bytes violate the format.
     #[error(
-        "{file}: at byte {offset}: expected {expected}, found {found}; {damage}: dump again",
-        file = file.display(),
-        damage = IMAGE_DAMAGED
+        "{file}: at byte {offset}: expected {expected}, found {found}; the image is damaged: dump again",
+        file = file.display()
     )]
     Damaged {
         /// The file.

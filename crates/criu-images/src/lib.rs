@@ -36,7 +36,7 @@ pub mod write;
 pub use arriving::{ARRIVING_NAME, add_arriving_file};
 pub use digest::Digest;
 pub use dir::{INVENTORY_NAME, ImageDir, MAX_PARENTS};
-pub use error::{IMAGE_DAMAGED, ImageError, Result};
+pub use error::{ImageError, Result};
 pub use files::MAX_FILES;
 pub use inventory::{IMAGE_VERSION, Inventory};
 pub use lease::ImageLease;

@@ -4,9 +4,6 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What the error of a block says that has wrong bytes.
-pub const NOT_SEALED: &str = "are not those that were sealed";
-
 /// A transfer that was not done to its end. Bytes that were read must not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TransferError {
@@ -68,10 +65,10 @@ pub enum TransferError {
     },
     /// A block is not what was sealed.
     #[error(
-        "reading {length} bytes at offset {offset} of {}: some {not_sealed}, also when they are \
+        "reading {length} bytes at offset {offset} of {}: some are not those that were sealed, also when they are \
          read past the page cache; run `rewake verify` on the image directory for all that is damaged, and restore \
          from another copy",
-        file.display(), not_sealed = NOT_SEALED
+        file.display()
     )]
     Damaged {
         /// Name the file was opened by.

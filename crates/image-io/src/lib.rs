@@ -46,7 +46,7 @@ pub use engine::{
     Completion, DEMAND_RESERVE, DEPTH, Direction, Engine, MAX_EIO_RETRIES, MAX_INTERRUPTIONS,
     MAX_SHORT_CALLS, Request, SimPlan, read_now,
 };
-pub use error::{NOT_SEALED, StoreError, TransferError};
+pub use error::{StoreError, TransferError};
 pub use fetch_source::{FETCH_REQUEST_LEN, FetchReader, FetchRequest, FetchSource, FetchedFile, SentRequest};
 pub use file::{ImageFile, ReadMode, keep_in_page_cache};
 pub use identity::{FileKey, FileState};

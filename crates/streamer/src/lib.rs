@@ -14,6 +14,7 @@
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
 //! * [`working_set`]: what programs access first, recorded for later restores.
 //! * [`control`]: what the agent, streamers and their clients send to each other.
+//! * [`failure`]: why a restore has failed.
 //! * [`limits`]: which limit of this process an error has reached.
 //! * [`record`]: the events of a session with their times. [`fault_latencies`]: how long page faults waited.
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
@@ -21,6 +22,7 @@
 pub mod agent_fetch;
 pub mod control;
 pub mod cpu;
+pub mod failure;
 pub mod fault_latencies;
 pub mod fetch;
 pub mod fetch_peer;

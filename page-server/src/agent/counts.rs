@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use rewake_image_io::NOT_SEALED;
 use rewake_streamer::control::proto::{
-    self, FailureCount, FaultLatencies, LoadCounts, MemorySource, SourceCounts, State, Streaming,
+    self, FailureCause, FailureCount, FaultLatencies, LoadCounts, MemorySource, SourceCounts, State,
+    Streaming,
 };
 
 /// Why a session has failed, or was refused.
@@ -40,9 +40,9 @@ impl FailureKind {
     ];
 
     /// Why a session has failed that was in a state, as its streamer has reported.
-    pub(super) fn of(reason: &str, state: State) -> Self {
+    pub(super) fn of(cause: FailureCause, state: State) -> Self {
         match state {
-            _ if reason.contains(NOT_SEALED) => Self::WrongBlock,
+            _ if cause == FailureCause::WrongBlock => Self::WrongBlock,
             State::Unknown | State::Listening | State::Restoring => Self::Restore,
             State::Running | State::Complete | State::Failed => Self::Load,
             State::Ended => Self::ProgramEnded,
@@ -160,12 +160,11 @@ mod tests {
     #[test]
     fn failures_are_counted_by_kind() {
         let mut ended = EndedCounts::default();
-        let reason = "pages-1.img ends early";
-        ended.failed(FailureKind::of(reason, State::Failed));
-        ended.failed(FailureKind::of(reason, State::Running));
+        ended.failed(FailureKind::of(FailureCause::Other, State::Failed));
+        ended.failed(FailureKind::of(FailureCause::DamagedImage, State::Running));
         ended.failed(FailureKind::StreamerKilled);
-        ended.failed(FailureKind::of(&format!("blocks {NOT_SEALED}"), State::Restoring));
-        ended.failed(FailureKind::of("criu restore failed", State::Listening));
+        ended.failed(FailureKind::of(FailureCause::WrongBlock, State::Restoring));
+        ended.failed(FailureKind::of(FailureCause::Other, State::Listening));
         let counts: Vec<(String, u64)> =
             ended.failures().into_iter().map(|failure| (failure.kind, failure.count)).collect();
         let wanted = [

@@ -11,8 +11,6 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_criu_images::{IMAGE_DAMAGED, ImageError};
-use rewake_image_io::NOT_SEALED;
 use tokio::task::spawn_blocking;
 use tracing::{error, info, warn};
 
@@ -24,6 +22,7 @@ use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{self, Ended, MemorySource, State, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED, StartedNotLazily};
 use rewake_streamer::control::work_folder::{self, LOG};
+use rewake_streamer::failure::FailureCause;
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{LaunchPlan, MemoryServer};
 use rewake_streamer::working_set::LoadingOptions;
@@ -111,7 +110,7 @@ impl Registry {
         // Several opens may find the same damage: it is compared once.
         let began = Instant::now();
         self.start_streamer(images.clone(), &work, open).await.inspect_err(|error| {
-            if shows_damage(error, &images) {
+            if FailureCause::of(error) == FailureCause::DamagedImage {
                 self.doubt(images, began);
             }
         })
@@ -226,7 +225,7 @@ impl Registry {
         self.counts.borrow_mut().add(&live.progress);
         let mut session = live.report();
         let work = live.entry.work();
-        let mut lost = None;
+        let (mut lost, mut cause) = (None, proto::FailureCause::Other);
         match ended {
             Ok(Ended { ok: true, last, .. }) => {
                 info!(session = number, "all memory is resident");
@@ -239,9 +238,10 @@ impl Registry {
                     progress.set_state(State::Complete);
                 }
             }
-            Ok(Ended { reason, last, .. }) => {
-                session.progress = last;
-                session.reason = reason;
+            Ok(ended) => {
+                cause = ended.cause();
+                session.progress = ended.last;
+                session.reason = ended.reason;
             }
             Err(ClientError::NotServed(_)) if work.is_dir() => {
                 session.reason = ABANDONED.to_owned();
@@ -256,13 +256,13 @@ impl Registry {
                 lost = Some(FailureKind::Lost);
             }
         }
-        if session.reason.contains(NOT_SEALED) {
+        if cause == proto::FailureCause::WrongBlock {
             self.doubt(live.entry.images(), live.since);
         }
         if !session.reason.is_empty() {
             error!(session = number, "{}", session.reason);
             self.failed.set(self.failed.get() + 1);
-            let kind = lost.unwrap_or_else(|| FailureKind::of(&session.reason, live.progress.state()));
+            let kind = lost.unwrap_or_else(|| FailureKind::of(cause, live.progress.state()));
             self.counts.borrow_mut().failed(kind);
         }
         let memory_is_lost = !session.reason.is_empty() && live.progress.state() != State::Ended;
@@ -313,17 +313,6 @@ impl Registry {
     }
 }
 
-/// Whether an error shows that files of an image are damaged. A file that cannot be opened now shows nothing.
-fn shows_damage(error: &anyhow::Error, images: &Path) -> bool {
-    let text = format!("{error:#}");
-    let is_damage = |cause: &(dyn std::error::Error + 'static)| {
-        cause.downcast_ref::<ImageError>().is_some_and(ImageError::is_damage)
-    };
-    // A streamer's error has passed through its log.
-    text.contains(&format!("{}/", images.display()))
-        && (error.chain().any(is_damage) || text.contains(IMAGE_DAMAGED))
-}
-
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -347,28 +336,6 @@ mod tests {
         let counts = Some(LoadCounts { fault_bytes, ..LoadCounts::default() });
         let source = MemorySource::Image.into();
         Streaming { state: State::Running.into(), worker, source, counts, ..Streaming::default() }
-    }
-
-    #[test]
-    fn only_damage_to_files_of_the_image_is_one() {
-        let file = PathBuf::from("/cache/a7/pagemap-1.img");
-        let shows = |error: anyhow::Error| shows_damage(&error, Path::new("/cache/a7"));
-        let (expected, found) = ("a pagemap".to_owned(), "zeros".to_owned());
-        let damaged = || ImageError::Damaged {
-            file: file.clone(),
-            offset: 0,
-            expected: expected.clone(),
-            found: found.clone(),
-        };
-        assert!(shows(damaged().into()) && shows(anyhow::Error::from(damaged()).context("reading it")));
-        assert!(shows(anyhow::anyhow!("the streamer could not be started: {}", damaged())));
-        assert!(shows(ImageError::Missing { file: file.clone(), expected: "a pagemap" }.into()));
-        let source = std::io::Error::from_raw_os_error(24);
-        assert!(!shows(ImageError::Io { act: "open", file: file.clone(), source }.into()));
-        assert!(!shows(ImageError::BeingReplaced { file: file.clone() }.into()));
-        let (expected, found) = (expected.clone(), found.clone());
-        assert!(!shows(ImageError::Unsupported { file: file.clone(), expected, found }.into()));
-        assert!(!shows_damage(&damaged().into(), Path::new("/cache/b8")), "it is of another image");
     }
 
     #[test]
@@ -404,7 +371,7 @@ mod tests {
             total()
         });
         assert_eq!(reports, [100, 300, 300, 320]);
-        let ended = Ended { ok: true, reason: String::new(), last: Some(report(6, 50)) };
+        let ended = Ended { ok: true, last: Some(report(6, 50)), ..Ended::default() };
         registry.ended(1, Ok(ended));
         assert_eq!((total(), registry.status().sessions.len()), (350, 0));
         registry.report(1, report(7, 1000));

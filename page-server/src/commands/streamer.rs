@@ -10,8 +10,9 @@ use super::{directory, ready};
 use crate::cli::StreamerArgs;
 use crate::logging;
 use rewake_fetcher::plan::{PagePeer, PeerTls};
-use rewake_streamer::control::streamer::NOT_LAZY;
+use rewake_streamer::control::streamer::{DAMAGED_IMAGE, NOT_LAZY};
 use rewake_streamer::control::work_folder;
+use rewake_streamer::failure::FailureCause;
 use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::session::image::NotLazy;
@@ -22,7 +23,8 @@ use rewake_streamer::working_set::LoadingOptions;
 const FAILED: u8 = 1;
 
 /// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was asked to
-/// stop and nothing depended on it, [`NOT_LAZY`] when the image cannot be restored lazily.
+/// stop and nothing depended on it, [`NOT_LAZY`] when the image cannot be restored lazily, [`DAMAGED_IMAGE`] when it is
+/// damaged.
 ///
 /// # Errors
 /// Options or directories are wrong, or another streamer serves there already.
@@ -43,9 +45,13 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         or_eagerly: true,
     })?;
     let code = supervisor::supervise(ready(options.status_fd)?, |start| {
-        restore.serve(start).unwrap_or_else(|error| if error.is::<NotLazy>() { NOT_LAZY } else { FAILED })
+        restore.serve(start).unwrap_or_else(|error| match FailureCause::of(&error) {
+            _ if error.is::<NotLazy>() => NOT_LAZY,
+            FailureCause::DamagedImage => DAMAGED_IMAGE,
+            _ => FAILED,
+        })
     })?;
-    if options.remove_work_dir && ![FAILED, NOT_LAZY].contains(&code) {
+    if options.remove_work_dir && ![FAILED, NOT_LAZY, DAMAGED_IMAGE].contains(&code) {
         // A command that no streamer answers any more removes the directory itself.
         drop(restore);
         work_folder::remove_unused(&work);

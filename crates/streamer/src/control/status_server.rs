@@ -20,6 +20,7 @@ use tracing::{debug, warn};
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Ended, MemorySource, Reply, Request, State, reply, request};
 use super::{MESSAGE_LIMIT, REPORT, accept};
+use crate::failure::{Failure, FailureCause};
 use crate::fault_latencies::LatencyCounts;
 use crate::record::Timeline;
 use crate::record::model::{self, MemoryOrigin, ProcessMemory, Record};
@@ -232,6 +233,17 @@ pub fn streaming(record: &Record) -> proto::Streaming {
     }
 }
 
+/// The last message of a streamer: a failure without words is none.
+pub(crate) fn ended(failure: Failure, record: &Record) -> proto::Ended {
+    let Failure { cause, reason } = failure;
+    let cause = match cause {
+        FailureCause::Other => proto::FailureCause::Other,
+        FailureCause::DamagedImage => proto::FailureCause::DamagedImage,
+        FailureCause::WrongBlock => proto::FailureCause::WrongBlock,
+    };
+    proto::Ended { ok: reason.is_empty(), reason, last: Some(streaming(record)), cause: cause.into() }
+}
+
 fn source(source: MemoryOrigin) -> MemorySource {
     match source {
         MemoryOrigin::Image => MemorySource::Image,
@@ -357,7 +369,7 @@ mod tests {
         let first = tokio::task::spawn_blocking(move || (reports.recv().unwrap(), reports));
         let (state, _reports) = first.await.unwrap();
         assert_eq!(state, State::Listening);
-        let ended = Ended { ok: false, reason: "a disk".to_owned(), last: None };
+        let ended = Ended { reason: "a disk".to_owned(), ..Ended::default() };
         tokio::task::spawn_blocking({
             let ended = ended.clone();
             move || answers.finish(ended)

@@ -7,14 +7,15 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow};
 use tokio::io::AsyncReadExt as _;
 use tokio::process::Command;
 use tokio::time::{sleep, timeout};
 
 use super::client::{Client, ClientError};
 use super::proto::{self, Ended, Streaming, reply, request};
-use super::status_server::{SOCKET, streaming};
+use super::status_server::{SOCKET, ended};
+use crate::failure::{Failure, FailureCause};
 use crate::record::files;
 use crate::record::model::State;
 use crate::session::address;
@@ -31,6 +32,8 @@ const RETRY: Duration = Duration::from_millis(50);
 
 /// The exit code of a streamer whose image cannot be restored lazily on this machine.
 pub const NOT_LAZY: u8 = 4;
+/// The exit code of a streamer whose image is damaged.
+pub const DAMAGED_IMAGE: u8 = 5;
 
 /// What a user can do when all processes of a streamer were killed.
 pub const ABANDONED: &str = "every process of the streamer was killed: the restored processes wait for their memory; \
@@ -47,7 +50,7 @@ pub struct StartedNotLazily(pub String);
 ///
 /// # Errors
 /// It cannot be started, or ends at once: with its last log line, if it has a log. [`StartedNotLazily`]: CRIU can
-/// restore the image, but not lazily.
+/// restore the image, but not lazily. [`Failure`]: the image is damaged.
 pub async fn start(
     images: &Path,
     work: &Path,
@@ -72,10 +75,13 @@ pub async fn start(
     if listening.context("the streamer does not listen")?? == 0 {
         let words = log.and_then(last_words).unwrap_or_else(|| "see above".to_owned());
         let ended = timeout(START_LIMIT, child.wait()).await;
-        if ended.is_ok_and(|ended| ended.is_ok_and(|status| status.code() == Some(NOT_LAZY.into()))) {
-            return Err(StartedNotLazily(words).into());
-        }
-        bail!("the streamer could not be started: {words}");
+        let code = ended.ok().and_then(Result::ok).and_then(|status| status.code()?.try_into().ok());
+        let reason = format!("the streamer could not be started: {words}");
+        return Err(match code {
+            Some(NOT_LAZY) => StartedNotLazily(words).into(),
+            Some(DAMAGED_IMAGE) => Failure { cause: FailureCause::DamagedImage, reason }.into(),
+            _ => anyhow!("{reason}"),
+        });
     }
     Ok(())
 }
@@ -146,12 +152,12 @@ pub async fn ask_to_end(work: &Path) {
 /// The end of a streamer that this client did not see, by the record that it has left.
 fn recorded(work: &Path) -> Option<Ended> {
     let record = files::read(work).ok()??;
-    let last = Some(streaming(&record));
-    match record.state {
-        State::Complete => Some(Ended { ok: true, reason: String::new(), last }),
+    let reason = match record.state {
+        State::Complete => String::new(),
         State::Failed | State::Ended => {
-            Some(Ended { ok: false, reason: record.reason.unwrap_or_default(), last })
+            record.reason.clone().unwrap_or_else(|| "the reason is not known".to_owned())
         }
-        State::Waiting | State::Loading => None,
-    }
+        State::Waiting | State::Loading => return None,
+    };
+    Some(ended(Failure { cause: record.cause, reason }, &record))
 }

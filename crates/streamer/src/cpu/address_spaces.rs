@@ -188,7 +188,7 @@ pub fn inherit(
         |(_, slot): (usize, &'static SpaceSlot)| match inherit_one(slot, image, session, pool, &known) {
             Ok(request) => Some(request),
             Err(error) => {
-                session.fail(&format!("{:#}", error.context("taking over from a dead worker")));
+                session.fail(&error.context("taking over from a dead worker"));
                 kill_and_abandon(slot);
                 None
             }
@@ -375,7 +375,10 @@ mod tests {
         unknown.slot(ledger, false);
         torn.slot(ledger, false).lossy.store(1, Ordering::Relaxed);
         assert!(inherit(ledger, &Image::default(), &session, &pool).is_empty());
-        assert!(session.failure().is_some_and(|reason| reason.contains("not in the image")), "{session:?}");
+        assert!(
+            session.failure().is_some_and(|failure| failure.reason.contains("not in the image")),
+            "{session:?}"
+        );
         uffd_child::until(|| !known.lives());
         for left in [&unknown, &torn] {
             assert!(left.lives() && uffd_child::is_open(left.uffd));

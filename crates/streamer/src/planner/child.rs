@@ -14,6 +14,7 @@ use rewake_process::descriptors;
 
 use super::confine::confine;
 use super::{PlannerReport, TIME, step};
+use crate::failure::FailureCause;
 use crate::session::image::draft::Draft;
 
 /// Bytes of a reason that are sent: a message has 16 KiB at most.
@@ -44,7 +45,9 @@ pub fn run(images: &Path, memory: PlannedMemory) -> anyhow::Result<u8> {
     let Err(error) = plan(images, memory, &stdout, &channel) else { return Ok(0) };
     let mut reason = format!("{error:#}");
     reason.truncate(reason.floor_char_boundary(MAX_REASON));
-    channel.send(&PlannerReport { step: step::REFUSED, reason }, &[])?;
+    let is_damaged = FailureCause::of(&error) == FailureCause::DamagedImage;
+    let step = if is_damaged { step::DAMAGED } else { step::REFUSED };
+    channel.send(&PlannerReport { step, reason }, &[])?;
     Ok(1)
 }
 

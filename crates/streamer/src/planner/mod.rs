@@ -41,6 +41,7 @@ use rewake_plugin_protocol::Channel;
 use rewake_process::names::printable;
 use rewake_process::proc;
 
+use crate::failure::{Failure, FailureCause};
 use crate::last_words::LastWords;
 use crate::session::image::draft::DraftRemote;
 use crate::session::image::remote_memory::RemoteMemory;
@@ -88,6 +89,8 @@ mod step {
     pub(super) const DONE: u32 = 3;
     /// The image cannot be served.
     pub(super) const REFUSED: u32 = 4;
+    /// The image cannot be served, because it is damaged.
+    pub(super) const DAMAGED: u32 = 5;
 }
 
 /// A message of the planner.
@@ -181,7 +184,11 @@ impl<'a> Planner<'a> {
                 step::DIRECTORIES if directories.is_empty() => directories = descriptors,
                 step::FILES if files.len() < MAX_FILES => files.extend(descriptors),
                 step::DONE => return Ok((directories, files, report.reason)),
-                step::REFUSED => bail!("{}", printable(report.reason.trim().as_bytes())),
+                step::REFUSED | step::DAMAGED => {
+                    let is_damaged = report.step == step::DAMAGED;
+                    let cause = if is_damaged { FailureCause::DamagedImage } else { FailureCause::Other };
+                    return Err(Failure { cause, reason: printable(report.reason.trim().as_bytes()) }.into());
+                }
                 other => bail!("{}: unexpected report {other} of the planner", self.images.display()),
             }
         }

@@ -5,6 +5,7 @@
 use super::model::{
     FORMAT, Fault, LoadedBytes, MemoryOrigin, PageFaults, Process, ProcessMemory, Record, State, SwapEvent,
 };
+use crate::failure::FailureCause;
 use crate::fault_latencies::LatencyCounts;
 
 const GIB: u64 = 1 << 30;
@@ -67,6 +68,7 @@ pub(crate) fn record() -> Record {
         elapsed_us: 2_960_000,
         state: State::Complete,
         reason: None,
+        cause: FailureCause::Other,
         processes: vec![
             process(4711, "python3", 1200, 2_951_000),
             process(4712, "<b>\"rank\" & 1", 3400, 2_952_000),

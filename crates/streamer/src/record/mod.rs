@@ -29,6 +29,7 @@ use self::cpu_progress::Cpus;
 pub use self::follow::follow;
 use self::model::{Record, State};
 use self::recorder::Recorder;
+use crate::failure::Failure;
 use crate::session::Session;
 use crate::session::root::ProgramState;
 use crate::units;
@@ -129,7 +130,7 @@ impl Timeline {
             if record.ended_early().is_empty() { ProgramState::Runs } else { self.program(&record) };
         let (state, reason) = match program {
             ProgramState::Runs | ProgramState::Finished => (State::Complete, None),
-            ProgramState::Ended(_) => (State::Ended, Some(ended_early(&record, program))),
+            ProgramState::Ended(_) => (State::Ended, Some(ended_early(&record, program).into())),
         };
         self.recorder().end(state, reason);
     }
@@ -145,10 +146,10 @@ impl Timeline {
     }
 
     /// Notes that the restore was given up.
-    pub fn failed(&self, reason: &str) {
+    pub fn failed(&self, failure: impl Into<Failure>) {
         let mut recorder = self.recorder();
         self.look_into(&mut recorder);
-        recorder.end(State::Failed, Some(reason.to_owned()));
+        recorder.end(State::Failed, Some(failure.into()));
     }
 
     /// Returns the record so far.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::failure::FailureCause;
 use crate::fault_latencies::LatencyCounts;
 
 /// Version of the JSON: increased when a reader of the old one would misread it.
@@ -69,6 +70,9 @@ pub struct Record {
     pub state: State,
     /// Why it failed, or how the program ended.
     pub reason: Option<String>,
+    /// The cause of a failure.
+    #[serde(default)]
+    pub cause: FailureCause,
     /// The processes; the rest of the record uses their indexes.
     pub processes: Vec<Process>,
     /// Memory: each process's CPU memory, and its memory of each GPU.

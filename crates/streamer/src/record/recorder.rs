@@ -11,6 +11,7 @@ use super::model::{
 };
 use super::samples::{Sample, Samples};
 use super::top_n::Longest;
+use crate::failure::{Failure, FailureCause};
 use crate::fault_latencies::{LatencyCounts, LatencyHistogram};
 
 /// The most processes of a restore that are recorded, as many as can have gates.
@@ -21,6 +22,7 @@ pub(super) struct Recorder {
     began: Option<(Instant, SystemTime)>,
     pub(super) state: State,
     reason: Option<String>,
+    cause: FailureCause,
     over: Option<u64>,
     /// The processes with gates, by their load's numbers.
     processes: Vec<Process>,
@@ -156,11 +158,12 @@ impl Recorder {
     }
 
     /// Ends the restore, if it has begun and not ended.
-    pub(super) fn end(&mut self, state: State, reason: Option<String>) {
+    pub(super) fn end(&mut self, state: State, why: Option<Failure>) {
         if self.began.is_some() && self.over.is_none() {
             self.over = Some(self.now());
             self.state = state;
-            self.reason = reason;
+            self.cause = why.as_ref().map(|why| why.cause).unwrap_or_default();
+            self.reason = why.map(|why| why.reason);
         }
     }
 
@@ -174,6 +177,7 @@ impl Recorder {
             elapsed_us: self.over.unwrap_or_else(|| self.now()),
             state: self.state,
             reason: self.reason.clone(),
+            cause: self.cause,
             processes,
             memory,
             page_fault_stats: self.page_faults,

@@ -19,12 +19,12 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::control::proto;
-use crate::control::status_server::{Answers, StatusSocket, streaming};
+use crate::control::status_server::{Answers, StatusSocket, ended};
+use crate::failure::Failure;
 use crate::fetch_peer::FetchPeer;
 use crate::gpu::fetched_files::{ArrivalLimit, FetchedGpuFiles, SessionGpuFiles};
 use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
 use crate::ledger::{Ledger, SessionOutcome, SessionState};
-use crate::limits;
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
 use crate::session::complete;
@@ -105,9 +105,9 @@ impl StreamedRestore {
         let (timeline, mut answers) = (Timeline::default(), None);
         let loaded = self.load(start, &timeline, &mut answers);
         if let Err(error) = &loaded {
-            let text = limits::explained(error);
-            error!("{text}");
-            timeline.failed(&text);
+            let failure = Failure::from(error);
+            error!("{failure}");
+            timeline.failed(failure);
         }
         self.keep(&timeline);
         if let Some(answers) = answers {
@@ -135,15 +135,15 @@ impl StreamedRestore {
 
     fn ended(&self, loaded: &anyhow::Result<u8>, timeline: &Timeline) -> proto::Ended {
         let record = timeline.record();
-        let reason = match loaded {
-            Err(error) => limits::explained(error),
+        let failure = match loaded {
+            Err(error) => Failure::from(error),
             Ok(_) if matches!(record.state, State::Failed | State::Ended) => {
-                record.reason.clone().unwrap_or_default()
+                Failure { cause: record.cause, reason: record.reason.clone().unwrap_or_default() }
             }
-            Ok(code) if record.state == State::Waiting => self.unconnected(*code),
-            Ok(_) => String::new(),
+            Ok(code) if record.state == State::Waiting => self.unconnected(*code).into(),
+            Ok(_) => String::new().into(),
         };
-        proto::Ended { ok: reason.is_empty(), reason, last: Some(streaming(&record)) }
+        ended(failure, &record)
     }
 
     /// Returns why no memory was loaded; empty if the restore needs none: its tree has none that is missing, or another

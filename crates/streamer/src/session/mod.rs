@@ -23,6 +23,7 @@ use tokio::sync::Notify;
 use tracing::error;
 
 use crate::cpu::stats::{Stats, TaskStats, add};
+use crate::failure::Failure;
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
 use crate::record::model::MemoryOrigin;
@@ -56,7 +57,7 @@ pub struct Session {
     working_set: AtomicU8,
     /// When the last of them was resident, as [`Stats::elapsed`] counts. 0: not yet, or there was none.
     working_set_ns: AtomicU64,
-    failure: OnceLock<String>,
+    failure: OnceLock<Failure>,
     open_spaces: AtomicUsize,
     changed: Notify,
 }
@@ -198,7 +199,7 @@ impl Session {
         match store.retain(is_current) {
             Err(error) if wants_room(&error) => false,
             Err(error) => {
-                self.fail(&format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
+                self.fail(format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
                 true
             }
             Ok(()) => true,
@@ -240,8 +241,10 @@ impl Session {
 
     /// Fails the session, because bytes of the image cannot be read or filled. Keeps and logs only the first
     /// reason.
-    pub fn fail(&self, reason: &str) {
-        if self.failure.set(reason.to_owned()).is_ok() {
+    pub fn fail(&self, failure: impl Into<Failure>) {
+        let failure = failure.into();
+        let reason = failure.reason.clone();
+        if self.failure.set(failure).is_ok() {
             error!("{reason}; ending the restored processes of {}", self.images.display());
             self.changed.notify_one();
         }
@@ -253,8 +256,8 @@ impl Session {
     }
 
     /// Returns why it failed.
-    pub fn failure(&self) -> Option<&str> {
-        self.failure.get().map(String::as_str)
+    pub fn failure(&self) -> Option<&Failure> {
+        self.failure.get()
     }
 
     /// Adds a task with `pages` missing pages, and returns its counters.

@@ -23,7 +23,6 @@ use crate::gpu::GpuLoad;
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
-use crate::limits;
 use crate::session::image::{Image, TaskPlan};
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
@@ -253,7 +252,7 @@ impl Worker {
             error = lost_pages(fetch.as_deref()) => Err(error),
         };
         if let Err(error) = &outcome {
-            session.fail(&limits::explained(error));
+            session.fail(error);
         }
         if session.has_failed() {
             self.pool.look_again();
@@ -266,11 +265,11 @@ impl Worker {
         }
         // The first reason is the cause: later ones, such as the end of a restore whose tasks were killed,
         // follow from it.
-        if let Some(reason) = session.failure() {
+        if let Some(failure) = session.failure() {
             if let Some(fetch) = fetch {
                 fetch.end_as_failure().await;
             }
-            bail!("{reason}");
+            return Err(failure.clone().into());
         }
         match fetch {
             Some(fetch) if !fetch.is_image() => fetch.finish().await?,
@@ -333,7 +332,7 @@ impl Worker {
         let session = &open.session;
         let park = async {
             if let Err(error) = parking::park(self.ledger, session).await {
-                session.fail(&limits::explained(&error));
+                session.fail(&error);
             }
         };
         let load = async {

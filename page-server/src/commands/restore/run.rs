@@ -292,7 +292,7 @@ impl RestoreRun<'_> {
             bail!("criu restore failed ({exit}); nothing was restored{reason}{hint}");
         }
         match reason {
-            Some(reason) if reason == ABANDONED => bail!("{reason}"),
+            Some(reason) if matches!(self.ended, Some(Err(ClientError::NotServed(_)))) => bail!("{reason}"),
             Some(reason) if self.ended.iter().flatten().any(|ended| end_state(ended) == State::Ended) => {
                 print::say(reason);
                 return Ok(if detached { PROGRAM_ENDED } else { criu::code(exit) });

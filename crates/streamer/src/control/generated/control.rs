@@ -214,6 +214,8 @@ pub struct Ended {
     /// How far it was. LISTENING: there was nothing to load.
     #[prost(message, optional, tag = "3")]
     pub last: ::core::option::Option<Streaming>,
+    #[prost(enumeration = "FailureCause", tag = "4")]
+    pub cause: i32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Status {
@@ -437,6 +439,38 @@ impl State {
             "STATE_COMPLETE" => Some(Self::Complete),
             "STATE_FAILED" => Some(Self::Failed),
             "STATE_ENDED" => Some(Self::Ended),
+            _ => None,
+        }
+    }
+}
+/// Why a restore has failed, as far as a program decides by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum FailureCause {
+    Other = 0,
+    /// A file of the image is not what its format says.
+    DamagedImage = 1,
+    /// A block of the image is not the block that was sealed.
+    WrongBlock = 2,
+}
+impl FailureCause {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Other => "FAILURE_CAUSE_OTHER",
+            Self::DamagedImage => "FAILURE_CAUSE_DAMAGED_IMAGE",
+            Self::WrongBlock => "FAILURE_CAUSE_WRONG_BLOCK",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "FAILURE_CAUSE_OTHER" => Some(Self::Other),
+            "FAILURE_CAUSE_DAMAGED_IMAGE" => Some(Self::DamagedImage),
+            "FAILURE_CAUSE_WRONG_BLOCK" => Some(Self::WrongBlock),
             _ => None,
         }
     }

@@ -12,6 +12,7 @@ use rewake_pager::{BLOCK_PAGES, BlockIx, Finish, PageIx};
 
 use super::Reactor;
 use crate::cpu::space::{AddressSpace, Filled, REGISTERED};
+use crate::failure::Failure;
 
 /// Blocks that a reactor claims together: adjacent ones make one request to the disk.
 pub(super) const BATCH: usize = PIECE / BLOCK;
@@ -395,7 +396,8 @@ impl Reactor {
     pub(super) fn read_failed(&self, space: &AddressSpace, address: Option<u64>, error: &TransferError) {
         let pid = space.counts.pid;
         let place = address.map_or_else(String::new, |address| format!(", address {address:#x}"));
-        space.session.fail(&format!("memory of process {pid}{place}: {error}"));
+        let reason = format!("memory of process {pid}{place}: {error}");
+        space.session.fail(Failure { cause: error.into(), reason });
         self.shared.attention_all();
     }
 

@@ -272,7 +272,7 @@ impl Reactor {
                 home.crowded = true;
                 self.crowded = true;
             }
-            Err(error) => home.space.session.fail(&format!("taking over: {error}")),
+            Err(error) => home.space.session.fail(format!("taking over: {error}")),
             Ok(()) => {}
         }
         // No record exists of faults that were read and not served: their threads must fault again. They can
@@ -293,7 +293,7 @@ impl Reactor {
             .watch(space.uffd.as_fd(), token)
             .and_then(|()| space.process().map_or(Ok(()), |process| self.watch(process, token + 1)));
         if let Err(error) = watched {
-            space.session.fail(&format!("watching a userfaultfd: {error}"));
+            space.session.fail(format!("watching a userfaultfd: {error}"));
         } else if crowded {
             self.watch_events(key, &space, false);
         }
@@ -327,7 +327,7 @@ impl Reactor {
                 }
             }
             Err(error) => {
-                space.session.fail(&format!("reading a userfaultfd: {error}"));
+                space.session.fail(format!("reading a userfaultfd: {error}"));
                 self.shared.attention_all();
             }
             Ok(()) => {}
@@ -345,7 +345,7 @@ impl Reactor {
         let flags = if wakes { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
         let mut event = EpollEvent::new(flags, FIRST_HOME + 2 * key as u64);
         if let Err(error) = self.epoll.modify(space.uffd.as_fd(), &mut event) {
-            space.session.fail(&format!("watching a userfaultfd: {error}"));
+            space.session.fail(format!("watching a userfaultfd: {error}"));
         }
     }
 
@@ -404,7 +404,7 @@ impl Reactor {
 
     /// Fails the session: the kernel refused a fill, and another try would not help.
     fn refused(&mut self, space: &Arc<AddressSpace>, errno: i32) {
-        space.session.fail(&space.complaint(errno));
+        space.session.fail(space.complaint(errno));
         self.shared.attention_all();
     }
 
