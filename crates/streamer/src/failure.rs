@@ -2,6 +2,7 @@
 //! Why a restore has failed: words for people, and the cause for programs, because an agent counts failures by their
 //! cause, and compares its copy of an image with the store when that copy is the cause.
 
+use rewake_bo_contents::Error as ContentsError;
 use rewake_criu_images::ImageError;
 use rewake_image_io::TransferError;
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,9 @@ impl FailureCause {
         if let Some(failure) = error.downcast_ref::<Failure>() {
             failure.cause
         } else if let Some(transfer) = error.downcast_ref::<TransferError>() {
+            transfer.into()
+        } else if let Some(ContentsError::Transfer(transfer)) = error.downcast_ref() {
+            // This error is transparent, so that its source is not in the chain.
             transfer.into()
         } else if is_damage() {
             Self::DamagedImage
@@ -97,6 +101,8 @@ mod tests {
         assert_eq!(cause(missing.into()), FailureCause::DamagedImage);
         let block = TransferError::Damaged { file: file(), offset: 0, length: 4096 };
         assert_eq!(cause(block.into()), FailureCause::WrongBlock);
+        let block = TransferError::Damaged { file: file(), offset: 0, length: 4096 };
+        assert_eq!(cause(ContentsError::from(block).into()), FailureCause::WrongBlock);
         let failure = Failure { cause: FailureCause::WrongBlock, reason: "memory of process 7".to_owned() };
         assert_eq!(cause(failure.into()), FailureCause::WrongBlock);
         // Files that cannot be opened now show nothing.
