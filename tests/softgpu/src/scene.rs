@@ -4,7 +4,7 @@
 use std::any::type_name;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
 
@@ -81,7 +81,7 @@ fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     Held::none();
     let before = judge.as_ref().map(Judge::alive);
     let _last_pid = judge.as_ref().map(|_| LastPid::read());
-    let mut peer = Peer::start(&mut this_program(), name, None, Stdio::inherit());
+    let mut peer = Peer::start(&mut Command::new(this_program()), name, None, Stdio::inherit());
     peer.listen_to_the_end();
     if let (Some(judge), Some(before)) = (judge, before) {
         assert_eq!(judge.violations(), Vec::<String>::new(), "the judge's list after {name}");
@@ -121,7 +121,7 @@ impl Scene {
     /// Starts the same test's body in another role.
     #[must_use]
     pub fn peer(&self, role: &str) -> Peer {
-        Peer::start(&mut this_program(), self.name, Some(role), Stdio::piped())
+        Peer::start(&mut Command::new(this_program()), self.name, Some(role), Stdio::piped())
     }
 
     /// As [`Scene::peer`], for a process whose image another peer restores into itself. The process maps
@@ -130,7 +130,7 @@ impl Scene {
     #[must_use]
     pub fn donor(&self) -> Peer {
         let mut command = Command::new("setarch");
-        command.arg("--addr-compat-layout").arg(this_program().get_program());
+        command.arg("--addr-compat-layout").arg(this_program());
         Peer::start(&mut command, self.name, Some("donor"), Stdio::piped())
     }
 
@@ -142,11 +142,7 @@ impl Scene {
     #[must_use]
     pub fn apart(&self, role: &str, output: File) -> Child {
         let mut command = Command::new("setsid");
-        command
-            .arg(this_program().get_program())
-            .args(arguments(self.name))
-            .env(TEST, self.name)
-            .env(ROLE, role);
+        command.arg(this_program()).args(arguments(self.name)).env(TEST, self.name).env(ROLE, role);
         let errors = output.try_clone().expect("a copy of a descriptor");
         command.stdin(Stdio::null()).stdout(output).stderr(errors).spawn().expect("setsid can be started")
     }
@@ -174,8 +170,8 @@ impl Scene {
     }
 }
 
-fn this_program() -> Command {
-    Command::new(std::env::current_exe().expect("this program's path"))
+fn this_program() -> PathBuf {
+    std::env::current_exe().expect("this program's path")
 }
 
 /// Arguments of a test program that runs one test.
