@@ -130,8 +130,8 @@ impl Overcommit {
             )),
             (Self::Never(left), _) if all.total > left && all.total.saturating_sub(all.extra) <= left => {
                 Some(format!(
-                    "`criu restore --lazy-pages` makes {} of private memory writable for a moment, and this kernel has {} \
-                 left for that (vm.overcommit_memory is 2)",
+                    "`criu restore --lazy-pages` makes {} of private memory writable for a moment, and this \
+                     kernel has {} left for that (vm.overcommit_memory is 2)",
                     gib(all.total),
                     gib(left)
                 ))

@@ -54,9 +54,9 @@ enum LostState {
     )]
     Running { id: u32, work: Work },
     #[error(
-        "file {id:#x}, a render node, has had more than {MAX_SUBMISSIONS} submissions, up to {work}, and a restore makes \
-         each of them again, so that the program's fences keep their numbers: free contexts of the program that have \
-         ended their work before the dump"
+        "file {id:#x}, a render node, has had more than {MAX_SUBMISSIONS} submissions, up to {work}, and a \
+         restore makes each of them again, so that the program's fences keep their numbers: free contexts of the \
+         program that have ended their work before the dump"
     )]
     ManySubmissions { id: u32, work: Work },
     #[error(
