@@ -56,7 +56,7 @@ impl From<&TransferError> for FailureCause {
 }
 
 /// A failure that has been put into words.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Failure {
     /// What programs decide by.

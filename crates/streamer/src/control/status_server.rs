@@ -233,15 +233,16 @@ pub fn streaming(record: &Record) -> proto::Streaming {
     }
 }
 
-/// The last message of a streamer: a failure without words is none.
-pub(crate) fn ended(failure: Failure, record: &Record) -> proto::Ended {
-    let Failure { cause, reason } = failure;
+/// The last message of a streamer.
+pub(crate) fn ended(failure: Option<Failure>, record: &Record) -> proto::Ended {
+    let ok = failure.is_none();
+    let Failure { cause, reason } = failure.unwrap_or_default();
     let cause = match cause {
         FailureCause::Other => proto::FailureCause::Other,
         FailureCause::DamagedImage => proto::FailureCause::DamagedImage,
         FailureCause::WrongBlock => proto::FailureCause::WrongBlock,
     };
-    proto::Ended { ok: reason.is_empty(), reason, last: Some(streaming(record)), cause: cause.into() }
+    proto::Ended { ok, reason, last: Some(streaming(record)), cause: cause.into() }
 }
 
 fn source(source: MemoryOrigin) -> MemorySource {

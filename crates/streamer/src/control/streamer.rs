@@ -152,12 +152,8 @@ pub async fn ask_to_end(work: &Path) {
 /// The end of a streamer that this client did not see, by the record that it has left.
 fn recorded(work: &Path) -> Option<Ended> {
     let record = files::read(work).ok()??;
-    let reason = match record.state {
-        State::Complete => String::new(),
-        State::Failed | State::Ended => {
-            record.reason.clone().unwrap_or_else(|| "the reason is not known".to_owned())
-        }
-        State::Waiting | State::Loading => return None,
-    };
-    Some(ended(Failure { cause: record.cause, reason }, &record))
+    match record.state {
+        State::Waiting | State::Loading => None,
+        State::Complete | State::Failed | State::Ended => Some(ended(record.failure(), &record)),
+    }
 }

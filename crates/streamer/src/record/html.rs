@@ -79,10 +79,9 @@ pub(super) fn escaped(text: &str) -> String {
 fn head(page: &mut String, record: &Record) {
     let (all, there) = record.totals();
     let _ = writeln!(page, "<h1>Memory loaded while the processes run</h1>");
-    if matches!(record.state, State::Failed | State::Ended) {
-        let why = record.reason.as_deref().unwrap_or("the reason is not known");
+    if let Some(failure) = record.failure() {
         let what = if record.state == State::Failed { "Failed" } else { "Ended early" };
-        let _ = writeln!(page, "<p class=\"bad\">{what}: {}</p>", escaped(why));
+        let _ = writeln!(page, "<p class=\"bad\">{what}: {}</p>", escaped(&failure.reason));
     }
     let _ = writeln!(
         page,

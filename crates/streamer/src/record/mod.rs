@@ -128,11 +128,11 @@ impl Timeline {
         let record = self.record();
         let program =
             if record.ended_early().is_empty() { ProgramState::Runs } else { self.program(&record) };
-        let (state, reason) = match program {
+        let (state, failure) = match program {
             ProgramState::Runs | ProgramState::Finished => (State::Complete, None),
             ProgramState::Ended(_) => (State::Ended, Some(ended_early(&record, program).into())),
         };
-        self.recorder().end(state, reason);
+        self.recorder().end(state, failure);
     }
 
     /// Returns what has become of a program of which processes ended early.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::failure::FailureCause;
+use crate::failure::{Failure, FailureCause};
 use crate::fault_latencies::LatencyCounts;
 
 /// Version of the JSON: increased when a reader of the old one would misread it.
@@ -251,6 +251,14 @@ pub fn percent(part: u64, all: u64) -> u64 {
 }
 
 impl Record {
+    /// Returns why the restore failed, or how its program ended early; `None` while neither is so.
+    #[must_use]
+    pub fn failure(&self) -> Option<Failure> {
+        let reason = || self.reason.clone().unwrap_or_else(|| "the reason is not known".to_owned());
+        let has_failed = matches!(self.state, State::Failed | State::Ended);
+        has_failed.then(|| Failure { cause: self.cause, reason: reason() })
+    }
+
     /// Bytes that were missing at first, and how many of them are resident.
     #[must_use]
     pub fn totals(&self) -> (u64, u64) {

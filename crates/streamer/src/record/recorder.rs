@@ -11,7 +11,7 @@ use super::model::{
 };
 use super::samples::{Sample, Samples};
 use super::top_n::Longest;
-use crate::failure::{Failure, FailureCause};
+use crate::failure::Failure;
 use crate::fault_latencies::{LatencyCounts, LatencyHistogram};
 
 /// The most processes of a restore that are recorded, as many as can have gates.
@@ -21,8 +21,7 @@ const MOST: usize = 1024;
 pub(super) struct Recorder {
     began: Option<(Instant, SystemTime)>,
     pub(super) state: State,
-    reason: Option<String>,
-    cause: FailureCause,
+    failure: Option<Failure>,
     over: Option<u64>,
     /// The processes with gates, by their load's numbers.
     processes: Vec<Process>,
@@ -158,12 +157,11 @@ impl Recorder {
     }
 
     /// Ends the restore, if it has begun and not ended.
-    pub(super) fn end(&mut self, state: State, why: Option<Failure>) {
+    pub(super) fn end(&mut self, state: State, failure: Option<Failure>) {
         if self.began.is_some() && self.over.is_none() {
             self.over = Some(self.now());
             self.state = state;
-            self.cause = why.as_ref().map(|why| why.cause).unwrap_or_default();
-            self.reason = why.map(|why| why.reason);
+            self.failure = failure;
         }
     }
 
@@ -176,8 +174,8 @@ impl Recorder {
             handed_over_unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX),
             elapsed_us: self.over.unwrap_or_else(|| self.now()),
             state: self.state,
-            reason: self.reason.clone(),
-            cause: self.cause,
+            reason: self.failure.as_ref().map(|failure| failure.reason.clone()),
+            cause: self.failure.as_ref().map(|failure| failure.cause).unwrap_or_default(),
             processes,
             memory,
             page_fault_stats: self.page_faults,

@@ -83,11 +83,9 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
         let rate = units::rate(record.totals().0, took.saturating_mul(1000));
         moments.push((at, format!("all memory is resident, {rate}")));
     }
-    let why = || record.reason.as_deref().unwrap_or("the reason is not known");
-    match record.state {
-        State::Failed => moments.push((record.elapsed_us, format!("failed: {}", why()))),
-        State::Ended => moments.push((record.elapsed_us, why().to_owned())),
-        State::Waiting | State::Loading | State::Complete => {}
+    if let Some(failure) = record.failure() {
+        let what = if record.state == State::Failed { "failed: " } else { "" };
+        moments.push((record.elapsed_us, format!("{what}{failure}")));
     }
     // Stable: what happened at one moment stays in this order.
     moments.sort_by_key(|(at, _)| *at);

@@ -136,24 +136,21 @@ impl StreamedRestore {
     fn ended(&self, loaded: &anyhow::Result<u8>, timeline: &Timeline) -> proto::Ended {
         let record = timeline.record();
         let failure = match loaded {
-            Err(error) => Failure::from(error),
-            Ok(_) if matches!(record.state, State::Failed | State::Ended) => {
-                Failure { cause: record.cause, reason: record.reason.clone().unwrap_or_default() }
-            }
-            Ok(code) if record.state == State::Waiting => self.unconnected(*code).into(),
-            Ok(_) => String::new().into(),
+            Err(error) => Some(error.into()),
+            Ok(code) if record.state == State::Waiting => self.unconnected(*code).map(Failure::from),
+            Ok(_) => record.failure(),
         };
         ended(failure, &record)
     }
 
-    /// Returns why no memory was loaded; empty if the restore needs none: its tree has none that is missing, or another
-    /// plugin loads it.
-    fn unconnected(&self, code: u8) -> String {
+    /// Returns why no memory was loaded; `None` if the restore needs none, because its tree lacks none, or because
+    /// another plugin loads it.
+    fn unconnected(&self, code: u8) -> Option<String> {
         match self.unconnected.get() {
-            Some(reason) => reason.clone(),
+            Some(reason) => Some(reason.clone()),
             // CRIU always connects for CPU memory.
-            None if code == STOPPED && self.options.images.is_some() => NEVER_CONNECTED.to_owned(),
-            None => String::new(),
+            None if code == STOPPED && self.options.images.is_some() => Some(NEVER_CONNECTED.to_owned()),
+            None => None,
         }
     }
 

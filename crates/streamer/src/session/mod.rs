@@ -242,10 +242,10 @@ impl Session {
     /// Fails the session, because bytes of the image cannot be read or filled. Keeps and logs only the first
     /// reason.
     pub fn fail(&self, failure: impl Into<Failure>) {
-        let failure = failure.into();
-        let reason = failure.reason.clone();
-        if self.failure.set(failure).is_ok() {
-            error!("{reason}; ending the restored processes of {}", self.images.display());
+        if self.failure.set(failure.into()).is_ok()
+            && let Some(failure) = self.failure()
+        {
+            error!("{failure}; ending the restored processes of {}", self.images.display());
             self.changed.notify_one();
         }
     }
