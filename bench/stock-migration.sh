@@ -3,7 +3,8 @@
 # How long stock CRIU keeps a program from running when it moves by post-copy on one machine, over loopback:
 #   frozen   criu dump --lazy-pages, from the moment before the stop until its page server listens
 #   restore  criu lazy-pages and criu restore --lazy-pages, from their start until the tasks run
-# Programs: the tests' target with a region of so many MiB; 1 stands for an empty one. Needs root, CRIU in the environment (or criu on the path), and the tests' target program:
+# Programs: the tests' target with a region of MIB MiB; 1 stands for an empty one. Needs root, CRIU in the
+# environment (or criu on the path), and the tests' target program:
 #   cargo build -p rewake-tests && bench/stock-migration.sh [MIB...]
 set -euo pipefail
 criu=${CRIU:-criu}

@@ -7,11 +7,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use nix::sys::signal::Signal;
+use rewake_testkit::process::output;
 use rewake_testkit::until;
 
-use crate::criu::quiet;
-use crate::processes::{Process, check_interrupted};
-use crate::watch::Watch;
+use crate::processes::{Process, Watch, anonymous_and_shared, check_interrupted, quiet};
 
 /// Time until it answers, and until it has ended.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -30,7 +29,8 @@ pub(crate) struct Agent {
 }
 
 impl Agent {
-    /// Starts it with these options and variables, and waits until it answers. `work` gets its socket and its log.
+    /// Starts it with these options and variables, and waits until it answers. `work` gets its socket and its
+    /// log.
     pub(crate) fn start(
         rewake: &Path,
         work: &Path,
@@ -42,7 +42,7 @@ impl Agent {
         command.arg("serve").arg("--socket").arg(&socket).arg("-o").arg(work.join("serve.log"));
         command.args(options).envs(variables.iter().cloned());
         let process = Process::spawn(quiet(&mut command))?;
-        let watch = Watch::start(process.pid());
+        let watch = Watch::start(process.pid(), anonymous_and_shared);
         let agent = Self { process, rewake: rewake.to_owned(), socket, watch };
         let until = Instant::now() + LIMIT;
         while agent.says(&["status"]).is_err() {
@@ -60,11 +60,7 @@ impl Agent {
 
     /// Runs a command that asks the agent. Returns what it wrote.
     pub(crate) fn says(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let mut command = Command::new(&self.rewake);
-        let output = command.args(arguments).arg("--socket").arg(&self.socket).output().context("rewake")?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "rewake {}: {said}", arguments.join(" "));
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+        output(Command::new(&self.rewake).args(arguments).arg("--socket").arg(&self.socket))
     }
 
     /// Waits until its cache has all of an image.
@@ -77,6 +73,6 @@ impl Agent {
     pub(crate) fn end(mut self) -> anyhow::Result<u64> {
         self.process.signal(Signal::SIGTERM)?;
         self.process.wait(LIMIT)?;
-        Ok(self.watch.finish())
+        Ok(self.watch.reap().largest())
     }
 }

@@ -3,13 +3,12 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::num::NonZeroUsize;
-use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use memmap2::Mmap;
+use nix::errno::Errno;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 const PAGE: usize = 4096;
 const READ_SIZE: usize = 1 << 20;
@@ -56,6 +55,11 @@ pub(crate) fn drop_files(paths: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Brings the files into the page cache, or out of it.
+pub(crate) fn bring(paths: &[PathBuf], cached: bool) -> anyhow::Result<()> {
+    if cached { load_files(paths) } else { drop_files(paths) }
+}
+
 /// The files of a folder.
 pub(crate) fn files(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let list = std::fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
@@ -65,20 +69,16 @@ pub(crate) fn files(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
 /// Share of the file's pages in the page cache, 0 to 1.
 fn cached_share(path: &Path) -> anyhow::Result<f64> {
     let file = File::open(path).with_context(|| path.display().to_string())?;
-    let length = usize::try_from(file.metadata()?.len())?;
-    let Some(length) = NonZeroUsize::new(length) else { return Ok(1.0) };
-    // SAFETY: a new read-only mapping at an address that the kernel picks; it is never read through.
-    let map = unsafe { mmap(None, length, ProtFlags::PROT_READ, MapFlags::MAP_SHARED, file.as_fd(), 0) }
-        .with_context(|| format!("mmap of {}", path.display()))?;
-    let mut present = vec![0_u8; length.get().div_ceil(PAGE)];
-    // SAFETY: the mapping is `length` bytes long and the vector has one byte for each of its pages.
-    let result = unsafe { libc::mincore(map.as_ptr(), length.get(), present.as_mut_ptr()) };
-    let error = std::io::Error::last_os_error();
-    // SAFETY: the mapping made above, which nothing uses.
-    unsafe { munmap(map, length.get()) }.context("munmap")?;
-    if result != 0 {
-        return Err(error).with_context(|| format!("mincore of {}", path.display()));
+    if file.metadata()?.len() == 0 {
+        return Ok(1.0);
     }
+    // SAFETY: it is never read through.
+    let map = unsafe { Mmap::map(&file) }.with_context(|| format!("mmap of {}", path.display()))?;
+    let mut present = vec![0_u8; map.len().div_ceil(PAGE)];
+    let start = map.as_ptr().cast_mut().cast();
+    // SAFETY: the mapping is that long, and the vector has one byte for each of its pages.
+    let result = unsafe { libc::mincore(start, map.len(), present.as_mut_ptr()) };
+    Errno::result(result).with_context(|| format!("mincore of {}", path.display()))?;
     let cached = present.iter().filter(|&&page| page & 1 == 1).count();
     Ok(cached as f64 / present.len() as f64)
 }

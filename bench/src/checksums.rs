@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What it costs to check the blocks of an image while they are loaded. A fill reads a block into a buffer that
-//! stays in the CPU's cache, checks it, and copies it to its place. So each block is copied from a large memory
-//! to a small buffer and then hashed; the time of the copy alone is subtracted.
+//! What it costs to check the blocks of an image while they are loaded. A fill reads a block into a buffer
+//! that stays in the CPU's cache, checks it, and copies it to its place. So each block is copied from a large
+//! memory to a small buffer and then hashed; the time of the copy alone is subtracted.
 
 use std::hint::black_box;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::ensure;
 use clap::Args;
+use rewake_testkit::Random;
+
+use crate::report::{Spread, Table};
 
 /// Bytes of a block, and of a chunk of GPU memory.
 const BLOCK: usize = 64 << 10;
@@ -82,52 +85,47 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
             times.push(time(candidate, &memory));
         }
     }
-    let medians: Vec<f64> = times.into_iter().map(|times| median(times).as_secs_f64()).collect();
+    let medians: Vec<f64> =
+        times.into_iter().map(|times| Spread::of(times).map_or(0.0, |all| all.median)).collect();
     let gigabytes = memory.len() as f64 / 1e9;
-    println!("| check | s/GB | GB/s | of a fill |\n|---|---|---|---|");
+    let mut table = Table::new(&["check", "s/GB", "GB/s", "of a fill"]);
     for (candidate, seconds) in CANDIDATES.iter().zip(&medians) {
         let base = CANDIDATES.iter().position(|base| base.unit == candidate.unit).unwrap_or_default();
         let own = if candidate.name.starts_with("copy") { *seconds } else { seconds - medians[base] };
         let cost = own / gigabytes;
-        println!("| {} | {cost:.4} | {:.1} | {:.0} % |", candidate.name, 1.0 / cost, 100.0 * cost / FILL);
+        table.row(&[
+            candidate.name.to_owned(),
+            format!("{cost:.4}"),
+            format!("{:.1}", 1.0 / cost),
+            format!("{:.0} %", 100.0 * cost / FILL),
+        ]);
     }
+    print!("{table}");
     Ok(())
 }
 
 /// Memory like a program's: a third each of zeros, small numbers and random bytes, in pages.
 fn memory(bytes: usize) -> Vec<u8> {
     let mut memory = vec![0; bytes];
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = Random::new(1);
     for (number, page) in memory.chunks_exact_mut(4096).enumerate() {
         for word in page.chunks_exact_mut(8) {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            let value = match number % 3 {
-                0 => 0,
-                1 => state & 0xffff,
-                _ => state,
-            };
+            let value = [0, random.number() & 0xffff, random.number()][number % 3];
             word.copy_from_slice(&value.to_le_bytes());
         }
     }
     memory
 }
 
-/// Copies and checks all memory once.
-fn time(candidate: &Checksum, memory: &[u8]) -> Duration {
+/// Copies and checks all memory once. Returns the seconds that it took.
+fn time(candidate: &Checksum, memory: &[u8]) -> f64 {
     let mut buffer = vec![0; candidate.unit];
     let start = Instant::now();
     for unit in memory.chunks_exact(candidate.unit) {
         buffer.copy_from_slice(unit);
         black_box((candidate.check)(black_box(&buffer)));
     }
-    start.elapsed()
-}
-
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort_unstable();
-    times[times.len() / 2]
+    start.elapsed().as_secs_f64()
 }
 
 #[cfg(test)]

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Runs `criu dump`, `criu restore` and servers of lazy pages, each for a bounded time. An error quotes the log's end.
+//! Runs `criu dump`, `criu restore` and servers of lazy pages, each for a bounded time. An error quotes the
+//! log's end.
 
 use std::io::{PipeReader, Read as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::unistd::Pid;
+use rewake_testkit::process::tail;
 
-use crate::processes::{Exit, Process, check_interrupted, descendants, reap_adopted};
+use crate::processes::{Exit, Process, check_interrupted, descendants, quiet, reap_adopted};
 
 const SERVER_READY: Duration = Duration::from_secs(30);
 /// Time between the end of `criu dump` and that of the process it dumped.
@@ -21,7 +23,8 @@ const DUMPED_END: Duration = Duration::from_secs(60);
 const SLICE_MS: u8 = 200;
 const LOG_LINES: usize = 15;
 
-/// A dumped process and the place of its image. The process can be restored any number of times, one after another.
+/// A dumped process and the place of its image. The process can be restored any number of times, one after
+/// another.
 #[derive(Debug)]
 pub(crate) struct Image {
     /// The pid of the process, before the dump and after every restore.
@@ -50,9 +53,7 @@ impl Image {
         let mut dump = Command::new(criu);
         dump.args(["dump", "-o", "dump.log", "-t", &pid.to_string(), "-D"]).arg(&directory);
         let exit = Process::spawn(quiet(&mut dump))?.wait(limit)?;
-        if !exit.success {
-            bail!("criu dump: {}\n{}", exit.status, log_tail(&directory.join("dump.log")));
-        }
+        exit.check("criu dump", || tail(&directory.join("dump.log"), LOG_LINES))?;
         process.wait(DUMPED_END).context("criu dump must end the process it dumped")?;
         reap_adopted(&tree);
         let mut page_files = Vec::new();
@@ -67,12 +68,14 @@ impl Image {
         Ok(Self { pid, directory, page_files, limit })
     }
 
-    /// Starts `program lazy-pages` for one restore and waits until it listens. `work` gets its log and its socket.
+    /// Starts `program lazy-pages` for one restore and waits until it listens. `work` gets its log and its
+    /// socket.
     pub(crate) fn serve(&self, program: &Path, work: &Path) -> anyhow::Result<Process> {
         self.listen(program, "lazy-pages", &[], work)
     }
 
-    /// Starts `program role` with further options and waits until it listens. `work` gets its log and its socket.
+    /// Starts `program role` with further options and waits until it listens. `work` gets its log and its
+    /// socket.
     pub(crate) fn listen(
         &self,
         program: &Path,
@@ -98,13 +101,9 @@ impl Image {
     /// Restores the process with `criu restore -d` and the arguments `more`. `work` gets its log. Returns the
     /// restored process and the exit of `criu restore`.
     pub(crate) fn restore(&self, criu: &Path, more: &[&str], work: &Path) -> anyhow::Result<(Process, Exit)> {
-        let mut command = Command::new(criu);
-        command.args(["restore", "-d"]).args(more).args(["-o", "restore.log", "-D"]).arg(&self.directory);
-        command.arg("-W").arg(work).current_dir(work);
-        let exit = Process::spawn(quiet(&mut command))?.wait(self.limit)?;
-        if !exit.success {
-            bail!("criu restore: {}\n{}", exit.status, log_tail(&work.join("restore.log")));
-        }
+        let mut command = restore(criu, &self.directory, work);
+        let exit = Process::spawn(quiet(command.args(more).current_dir(work)))?.wait(self.limit)?;
+        exit.check("criu restore", || tail(&work.join("restore.log"), LOG_LINES))?;
         let target = Process::adopt(self.pid, "the restored process")?;
         Ok((target, exit))
     }
@@ -112,24 +111,21 @@ impl Image {
     /// Waits until a server has served all memory.
     pub(crate) fn served(&self, server: &mut Process, work: &Path) -> anyhow::Result<Exit> {
         let exit = server.wait(self.limit)?;
-        if !exit.success {
-            bail!("the server failed: {}\n{}", exit.status, server_log(work));
-        }
+        exit.check("the server failed", || server_log(work))?;
         Ok(exit)
     }
 }
 
-/// The end of a server's log, for an error message.
-pub(crate) fn server_log(work: &Path) -> String {
-    log_tail(&work.join("lazy.log"))
+/// `criu restore -d`; `work` gets its log.
+pub(crate) fn restore(criu: &Path, images: &Path, work: &Path) -> Command {
+    let mut command = Command::new(criu);
+    command.args(["restore", "-d", "-o", "restore.log", "-D"]).arg(images).arg("-W").arg(work);
+    command
 }
 
-/// First line of a program's `--version`.
-pub(crate) fn version(program: &Path) -> anyhow::Result<String> {
-    let output = Command::new(program).arg("--version").output();
-    let output = output.with_context(|| format!("{} --version", program.display()))?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    Ok(text.lines().next().unwrap_or("unknown version").to_owned())
+/// The end of a server's log, for an error message.
+pub(crate) fn server_log(work: &Path) -> String {
+    tail(&work.join("lazy.log"), LOG_LINES)
 }
 
 /// True when the pipe can be read, or is at its end, within `limit`.
@@ -143,19 +139,4 @@ fn readable(pipe: &PipeReader, limit: Duration) -> anyhow::Result<bool> {
         }
     }
     Ok(false)
-}
-
-/// No terminal: the dumped process must not hold ours, and logs go to files.
-pub(crate) fn quiet(command: &mut Command) -> &mut Command {
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null())
-}
-
-/// The end of a log, for an error message.
-fn log_tail(path: &Path) -> String {
-    let log = match std::fs::read(path) {
-        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
-        Err(error) => return format!("(no log {}: {error})", path.display()),
-    };
-    let lines: Vec<&str> = log.lines().collect();
-    lines[lines.len().saturating_sub(LOG_LINES)..].join("\n")
 }

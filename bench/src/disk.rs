@@ -2,14 +2,14 @@
 //! The disk's limits, measured by `fio` on the very file that the servers read.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::processes::Process;
+use crate::processes::{Process, quiet};
 
 /// What `fio` measured, all of it with O_DIRECT.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -81,13 +81,10 @@ fn fio(file: &Path, work: &Path, jobs: &[String]) -> anyhow::Result<String> {
     command.arg(format!("--output={}", output.display()));
     // Options before the first --name hold for every job.
     command.arg(format!("--filename={}", file.display())).args(jobs).current_dir(work);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let limit = Duration::from_secs(SEQUENTIAL_LIMIT_S) + START_AND_END;
-    let exit = Process::spawn(&mut command).context("is fio installed?")?.wait(limit)?;
+    let exit = Process::spawn(quiet(&mut command)).context("is fio installed?")?.wait(limit)?;
     let text = std::fs::read_to_string(&output).unwrap_or_default();
-    if !exit.success {
-        bail!("fio on {}: {}\n{text}", file.display(), exit.status);
-    }
+    exit.check(&format!("fio on {}", file.display()), || text.clone())?;
     Ok(text)
 }
 

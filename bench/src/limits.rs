@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu_uapi::Buffer;
+use gpu_app::kfd::Buffer;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_sdma_copy::{
     Bo, CopyEngine, Shape, Slot, Staging, StagingMemory, StagingOffset, Ticket, Transfer,
@@ -259,7 +259,7 @@ impl Bench {
     }
 }
 
-/// Starts and lengths of the parts of so many bytes.
+/// Starts and lengths of the parts of `bytes` bytes.
 fn parts(bytes: u64, each: u64) -> impl Iterator<Item = (u64, u64)> {
     (0..bytes.div_ceil(each)).map(move |part| (part * each, each.min(bytes - part * each)))
 }

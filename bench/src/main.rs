@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Side-by-side comparisons with the stock daemon and the stock plugin.
 //!
+//! * [`harness`]: what all comparisons have in common. [`report`]: from samples to tables.
 //! * [`lazy`]: one comparison, from the dump to the samples of every round.
 //! * [`touch`]: the process that is dumped and restored; it measures its own page faults.
 //! * [`disk`], [`fill`]: the machine's own limits, measured in the same run.
-//! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
+//! * [`processes`]: processes that cannot outlive the bench, their CPU time, and their memory one by one.
 //! * [`programs`]: real programs, and the time of their first answer.
 //! * [`replicas`]: restores of one image at once.
 //! * [`store`]: restores from a store. [`link`]: a link with a rate and a delay.
@@ -15,10 +16,9 @@
 //! * [`behind`]: this project's plugin, with and without a background load.
 //! * [`engine`]: the engine that loads GPU memory, compared with memcpy and the disk.
 //! * [`checksums`]: what it costs to check blocks.
-//! * [`agent`]: `rewake serve`. [`watch`]: memory of processes, one by one.
+//! * [`agent`]: `rewake serve`.
 //! * [`cache`]: the share of a file in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
 //!   [`pipes`]: what its lazy dumps need of the machine.
-//! * [`report`]: from samples to a table, Markdown and JSON.
 
 mod agent;
 mod behind;
@@ -28,6 +28,7 @@ mod criu;
 mod disk;
 mod engine;
 mod fill;
+mod harness;
 mod lazy;
 mod limits;
 mod link;
@@ -41,7 +42,6 @@ mod replicas;
 mod report;
 mod store;
 mod touch;
-mod watch;
 
 use std::process::ExitCode;
 
@@ -58,15 +58,15 @@ struct Arguments {
 enum Command {
     /// Restores one image in turn through `criu lazy-pages` and `rewake lazy-pages` (needs root)
     Lazy(lazy::Options),
-    /// Restores Python, Node, Java and redis servers alternately eagerly, through `criu lazy-pages` and through
-    /// `rewake lazy-pages`, and requests a first answer from each (needs root)
+    /// Restores Python, Node, Java and redis servers alternately eagerly, through `criu lazy-pages` and
+    /// through `rewake lazy-pages`, and requests a first answer from each (needs root)
     Programs(programs::Options),
     /// Restores one image several times at once, by `rewake serve` and each by itself (needs root)
     Replicas(replicas::Options),
     /// Restores programs from a store behind a link of 1 Gbit/s, and measures the store (needs root)
     Store(store::Options),
-    /// Restores one image in turn from page servers on loopback, stock CRIU's and rewake's, by clients of both (needs
-    /// root)
+    /// Restores one image in turn from page servers on loopback, stock CRIU's and rewake's, by clients of
+    /// both (needs root)
     Remote(remote::Options),
     /// Moves programs between two hosts, which are namespaces of this machine (needs root)
     Migrate(migrate::Options),

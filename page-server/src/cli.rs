@@ -23,7 +23,7 @@ use cache::bytes;
 pub use cache::{CacheAct, CacheArgs};
 pub use descriptor::GivenDescriptor;
 pub use remote::{ExportArgs, MigrateArgs, PullArgs, ReceiveArgs, SourceArgs};
-pub use store::{ExportedPlace, GcArgs, LsArgs, PullSource, PushArgs, RmArgs, SealedPlace};
+pub use store::{ExportedPlace, GcArgs, LsArgs, Place, PullSource, PushArgs, RmArgs, SealedPlace};
 pub use tls::{PeerTlsArgs, TlsArgs};
 
 /// A day in seconds: how long memory may be loaded only when it is accessed.
@@ -43,8 +43,8 @@ pub struct Cli {
 pub enum Command {
     /// Serves one restore, in the place of `criu lazy-pages` and with its options
     LazyPages(LazyPagesArgs),
-    /// Receives the memory of dumps, or serves an image to lazy restores, in the place of `criu page-server` and with
-    /// its options
+    /// Receives the memory of dumps, or serves an image to lazy restores, in the place of `criu page-server`
+    /// and with its options
     PageServer(PageServerArgs),
     /// Runs the node agent, which starts a streamer for each restore
     Serve(ServeArgs),
@@ -85,7 +85,7 @@ pub enum Command {
     /// For streamers: brings pages from a page server, in a confined process
     #[command(hide = true)]
     Fetcher,
-    /// For streamers: gives targets a session's fd store
+    /// For streamers: gives targets their fd stores
     #[command(hide = true)]
     Park(ParkArgs),
     /// Serves restored processes all of whose streamer's processes were killed
@@ -141,7 +141,8 @@ pub struct LazyPagesArgs {
     pub(crate) remote: Remote,
 }
 
-/// Options of `criu lazy-pages` for a page server: without `--page-server` they are left out ([`crate::criu_args`]).
+/// Options of `criu lazy-pages` for a page server: without `--page-server` they are left out
+/// ([`crate::criu_args`]).
 #[derive(Debug, Args)]
 pub struct Remote {
     /// Get lazy pages from a page server: `criu page-server --lazy-pages`, `criu dump --lazy-pages`, or
@@ -149,12 +150,17 @@ pub struct Remote {
     #[arg(long)]
     pub page_server: bool,
     /// Address of the page server; with a slash in it, the path of a unix socket [default: 127.0.0.1]
-    #[arg(long, value_name = "ADDR", value_parser = OsStringValueParser::new().try_map(PageServerAddress::of))]
+    #[arg(
+        long,
+        value_name = "ADDR",
+        value_parser = OsStringValueParser::new().try_map(PageServerAddress::of)
+    )]
     pub address: Option<PageServerAddress>,
     /// Port of the page server
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub port: Option<u16>,
-    /// Use this socket, which is connected with the page server. CRIU does not encrypt it, so there is no TLS on it
+    /// Use this socket, which is connected with the page server. CRIU does not encrypt it, so there is no TLS
+    /// on it
     #[arg(long, value_name = "FD", value_parser = GivenDescriptor::of, conflicts_with = "tls")]
     pub ps_socket: Option<GivenDescriptor>,
     #[command(flatten)]
@@ -169,7 +175,8 @@ pub struct Remote {
 pub struct PageServerArgs {
     #[command(flatten)]
     pub(crate) server: CriuServerArgs,
-    /// Serve the images directory to `criu lazy-pages --page-server` [default: receive the memory of a dump into it]
+    /// Serve the images directory to `criu lazy-pages --page-server` [default: receive the memory of a dump
+    /// into it]
     #[arg(long)]
     pub lazy_pages: bool,
     /// Address to listen on; with a slash in it, the path of a unix socket [default: 127.0.0.1]
@@ -188,9 +195,9 @@ pub struct PageServerArgs {
     pub insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
-    /// Keep listening after the first client, until SIGTERM. CRIU's server ends after one client; the scripts that call
-    /// it wait for that. Several clients are served at once. Each dump gets a folder of its own in the images
-    /// directory: the pid of its first task, or PID.2, PID.3 for later ones
+    /// Keep listening after the first client, until SIGTERM. CRIU's server ends after one client; the scripts
+    /// that call it wait for that. Several clients are served at once. Each dump gets a folder of its own in
+    /// the images directory: the pid of its first task, or PID.2, PID.3 for later ones
     #[arg(long)]
     pub keep_listening: bool,
     /// The image that the dump is incremental to, relative to the images directory
@@ -222,6 +229,9 @@ pub struct StreamerArgs {
     /// Load CPU memory only when it is accessed: as of `rewake restore`
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=DAY))]
     pub on_demand_only: Option<u64>,
+    /// The image needs a signature of one of these signers
+    #[arg(long, value_name = "FILE")]
+    pub signers: Vec<PathBuf>,
     /// Address of the image server that has what the image lacks
     #[arg(long, value_name = "ADDR:PORT", requires_all = ["from_image", "images_dir"])]
     pub from_address: Vec<SocketAddr>,
@@ -229,7 +239,12 @@ pub struct StreamerArgs {
     #[arg(long, value_name = "IMAGE", requires_all = ["from_address", "from_id"])]
     pub from_image: Option<PathBuf>,
     /// Control socket of the node agent whose cache has the image, and brings what it lacks
-    #[arg(long, value_name = "PATH", requires_all = ["from_id", "images_dir"], conflicts_with = "from_address")]
+    #[arg(
+        long,
+        value_name = "PATH",
+        requires_all = ["from_id", "images_dir"],
+        conflicts_with = "from_address"
+    )]
     pub from_agent: Option<PathBuf>,
     /// The id of that image
     #[arg(long, value_name = "ID")]
@@ -269,13 +284,16 @@ pub struct PlannerArgs {
     /// The image is in the node's cache, and may lack some of its blocks
     #[arg(long, conflicts_with_all = ["remote", "partial"])]
     pub in_cache: bool,
+    /// The image needs a signature of one of these signers
+    #[arg(long, value_name = "FILE")]
+    pub signers: Vec<PathBuf>,
 }
 
 /// Options of `rewake park`. The fd store is standard input.
 #[derive(Debug, Args)]
 pub struct ParkArgs {
-    /// Processes, each as PID-START
-    #[arg(value_name = "PID-START")]
+    /// Processes, each as PID-START=NUMBER, with the number of the fd store
+    #[arg(value_name = "PID-START=NUMBER")]
     pub targets: Vec<String>,
     /// Takes these fd stores from every process, each as INODE or, when its session is over, INODE-COOKIE
     #[arg(long, value_name = "STORE", num_args = 1.., conflicts_with = "targets")]
@@ -300,7 +318,7 @@ pub struct RecoverArgs {
 /// Options of `rewake doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// Print everything as JSON, for programs (docs/doctor.md)
+    /// Print everything as JSON, for programs (docs/diagnose.md)
     #[arg(long)]
     pub json: bool,
 }
@@ -314,7 +332,7 @@ pub struct InspectArgs {
     /// Show every mapping
     #[arg(long)]
     pub vmas: bool,
-    /// Print everything as JSON, for programs (docs/inspect.md)
+    /// Print everything as JSON, for programs (docs/diagnose.md)
     #[arg(long)]
     pub json: bool,
 }
@@ -325,6 +343,9 @@ pub struct SealArgs {
     /// Directory of the images
     #[arg(value_name = "IMG")]
     pub images_dir: PathBuf,
+    /// Sign the image with this private key, an Ed25519 key of OpenSSH without a passphrase
+    #[arg(long, value_name = "KEY")]
+    pub sign: Option<PathBuf>,
 }
 
 /// Options of `rewake verify`.
@@ -387,8 +408,8 @@ pub struct DumpArgs {
     /// The process to dump, with its children
     #[arg(short = 't', long, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
     pub tree: i32,
-    /// Directory for the images. An image in it stays until the new one is complete and on the disk, and is then
-    /// replaced by it
+    /// Directory for the images. An image in it stays until the new one is complete and on the disk, and is
+    /// then replaced by it
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: PathBuf,
     /// Directory for the log [default: the images directory]
@@ -415,8 +436,8 @@ pub enum WaitFor {
 /// Options of `rewake restore`.
 #[derive(Debug, Args)]
 pub struct RestoreArgs {
-    /// An image of a store, s3://BUCKET/FOLDER/NAME, file:///DIRECTORY/NAME or oci://REGISTRY/REPOSITORY:TAG: it
-    /// is restored from the cache of the node agent, while its memory arrives there
+    /// An image of a store, s3://BUCKET/FOLDER/NAME, file:///DIRECTORY/NAME or oci://REGISTRY/REPOSITORY:TAG:
+    /// it is restored from the cache of the node agent, while its memory arrives there
     #[arg(value_name = "URL", conflicts_with_all = ["images_dir", "from", "record"])]
     pub image: Option<ImageUrl>,
     /// Directory of the images
@@ -424,12 +445,12 @@ pub struct RestoreArgs {
     pub images_dir: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
-    /// Directory for the restore's socket, log and other files, kept afterwards [default: one for this restore
-    /// alone, removed afterwards]
+    /// Directory for the restore's socket, log and other files, kept afterwards [default: one for this
+    /// restore alone, removed afterwards]
     #[arg(short = 'W', long, value_name = "DIR")]
     pub work_dir: Option<PathBuf>,
-    /// Control socket of the agent that starts the streamer [default: that of a running `rewake serve`; without
-    /// one, this command starts it]
+    /// Control socket of the agent that starts the streamer [default: that of a running `rewake serve`;
+    /// without one, this command starts it]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
     #[command(flatten)]
@@ -440,7 +461,7 @@ pub struct RestoreArgs {
     /// not used, and gets what is new
     #[arg(long)]
     pub record: bool,
-    /// For so many seconds, load CPU memory only when it is accessed. Then the background load begins
+    /// For this number of seconds, load CPU memory only when it is accessed. Then the background load begins
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=DAY))]
     pub on_demand_only: Option<u64>,
     /// When this command ends, with `-- -d`: `alive` as soon as the processes run, `working-set` when the

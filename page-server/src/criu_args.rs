@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Rewrites command lines as CRIU reads them into those that clap reads.
 //!
-//! `rewake lazy-pages` and `rewake page-server` stand in the places of CRIU's commands, whose scripts give the same
-//! options to all of them. So an option that means nothing there is accepted and left out, as CRIU 4.1 and 4.2 do it;
-//! an option may be abbreviated, as getopt_long(3) has it; and the last one of repeated options counts. Names and
-//! arguments are those that `criu` itself reports in its errors.
+//! `rewake lazy-pages` and `rewake page-server` stand in the places of CRIU's commands, whose scripts give
+//! the same options to all of them. So an option that means nothing there is accepted and left out, as CRIU
+//! 4.1 and 4.2 do it; an option may be abbreviated, as getopt_long(3) has it; and the last one of repeated
+//! options counts. Names and arguments are those that `criu` itself reports in its errors.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -18,21 +18,21 @@ use crate::cli::Cli;
 const COMMANDS: [&str; 2] = ["lazy-pages", "page-server"];
 /// CRIU's options without an argument.
 const FLAGS: &str = "all allow-uprobes auto-dedup daemon deprecated display-stats enable-external-masters \
-    enable-external-sharing evasive-devices exec-cmd experimental extra file-locks force-irmap ghost-fiemap help \
-    lazy-pages leave-running leave-stopped link-remap log-pid mntns-compat-mode ms no-default-config page-server \
-    restore-detached restore-sibling shell-job skip-file-rwx-check skip-in-flight stream tcp-close tcp-established tls \
-    tls-no-cn-verify track-mem unprivileged version weak-sysctls";
-/// Those of them that `--no-` before their name takes back.
-const NEGATED: &str = "allow-uprobes auto-dedup deprecated display-stats evasive-devices experimental extra file-locks \
-    force-irmap ghost-fiemap link-remap log-pid mntns-compat-mode page-server restore-detached restore-sibling \
-    shell-job skip-file-rwx-check skip-in-flight stream tcp-close tcp-established tls track-mem unprivileged \
-    weak-sysctls";
+    enable-external-sharing evasive-devices exec-cmd experimental extra file-locks force-irmap ghost-fiemap \
+    help lazy-pages leave-running leave-stopped link-remap log-pid mntns-compat-mode ms no-default-config \
+    page-server restore-detached restore-sibling shell-job skip-file-rwx-check skip-in-flight stream \
+    tcp-close tcp-established tls tls-no-cn-verify track-mem unprivileged version weak-sysctls";
+/// The options that `--no-` before their name takes back.
+const NEGATED: &str = "allow-uprobes auto-dedup deprecated display-stats evasive-devices experimental extra \
+    file-locks force-irmap ghost-fiemap link-remap log-pid mntns-compat-mode page-server restore-detached \
+    restore-sibling shell-job skip-file-rwx-check skip-in-flight stream tcp-close tcp-established tls \
+    track-mem unprivileged weak-sysctls";
 /// CRIU's options with an argument.
-const VALUES: &str = "action-script address cgroup-dump-controller cgroup-props cgroup-props-file cgroup-root \
-    cgroup-yard close config empty-ns enable-fs ext-mount-map external feature file-validation freeze-cgroup \
-    ghost-limit images-dir inherit-fd irmap-scan-path join-ns libdir log-file lsm-mount-context lsm-profile \
-    network-lock pidfile port pre-dump-mode prev-images-dir ps-socket root skip-mnt status-fd timeout tls-cacert \
-    tls-cacrl tls-cert tls-key tree veth-pair work-dir";
+const VALUES: &str = "action-script address cgroup-dump-controller cgroup-props cgroup-props-file \
+    cgroup-root cgroup-yard close config empty-ns enable-fs ext-mount-map external feature file-validation \
+    freeze-cgroup ghost-limit images-dir inherit-fd irmap-scan-path join-ns libdir log-file \
+    lsm-mount-context lsm-profile network-lock pidfile port pre-dump-mode prev-images-dir ps-socket root \
+    skip-mnt status-fd timeout tls-cacert tls-cacrl tls-cert tls-key tree veth-pair work-dir";
 /// CRIU's options that may have an argument, after an equals sign.
 const OPTIONAL: &str = "cpu-cap ext-unix-sk manage-cgroups verbosity";
 /// Those that CRIU refuses for these commands, too.
@@ -140,7 +140,8 @@ impl Known {
         Self { criu, own: own.collect() }
     }
 
-    /// Finds the option that a text means, or the beginning of whose name alone it is: one of CRIU's before ours.
+    /// Finds the option that a text means, or the beginning of whose name alone it is: one of CRIU's before
+    /// ours.
     fn find(&self, given: &str) -> Result<Option<(&str, Argument)>, String> {
         for known in [&self.criu, &self.own] {
             if let Some((name, argument)) = known.get_key_value(given) {

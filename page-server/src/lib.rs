@@ -3,6 +3,7 @@
 //!
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for users and their scripts.
 //! * [`agent`]: `rewake serve`, which starts streamers.
+//! * [`page_server`]: a server in the place of `criu page-server`.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`sparse`]: what a dump leaves out.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
@@ -14,4 +15,5 @@ pub mod criu_args;
 pub mod doctor;
 pub mod inspect;
 pub mod logging;
+pub mod page_server;
 pub mod sparse;

@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use anyhow::Context as _;
 use tracing::level_filters::LevelFilter;
 
-/// Starts logging to `file`, or to stderr without one. `verbosity` is 0 to 4, as CRIU's `-v`. Returns the file, for
-/// what a daemon says elsewhere than in its log.
+/// Starts logging to `file`, or to stderr without one. `verbosity` is 0 to 4, as CRIU's `-v`. Returns the
+/// file, for what a daemon says elsewhere than in its log.
 ///
 /// # Errors
 /// The log file cannot be created.

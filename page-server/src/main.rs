@@ -9,9 +9,12 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser as _};
 use rewake::cli::{Cli, Command};
 use rewake::{commands, criu_args};
+use rewake_process::core_dump;
 use rewake_streamer::limits;
 
 fn main() -> ExitCode {
+    // Its memory may have keys, and memory of programs.
+    core_dump::leave_no_core();
     let script =
         commands::dump::action_script::run_if_called().or_else(rewake_migration_agent::script::run_if_called);
     if let Some(code) = script {

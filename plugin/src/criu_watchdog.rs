@@ -108,7 +108,7 @@ pub(crate) fn traced_siblings() -> Vec<i32> {
 pub(crate) fn traced(roots: &[i32]) -> Vec<i32> {
     let (mut tasks, mut traced) = (roots.to_vec(), Vec::new());
     while let Some(task) = tasks.pop() {
-        // A task that has ended meanwhile has no threads.
+        // A task that has ended has no threads.
         for thread in proc::threads(task) {
             tasks.extend(proc::children_of_thread(task, thread));
             traced.extend(is_traced(thread).then_some(thread));

@@ -41,7 +41,7 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// Reads and checks all GPU files; returns none if the image has none.
+    /// Reads and checks all GPU files. Returns `None` if the image has no GPU files.
     pub(crate) fn read(folder: BorrowedFd<'_>) -> Answer<Option<Self>> {
         let (mut kfd, mut render) = (BTreeMap::new(), BTreeMap::new());
         let images = ImageDir::of(reopen(folder)?, Path::new(FOLDER))?;

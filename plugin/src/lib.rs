@@ -28,6 +28,7 @@ mod dump;
 mod hsakmt;
 mod image;
 pub mod placement;
+mod polling;
 mod restore;
 pub mod topology;
 
@@ -36,7 +37,7 @@ use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use rewake_criu_plugin::{Answer, Host, MapSource, Plugin, Refusal, Restored, Stage, register};
-use rewake_plugin_session::{Dumped, Parking};
+use rewake_plugin_session::{Dumped, Parking, PluginImages, restore_lazily};
 
 use device::Devices;
 use dump::Dump;
@@ -76,7 +77,10 @@ impl Plugin for Amdgpu {
             }
             // CRIU's own plugin is not in the inventory if no render node was mapped.
             Stage::Restore { named } => match Images::read(host.image_dir()?)? {
-                Some(images) => Ok(Self::Restore(Box::new(Restore::new(host, images)?), Parking::new())),
+                Some(images) => {
+                    restore_lazily(host, PluginImages::WithGpus)?;
+                    Ok(Self::Restore(Box::new(Restore::new(host, images)?), Parking::new()))
+                }
                 None => {
                     if named {
                         image::refuse_stream(host.image_dir()?)?;

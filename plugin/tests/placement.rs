@@ -33,7 +33,10 @@ fn with(nodes: &[NodeImage], gpu: u32, change: impl FnOnce(&mut NodeImage)) -> V
 
 proptest! {
     #[test]
-    fn a_machine_takes_its_own_image_under_the_same_names(cpus in 1_usize..4, hives in prop::collection::vec(1_usize..9, 0..4)) {
+    fn a_machine_takes_its_own_image_under_the_same_names(
+        cpus in 1_usize..4,
+        hives in prop::collection::vec(1_usize..9, 0..4),
+    ) {
         let nodes = machine(cpus, &hives);
         let mapping = find(&nodes, &nodes).unwrap();
         prop_assert!(mapping.pairs().iter().all(|pair| pair.old == pair.new));
@@ -65,7 +68,8 @@ proptest! {
     ) {
         let image = machine(cpus, &hives);
         let gone = *gone.get(&gpu_ids(&image));
-        let here: Vec<NodeImage> = image.iter().filter(|node| node.properties.gpu_id != gone).cloned().collect();
+        let stays = |node: &&NodeImage| node.properties.gpu_id != gone;
+        let here: Vec<NodeImage> = image.iter().filter(stays).cloned().collect();
         find(&image, &here).unwrap_err();
     }
 
@@ -230,7 +234,15 @@ type Rule = (&'static str, fn(&mut NodeImage, bool), bool, Option<Switch>);
 
 macro_rules! rules {
     ($($name:literal $field:ident $more:literal $switch:expr;)*) => {
-        [$(($name, |node, more| node.properties.$field = if more { node.properties.$field + 1 } else { node.properties.$field - 1 }, $more, $switch),)*]
+        [$((
+            $name,
+            |node, more| {
+                let value = node.properties.$field;
+                node.properties.$field = if more { value + 1 } else { value - 1 };
+            },
+            $more,
+            $switch,
+        ),)*]
     };
 }
 
@@ -293,8 +305,8 @@ fn too_few_places_are_named_with_the_most_similar_gpu() {
     assert_eq!(
         refusal(&image, &less),
         format!(
-            "GPU {a:#x}, GPU {b:#x} of the image can only take the place of GPU {a:#x} here; GPU {a:#x} of the image: \
-             VRAM 65520 MiB wanted, GPU {b:#x} has 32752 MiB: set KFD_VRAM_SIZE_CHECK=0 to accept"
+            "GPU {a:#x}, GPU {b:#x} of the image can only take the place of GPU {a:#x} here; GPU {a:#x} of \
+             the image: VRAM 65520 MiB wanted, GPU {b:#x} has 32752 MiB: set KFD_VRAM_SIZE_CHECK=0 to accept"
         )
     );
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! For LD_PRELOAD: a program that refuses to run as root takes itself for a user (`rewake_tests::programs`). A real
-//! user's processes are not dumped by a CRIU without CAP_SYS_RESOURCE.
+//! For LD_PRELOAD: a program that refuses to run as root takes itself for a user (`rewake_tests::programs`).
+//! A real user's processes are not dumped by a CRIU without CAP_SYS_RESOURCE.
 
 /// The user, who owns what the program checks.
 const USER: u32 = 65_534;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A CRIU plugin that writes down every call, and keeps files and mappings of one device. From the environment:
+//! A CRIU plugin that writes down every call, and keeps files and mappings of one device. From the
+//! environment:
 //!
-//! * `OBSERVER_LOG`: the file to append to; a line a call: the hook, its subject, and how many threads the process has.
+//! * `OBSERVER_LOG`: the file to append to; a line a call: the hook, its subject, and how many threads the
+//!   process has.
 //! * `OBSERVER_FAIL`, `OBSERVER_PANIC`: the call that fails or panics.
 
 use std::env;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A CRIU plugin that maps a memfd in the place of some mappings of a device, and has a server watch them. From the
-//! environment, at a restore:
+//! A CRIU plugin that maps a memfd in the place of some mappings of a device, and has a server watch them.
+//! From the environment, at a restore:
 //!
 //! * `PLACEHOLDERS`: bit N: the mapping of the Nth 8 pages of the device becomes a placeholder.
 //! * `PLACEHOLDERS_SERVER`: a UNIX socket. A message has a fresh userfaultfd of the task (byte `u`), or

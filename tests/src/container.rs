@@ -301,6 +301,16 @@ impl Container {
         self.restore_with(&["--work-path", self.work().to_str().context("a path in words")?])
     }
 
+    /// The same without an option, in an environment that wants it lazy and names this agent.
+    ///
+    /// # Errors
+    /// runc failed.
+    pub fn restore_by_policy(&self, agent: &Path) -> anyhow::Result<()> {
+        let mut command = self.runc("restore");
+        command.env("REWAKE_LAZY", "1").env("REWAKE_SOCKET", agent);
+        self.finish_restore(command, &["--work-path", self.work().to_str().context("a path in words")?])
+    }
+
     /// The same without a work directory of its own.
     ///
     /// # Errors
@@ -310,7 +320,10 @@ impl Container {
     }
 
     fn restore_with(&self, options: &[&str]) -> anyhow::Result<()> {
-        let mut command = self.runc("restore");
+        self.finish_restore(self.runc("restore"), options)
+    }
+
+    fn finish_restore(&self, mut command: Command, options: &[&str]) -> anyhow::Result<()> {
         command.args(["--detach", "--image-path"]).arg(self.images()).args(options);
         command.arg("--pid-file").arg(self.dir.path().join("pid"));
         command.arg("--bundle").arg(self.dir.path().join("bundle"));

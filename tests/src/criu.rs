@@ -99,7 +99,8 @@ impl Criu {
         self.finish(command, images, "dump")
     }
 
-    /// Restores from `images` with lazy pages and returns when the tree runs; the page server's socket is in `work`.
+    /// Restores from `images` with lazy pages and returns when the tree runs; the page server's socket is in
+    /// `work`.
     ///
     /// # Errors
     /// CRIU failed; with the end of its log.

@@ -22,7 +22,8 @@ const MESSAGES: &str = "restore.err";
 /// The log of a streamer in the work directory.
 pub const STREAMER_LOG: &str = "rewake-streamer.log";
 
-/// Runs `rewake pull` from a port of this host, with these options. Returns whether it succeeded, and what it wrote.
+/// Runs `rewake pull` from a port of this host, with these options. Returns whether it succeeded, and what it
+/// wrote.
 ///
 /// # Errors
 /// No program to start.
@@ -59,7 +60,8 @@ pub fn verify(copy: &Path) -> anyhow::Result<()> {
     output(Command::new(rewake()?).arg("verify").arg(copy)).map(drop)
 }
 
-/// `rewake restore --from` a port of this host into the directory `copy`, not yet started. `options` are for it.
+/// `rewake restore --from` a port of this host into the directory `copy`, not yet started. `options` are for
+/// it.
 ///
 /// # Errors
 /// No program to start.
@@ -78,8 +80,8 @@ pub fn restore_from(
     Ok(command)
 }
 
-/// Has a command write its messages into `restore.err` of a scene's work directory: its streamer outlives it, and has a
-/// copy of the descriptor.
+/// Has a command write its messages into `restore.err` of a scene's work directory: its streamer outlives it,
+/// and has a copy of the descriptor.
 ///
 /// # Errors
 /// The file cannot be made.
@@ -89,8 +91,8 @@ pub fn with_messages_in_file(command: &mut Command, scene: &Scene) -> anyhow::Re
     Ok(())
 }
 
-/// What `rewake restore` and its streamer have said. A streamer that the command does not wait for has a log of its
-/// own.
+/// What `rewake restore` and its streamer have said. A streamer that the command does not wait for has a log
+/// of its own.
 #[must_use]
 pub fn messages(scene: &Scene) -> String {
     let text = |name| fs::read_to_string(scene.work().join(name)).unwrap_or_default();

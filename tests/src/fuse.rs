@@ -44,7 +44,8 @@ impl SilentMount {
         &self.path
     }
 
-    /// Waits for a request, takes it, and never answers. The process that made it cannot be killed from now on.
+    /// Waits for a request, takes it, and never answers. The process that made it cannot be killed from now
+    /// on.
     ///
     /// # Errors
     /// No request arrives in time.

@@ -152,8 +152,9 @@ pub fn pages_path(images: &Path, pagemap: &Pagemap) -> PathBuf {
 }
 
 /// Makes an image of one process incremental: every second page of each lazy entry goes to the images of
-/// `parent`, where the other pages lie too, with other content. With `punch` these superseded pages are holes there,
-/// as deduplication leaves them. `flags` is what the child's entries say about pages that are in the parent.
+/// `parent`, where the other pages lie too, with other content. With `punch` these superseded pages are holes
+/// there, as deduplication leaves them. `flags` is what the child's entries say about pages that are in the
+/// parent.
 ///
 /// # Errors
 /// The images cannot be read or written.
@@ -251,7 +252,8 @@ pub fn drop_lazy_pages(images: &Path, pid: Pid) -> anyhow::Result<()> {
     fs::write(&pages, kept).context("write the pages that are left")
 }
 
-/// Writes other bytes into the lazy pages of all tasks: a restore that reads one of them from these files fails.
+/// Writes other bytes into the lazy pages of all tasks: a restore that reads one of them from these files
+/// fails.
 ///
 /// # Errors
 /// The images cannot be read or written.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's servers for lazy restores: `criu page-server --lazy-pages`, and `criu dump --lazy-pages`, whose program waits
-//! frozen and keeps its pid. So its restore runs in a pid namespace of its own.
+//! CRIU's servers for lazy restores: `criu page-server --lazy-pages`, and `criu dump --lazy-pages`, whose
+//! program waits frozen and keeps its pid. So its restore runs in a pid namespace of its own.
 
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;
@@ -22,7 +22,7 @@ use crate::scene::{ACT, END, Scene};
 use crate::server::{Server, ready, with_status_fd};
 
 const PIPE_LIMIT: &str = "/proc/sys/fs/pipe-max-size";
-/// What CRIU's servers for lazy restores need (docs/doctor.md).
+/// What CRIU's servers for lazy restores need (docs/diagnose.md).
 const ENOUGH: u64 = 4 << 20;
 
 /// Test programs that raise the limit of pipes wait for each other here.
@@ -111,8 +111,8 @@ impl LazyDump {
         Ok(dump)
     }
 
-    /// Dumps a scene's target, whose memory the other end of this socket gets (`--ps-socket`). Returns when the target
-    /// is frozen and its images are written.
+    /// Dumps a scene's target, whose memory the other end of this socket gets (`--ps-socket`). Returns when
+    /// the target is frozen and its images are written.
     ///
     /// # Errors
     /// CRIU failed.
@@ -197,8 +197,8 @@ impl Drop for NamespacedRestore {
     }
 }
 
-/// Restores a copy of the frozen program of a dump through a client of the dump's server. The frozen program must be
-/// killed only when its copy has all memory.
+/// Restores a copy of the frozen program of a dump through a client of the dump's server. The frozen program
+/// must be killed only when its copy has all memory.
 ///
 /// # Panics
 /// The copy reads wrong bytes, or a program does not end as it must.

@@ -8,8 +8,8 @@ use nix::unistd::Pid;
 
 use crate::process::{PATIENCE, until};
 
-/// A control group (version 1, which has `memory.oom_control`) below this process's own. Dropping it removes it, once
-/// its processes have ended.
+/// A control group (version 1, which has `memory.oom_control`) below this process's own. Dropping it removes
+/// it, once its processes have ended.
 #[derive(Debug)]
 pub struct MemoryLimit {
     group: PathBuf,

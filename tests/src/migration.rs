@@ -275,7 +275,8 @@ impl Migration {
         )
     }
 
-    /// Whether the target's processes on the destination miss no memory: no range of theirs has a userfaultfd.
+    /// Whether the target's processes on the destination miss no memory: no range of theirs has a
+    /// userfaultfd.
     #[must_use]
     pub fn is_resident(&self) -> bool {
         let targets = self.hosts.destination.named(self.scene.name());

@@ -26,7 +26,7 @@ pub struct StoredScene {
     pub daemon: Daemon,
     /// The image in the store.
     pub url: String,
-    /// The first 16 digits of the image's id.
+    /// The image's id.
     pub id: String,
     /// The bytes of the image's files.
     pub bytes: u64,
@@ -81,7 +81,7 @@ impl StoredScene {
         cache.join(name.unwrap_or_else(|| self.id.clone()))
     }
 
-    /// A folder beside the store and the cache.
+    /// A folder next to the store and the cache.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -150,7 +150,7 @@ pub fn said(output: &Output) -> String {
 fn id_of(scene: &Scene) -> anyhow::Result<String> {
     let output = Command::new(rewake()?).arg("verify").arg(scene.images()).output()?;
     let text = said(&output);
-    let is_id = |word: &&str| word.len() == 16 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let is_id = |word: &&str| word.len() == 64 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
     let id = text.split_whitespace().find(is_id).map(str::to_owned);
     id.with_context(|| format!("an image id in {text}"))
 }

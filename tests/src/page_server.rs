@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Page servers for dumps and for lazy restores, ours and CRIU's own, and a client that sends what it likes. The client
-//! has headers of its own, so that it does not share our codec's mistakes.
+//! Page servers for dumps and for lazy restores, ours and CRIU's own, and a client that sends what it likes.
+//! The client has headers of its own, so that it does not share our codec's mistakes.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! CRIU with plugins: a target that has a device open and mapped, dumped and restored at once.
 //!
-//! The device is a loop device: to CRIU everything mapped that is no regular file is one, and no character device of an
-//! ordinary machine can be mapped.
+//! The device is a loop device: to CRIU everything mapped that is no regular file is one, and no character
+//! device of an ordinary machine can be mapped.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -68,7 +68,8 @@ impl Terminals {
         self.folder.join(if host == "hostB" { "hostB" } else { "hostA" })
     }
 
-    /// Makes certificates by the printed commands. Each `--tls` that is typed later has the options for its host's.
+    /// Makes certificates by the printed commands. Each `--tls` that is typed later has the options for its
+    /// host's.
     ///
     /// # Errors
     /// OpenSSL fails.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Programs of many kinds on a host, each of which is asked for bytes of its own, again and again: before a dump, after
-//! each restore, and where it has moved to.
+//! Programs of many kinds on a host, each of which is asked for bytes of its own, again and again: before a
+//! dump, after each restore, and where it has moved to.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -95,7 +95,8 @@ impl Program {
         let mut program = Self { kind, folder: folder.to_owned(), asked: 0 };
         program.prepare(host)?;
         let command = program.command()?;
-        // A child of the host's first process, which collects it: `nsenter` stops when its own child is stopped.
+        // A child of the host's first process, which collects it: `nsenter` stops when its own child is
+        // stopped.
         let mut apart = Command::new("setsid");
         apart.args(["--fork", "bash", "-c", "exec 10>&- 11>&- 12>&-; exec \"$@\"", "bash"]);
         apart.arg(command.get_program()).args(command.get_args());
@@ -286,8 +287,8 @@ impl Program {
     }
 }
 
-/// Becomes root of a user namespace whose mounts are the root file system and `/proc` alone: CRIU could restore no
-/// others there. Its standard files are on that file system.
+/// Becomes root of a user namespace whose mounts are the root file system and `/proc` alone: CRIU could
+/// restore no others there. Its standard files are on that file system.
 const IN_USER_NAMESPACE: &str = r#"
     folder=$0 root=$0/root
     mkdir "$root" && mount --bind / "$root" && mount -t proc proc "$root/proc"
@@ -298,7 +299,8 @@ const IN_USER_NAMESPACE: &str = r#"
         exec "$@" < "$standard" > "$standard" 2>&1' sh "$@"
 "#;
 
-/// A program of PostgreSQL: of the folder of `REWAKE_POSTGRES`, which `cargo xtask test` sets, or of Debian's package.
+/// A program of PostgreSQL: of the folder of `REWAKE_POSTGRES`, which `cargo xtask test` sets, or of Debian's
+/// package.
 fn postgres(name: &str) -> PathBuf {
     let folder = std::env::var_os("REWAKE_POSTGRES").unwrap_or_else(|| "/usr/lib/postgresql/15/bin".into());
     Path::new(&folder).join(name)

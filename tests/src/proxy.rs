@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A caching proxy before a registry, as a site has one for all of its hosts: nginx, which keeps blobs in slices.
+//! A caching proxy before a registry, as a site has one for all of its hosts: nginx, which keeps blobs in
+//! slices.
 
 use std::fs::{self, File};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -11,7 +12,7 @@ use rewake_testkit::process::{PATIENCE, until};
 use tempfile::TempDir;
 
 /// The text for nginx that a site copies is the tested one.
-const PAGE: &str = include_str!("../../docs/oci.md");
+const PAGE: &str = include_str!("../../docs/store.md");
 
 /// A running proxy, one process; ended when dropped.
 #[derive(Debug)]
@@ -40,7 +41,7 @@ impl CachingProxy {
     pub fn start(program: &Path, registry: u16) -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("rewake-proxy-").tempdir()?;
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
-        let config = config(folder.path(), port, registry).context("docs/oci.md has no text for nginx")?;
+        let config = config(folder.path(), port, registry).context("docs/store.md has no text for nginx")?;
         let path = folder.path().join("nginx.conf");
         fs::write(&path, config)?;
         let log = File::create(folder.path().join("log"))?;

@@ -28,8 +28,8 @@ pub struct RegistryServer {
 }
 
 impl RegistryServer {
-    /// Finds the program: `REWAKE_DOCKER_REGISTRY`, which `cargo xtask test` sets, or that of the system. `skopeo`
-    /// must be there, too.
+    /// Finds the program: `REWAKE_DOCKER_REGISTRY`, which `cargo xtask test` sets, or that of the system.
+    /// `skopeo` must be there, too.
     ///
     /// # Errors
     /// One of them was not installed.
@@ -54,7 +54,8 @@ impl RegistryServer {
         let config = format!(
             "version: 0.1\nlog: {{level: warn, accesslog: {{disabled: true}}}}\n\
              storage: {{filesystem: {{rootdirectory: {}}}, delete: {{enabled: true}}}}\n\
-             http: {{addr: \"127.0.0.1:{port}\", secret: x}}\nauth: {{htpasswd: {{realm: test, path: {}}}}}\n",
+             http: {{addr: \"127.0.0.1:{port}\", secret: x}}\nauth: {{htpasswd: {{realm: test, path: \
+             {}}}}}\n",
             path("data").display(),
             path("users").display()
         );

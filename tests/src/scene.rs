@@ -25,7 +25,8 @@ pub const ACT: Duration = PATIENCE;
 /// Time that a server has to end once its target is done or has ended.
 pub const END: Duration = PATIENCE;
 
-/// The name of the target `odd-names`: 15 bytes, the last one the first half of a character, as the kernel cuts names.
+/// The name of the target `odd-names`: 15 bytes, the last one the first half of a character, as the kernel
+/// cuts names.
 pub const ODD_NAME: &[u8] = b"serveur-\xc3\xa9l\xc3\xa9v\xc3";
 
 /// Seeds of targets differ, so that one test's pages never look right in another's.
@@ -264,8 +265,8 @@ impl Scene {
         fs::read_to_string(self.files().join("verdict")).unwrap_or_default()
     }
 
-    /// The ordinary course of things: serve, go, restore; the target must see right bytes only, and the server must
-    /// end with status 0.
+    /// The ordinary course of things: serve, go, restore; the target must see right bytes only, and the
+    /// server must end with status 0.
     ///
     /// # Errors
     /// Anything else happened.

@@ -229,7 +229,8 @@ impl Server {
         found.into_iter().max()
     }
 
-    /// A script for CRIU's `--action-script` that stops this server, its worker and all, once a task has arrived.
+    /// A script for CRIU's `--action-script` that stops this server, its worker and all, once a task has
+    /// arrived.
     pub(crate) fn stopper(&mut self) -> String {
         stopper(&self.processes(), &self.setup.log())
     }

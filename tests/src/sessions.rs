@@ -13,15 +13,15 @@ use rewake_testkit::hosts::own_tmpfs;
 
 pub use crate::process::waits_in_a_page_fault;
 use crate::process::{session, until};
-use crate::scene::ACT;
-use crate::server::rewake;
+use crate::scene::{ACT, Scene};
+use crate::server::{Server, rewake};
 
 const FOLDER: &str = "/run/rewake";
 /// A target that reads all of its memory meets a missing page within this time.
 const FAULT: Duration = Duration::from_secs(5);
 
-/// Gives the calling thread, and all that it starts from now on, a `/run/rewake` of its own: `rewake recover` serves
-/// every session that it finds there, those of other tests too.
+/// Gives the calling thread, and all that it starts from now on, a `/run/rewake` of its own: `rewake recover`
+/// serves every session that it finds there, including sessions of other tests.
 ///
 /// # Errors
 /// The kernel has no mount namespaces, or `mount` is missing.
@@ -38,22 +38,42 @@ pub fn folders() -> Vec<PathBuf> {
     paths.filter(|path| path.join("ledger").exists()).collect()
 }
 
-/// Whether every task of a tree has a socket: the session's fd store, as no target of these tests opens one.
+/// Whether every task of a tree has a socket: its fd store, as no target of these tests opens one.
 #[must_use]
 pub fn are_parked(leader: Pid) -> bool {
     let tasks = session(leader);
     !tasks.is_empty() && tasks.into_iter().all(holds_a_socket)
 }
 
-/// Waits until the first process of a tree is parked, which is enough to recover its session: false when all
-/// memory is resident before that, as `is_over` says.
+/// Waits until the processes of a tree are parked, so that its session can be recovered: false when all
+/// memory is resident before that, as `is_over` says. A process that is being parked has other sockets.
 ///
 /// # Errors
 /// Neither happens in time.
 pub fn parked(leader: Pid, mut is_over: impl FnMut() -> bool) -> anyhow::Result<bool> {
-    let is_parked = || holds_a_socket(leader) && !is_traced(leader);
+    let has_ended = |task: Pid| {
+        let mut threads = proc::threads(task.as_raw()).into_iter().filter_map(proc::status);
+        threads.all(proc::Status::has_ended)
+    };
+    let is_parked = || {
+        let tasks = session(leader);
+        let is_parked = |task: Pid| has_ended(task) || holds_a_socket(task) && !is_traced(task);
+        !tasks.is_empty() && tasks.into_iter().all(is_parked)
+    };
     until(ACT, || (is_parked() || is_over()).then_some(())).context("it is never parked")?;
-    Ok(is_parked())
+    Ok(is_parked() && !has_ended(leader))
+}
+
+/// Restores, and waits until the processes are parked: false when all memory was resident before that was
+/// seen.
+///
+/// # Panics
+/// The restore fails, or a process is not parked in time.
+#[must_use]
+pub fn restored_and_parked(scene: &Scene, server: &Server) -> bool {
+    scene.go().unwrap();
+    scene.restore().unwrap();
+    parked(scene.pid(), || server.text().contains("all CPU memory is resident")).unwrap()
 }
 
 /// Whether a thread of a process has a tracer: a process that parks is killed with its target.

@@ -11,8 +11,8 @@ pub enum Verdict {
     Ok,
     /// Wrong bytes were read: this must never happen.
     Bad(String),
-    /// It, or a process below it, was killed (by SIGKILL, or by SIGBUS on access) without seeing wrong bytes. Any
-    /// other signal is [`Verdict::Broken`]: a program whose pointers turned into zeros ends with SIGSEGV.
+    /// It, or a process below it, was killed (by SIGKILL, or by SIGBUS on access) without seeing wrong bytes.
+    /// Any other signal is [`Verdict::Broken`]: a program whose pointers turned into zeros ends with SIGSEGV.
     Killed(String),
     /// The target could not do its work for another reason.
     Broken(String),

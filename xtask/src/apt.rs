@@ -2,10 +2,9 @@
 //! Reads from the machine's apt configuration where packages come from. It parses both file formats of
 //! sources.list(5), only as far as set-up needs them, to ask the same archive for another suite.
 
-use std::fs;
 use std::path::Path;
 
-use anyhow::Context as _;
+use crate::files;
 
 /// Debian's own keys, for entries that name none.
 const DEBIAN_KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -75,28 +74,17 @@ pub(crate) fn read(etc_apt: &Path) -> anyhow::Result<Vec<Entry>> {
     let mut entries = Vec::new();
     let single = etc_apt.join("sources.list");
     if single.exists() {
-        entries.extend(parse_one_line(&text_of(&single)?));
+        entries.extend(parse_one_line(&files::read(&single)?));
     }
     let parts = etc_apt.join("sources.list.d");
-    let mut paths = Vec::new();
-    if parts.is_dir() {
-        for file in fs::read_dir(&parts).with_context(|| format!("list {}", parts.display()))? {
-            paths.push(file.with_context(|| format!("list {}", parts.display()))?.path());
-        }
-    }
-    paths.sort();
-    for path in paths {
+    for path in if parts.is_dir() { files::list(&parts)? } else { Vec::new() } {
         match path.extension().and_then(|extension| extension.to_str()) {
-            Some("list") => entries.extend(parse_one_line(&text_of(&path)?)),
-            Some("sources") => entries.extend(parse_deb822(&text_of(&path)?)),
+            Some("list") => entries.extend(parse_one_line(&files::read(&path)?)),
+            Some("sources") => entries.extend(parse_deb822(&files::read(&path)?)),
             _ => {}
         }
     }
     Ok(entries)
-}
-
-fn text_of(path: &Path) -> anyhow::Result<String> {
-    fs::read_to_string(path).with_context(|| format!("read {}", path.display()))
 }
 
 /// `deb [option=value ...] uri suite component ...`; lines of any other shape are ignored.
@@ -177,6 +165,8 @@ fn selects(option: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     const IMAGE: &str = "\
@@ -202,7 +192,8 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
     fn a_deb822_stanza_with_several_suites_gives_the_same_archive_for_sid() {
         assert_eq!(
             best(&parse_deb822(IMAGE)),
-            "Types: deb\nURIs: http://archive.test/debian\nSuites: sid\nComponents: main\nArchitectures: amd64\n\
+            "Types: deb\nURIs: http://archive.test/debian\nSuites: sid\nComponents: main\nArchitectures: \
+             amd64\n\
              Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
         );
     }
@@ -210,7 +201,8 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
     #[test]
     fn security_and_updates_suites_are_not_the_archive() {
         let entries = parse_one_line(
-            "deb http://a.test/debian-security bookworm-security main\ndeb http://a.test/debian bookworm-updates main\n",
+            "deb http://a.test/debian-security bookworm-security main\ndeb http://a.test/debian \
+             bookworm-updates main\n",
         );
         assert_eq!(entries.len(), 2);
         assert_eq!(archives(&entries, "bookworm"), []);
@@ -240,7 +232,8 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
     #[test]
     fn mirror_lists_and_inline_keys_stay_as_they_are() {
         let text = "Types: deb deb-src\nURIs: mirror+file:///etc/apt/mirrors/debian.list\nSuites: bookworm\n\
-            Components: main\nArchitectures: amd64 i386\nSigned-By:\n -----BEGIN PGP-----\n .\n abcd\n -----END PGP-----\n";
+            Components: main\nArchitectures: amd64 i386\nSigned-By:\n -----BEGIN PGP-----\n .\n abcd\n \
+            -----END PGP-----\n";
         let source = best(&parse_deb822(text));
         assert!(source.contains("URIs: mirror+file:///etc/apt/mirrors/debian.list\n"), "{source}");
         assert!(
@@ -259,13 +252,15 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
 
     #[test]
     fn discs_and_broken_lines_are_passed_over() {
-        let text = "deb cdrom:[Debian 12]/ bookworm main\ndebris here\ndeb http://a.test\ndeb [open http://a.test b main\n";
+        let text = "deb cdrom:[Debian 12]/ bookworm main\ndebris here\ndeb http://a.test\ndeb [open \
+            http://a.test b main\n";
         assert_eq!(parse_one_line(text), []);
     }
 
     #[test]
     fn debian_is_before_third_parties_that_use_its_suite_names() {
-        let third = "deb [signed-by=/usr/share/keyrings/vpn.gpg] https://vpn.test/stable/debian bookworm main\n\
+        let third = "deb [signed-by=/usr/share/keyrings/vpn.gpg] https://vpn.test/stable/debian bookworm \
+            main\n\
             deb https://docker.test/linux/debian bookworm stable\n";
         let mut entries = parse_one_line(third);
         entries.extend(parse_deb822(IMAGE));

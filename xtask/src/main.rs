@@ -5,6 +5,7 @@
 
 mod apt;
 mod commands;
+mod files;
 mod program;
 mod progress;
 mod repository;
@@ -23,39 +24,48 @@ const HELP: &str = "\
 cargo xtask <command>
 
   setup [--criu trixie|sid]  get what the other commands need: packages, CRIU (test, demo, bench call it)
-  test [filter]              every check and test, on two versions of CRIU; with a filter only tests of that name
-  test --quick               style and the tests inside crates: no CRIU, no virtual machine, no root; 3 minutes
+  test [filter]              every check and test, on two versions of CRIU; with a filter only tests of
+                             that name
+  test --quick               style and the tests inside crates: no CRIU, no virtual machine, no root;
+                             3 minutes
   stress [name [options]]    a long random test; without a name, the list of them and of their options
-  demo                       an inference server on a software GPU, dumped and restored in the middle of an answer
-  demo --migrate             a program moves between two namespaces while it writes its memory; every byte is checked
-  demo --replicas            push an image to a store, restore three replicas at once from it, show the metrics
+  demo                       an inference server on a software GPU, dumped and restored in mid-answer
+  demo --migrate             a program moves between two namespaces while it writes its memory; every
+                             byte is checked
+  demo --replicas            push an image to a store, restore three replicas from it, show the metrics
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
-  bench programs [options]   Python, Node, Java and redis servers, restored eagerly, through stock `criu lazy-pages` and
-                             through rewake: when each answers; `bench programs --help`
-  bench remote [options]     stock `criu page-server` and `criu lazy-pages --page-server`, and rewake in the place of each;
-                             `bench remote --help`
-  bench migrate [options]    downtime and bytes of live migrations between two namespaces; `bench migrate --help`
-  bench replicas [options]   replicas from a store behind 1 Gbit/s and 5 ms: first answers, bytes, eight at once, the
-                             store's own rates beside restic; `bench replicas --help`
+  bench programs [options]   Python, Node, Java and redis servers, restored eagerly, through stock
+                             `criu lazy-pages` and through rewake: when each answers; `bench programs --help`
+  bench remote [options]     stock `criu page-server` and `criu lazy-pages --page-server`, and rewake in
+                             the place of each; `bench remote --help`
+  bench migrate [options]    downtime and bytes of live migrations between two namespaces;
+                             `bench migrate --help`
+  bench replicas [options]   replicas from a store behind 1 Gbit/s and 5 ms: first answers, bytes, eight
+                             at once, the store's own rates next to restic's; `bench replicas --help`
   bench replicas --gpu [options]
-                             the first answer of a server on a GPU, from a store: in a virtual machine; 10 minutes
+                             the first answer of a server on a GPU, from a store: in a virtual machine;
+                             10 minutes
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
-  bench behind               how soon a process runs with a background load, and its first answer; the rate of the load
-                             of GPU memory; how long a page fault waits: in virtual machines; 25 minutes
-  bench engine [options]     the loader of GPU memory, without a GPU, compared with memcpy and fio; `bench engine --help`
+  bench behind               how soon a process runs with a background load, and its first answer; the
+                             rate of the load of GPU memory; how long a page fault waits: in virtual
+                             machines; 25 minutes
+  bench engine [options]     the loader of GPU memory, without a GPU, compared with memcpy and fio;
+                             `bench engine --help`
   zdtm SOURCE [--tls] [test ...]
-                             CRIU's own tests of its page server, from its source tree: stock with itself, and with
-                             rewake as the server
+                             CRIU's own tests of its page server, from its source tree: stock with
+                             itself, and with rewake as the server
   plugin [--release]         build the CRIU plugins and print their folder, for `criu --libdir`
-  vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
+  vm [options] -- command    run a command in a virtual machine with the software GPU; docs/setup.md has
+                             the options
   vm test [filter] [--machine NAME]
                              the tests of the software GPU, in every machine of the suite or in one
   tidy                       style rules beyond rustfmt and clippy
   figures                    product lines, type names that several types have, import circles
   codegen                    write the code generated from proto/ again
 
-setup, test, demo, bench and vm need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
+setup, test, demo, bench and vm need root and start again under sudo. CRIU=/path chooses a CRIU.
+More: docs/setup.md
 ";
 
 fn main() -> ExitCode {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a visitor sees who waits: each step says what it does and how long that usually takes. On a terminal, a step of
-//! more than ten seconds has a bar.
+//! What a visitor sees who waits: each step says what it does and how long that usually takes. On a terminal,
+//! a step of more than ten seconds has a bar.
 
 use std::io::{IsTerminal as _, Write as _};
 use std::sync::Mutex;
@@ -17,7 +17,8 @@ const WIDTH: u32 = 30;
 /// Whether a bar is on the terminal's last line; held while something is written.
 static BAR: Mutex<bool> = Mutex::new(false);
 
-/// Writes a line to standard error, because standard output is the programs' own; above the bar, if there is one.
+/// Writes a line to standard error, because standard output is the programs' own; above the bar, if there is
+/// one.
 pub(crate) fn say(line: &str) {
     write(&format!("{line}\n"), false);
 }

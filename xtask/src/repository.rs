@@ -24,8 +24,8 @@ pub(crate) fn scratch() -> PathBuf {
 pub(crate) fn cargo() -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let mut command = Command::new(program);
-    // Set by `cargo run` for this program alone. Build scripts of other packages read some of them, so that these
-    // packages would be compiled again after each `cargo build` of a user's.
+    // Set by `cargo run` for this program alone. Build scripts of other packages read some of them, so that
+    // these packages would be compiled again after each `cargo build` of a user's.
     let of_this_package = |name: &OsString| {
         let name = name.to_string_lossy();
         name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
@@ -52,12 +52,13 @@ pub(crate) fn build_release(package: &str, program: &str) -> anyhow::Result<Path
     release(program)
 }
 
-/// Cargo's options for the programs of a demo, for which a visitor waits: without optimisation where nothing is hot,
-/// and with no feature of `rewake` but those that the demo names. Cargo is quiet, because the demo says how far it is.
+/// Cargo's options for the programs of a demo, for which a visitor waits: without optimisation where nothing
+/// is hot, and with no feature of `rewake` but those that the demo names. Cargo is quiet, because the demo
+/// says how far it is.
 pub(crate) const FOR_DEMO: [&str; 4] = ["--quiet", "--profile", "demo", "--no-default-features"];
 
-/// Programs of this workspace, built now for a demo: package and name of each. One run of cargo builds them: in two
-/// runs, libraries that both use would be compiled twice, with different features.
+/// Programs of this workspace, built now for a demo: package and name of each. One run of cargo builds them:
+/// in two runs, libraries that both use would be compiled twice, with different features.
 pub(crate) fn build_for_demo<const N: usize>(
     programs: [(&str, &str); N],
     features: &[&str],
@@ -80,7 +81,8 @@ pub(crate) fn release(program: &str) -> anyhow::Result<PathBuf> {
     Ok(target()?.join("release").join(program))
 }
 
-/// A string field of a JSON text; enough for paths, which cargo writes with `\\` and `\"` as the only escapes.
+/// A string field of a JSON text; enough for paths, which cargo writes with `\\` and `\"` as the only
+/// escapes.
 pub(crate) fn field(json: &str, name: &str) -> Option<String> {
     let (_, rest) = json.split_once(&format!("\"{name}\":\""))?;
     let mut value = String::new();

@@ -14,7 +14,8 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Returns as root, or not at all: otherwise this program starts again under `sudo`.
 ///
-/// Below sudo, cargo builds into `.rewake/target`, so that no file of root's lands in the user's own build folder.
+/// Below sudo, cargo builds into `.rewake/target`, so that no file of root's lands in the user's own build
+/// folder.
 pub(crate) fn become_root() -> anyhow::Result<()> {
     if is_root()? {
         return Ok(());
@@ -29,7 +30,8 @@ pub(crate) fn become_root() -> anyhow::Result<()> {
     let works = probe.arg("true").stdout(Stdio::null()).status().context("start `sudo`")?.success();
     if !works {
         bail!(
-            "this needs root (CRIU, packages) and `sudo true` fails: allow sudo, or run the same command as root"
+            "this needs root (CRIU, packages) and `sudo true` fails: allow sudo, or run the same command as \
+             root"
         );
     }
     // Cargo must download as the user, so that the user owns the files.

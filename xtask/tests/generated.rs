@@ -12,8 +12,8 @@ const GENERATED: &[(&str, &str, &str)] = &[
     ("handover.proto", "rewake.handover", "crates/plugin-protocol/src/generated/handover.rs"),
     ("manifest.proto", "rewake.manifest", "crates/manifest/src/generated/manifest.rs"),
     ("store.proto", "rewake.store", "crates/image-store/src/stores/generated/store.rs"),
-    ("image.proto", "rewake.image", "crates/image-protocol/src/generated/image.rs"),
-    ("control.proto", "rewake.control", "crates/streamer/src/control/generated/control.rs"),
+    ("image.proto", "rewake.image", "crates/image-transfer/src/protocol/generated/image.rs"),
+    ("control.proto", "rewake.control", "crates/plugin-protocol/src/control/generated/control.rs"),
 ];
 
 fn generate(proto: &str, package: &str, root: &Path) -> String {
@@ -23,7 +23,8 @@ fn generate(proto: &str, package: &str, root: &Path) -> String {
     let mut modules = prost_build::Config::new().generate(requests).expect("prost accepts the file");
     let body = modules.remove(&module).expect("one module for one package");
     format!(
-        "// SPDX-License-Identifier: MIT OR Apache-2.0\n// Generated from proto/{proto}: `cargo xtask codegen`\n{body}"
+        "// SPDX-License-Identifier: MIT OR Apache-2.0\n// Generated from proto/{proto}: `cargo xtask \
+         codegen`\n{body}"
     )
 }
 

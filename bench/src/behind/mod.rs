@@ -4,7 +4,8 @@
 //! xtask bench behind` makes machines where disk and copies are so slow that they are the limit, and not the
 //! processor.
 //!
-//! * [`round`]: a restore. [`table`]: the figures, and their required values. [`stored`]: restores from a store.
+//! * [`round`]: a restore. [`table`]: the figures, and their required values. [`stored`]: restores from a
+//!   store.
 //!
 //! The first table has seconds since the start of `criu restore`. It shows when that returns, when the first
 //! answer has arrived and is right, and when all memory is resident (the streamer has ended; at once: `criu
@@ -24,9 +25,9 @@ mod table;
 
 use std::path::PathBuf;
 
-use anyhow::{Context as _, ensure};
 use gpu_app::shape::{Mode, Shape};
 
+use crate::harness::{self, Taken, in_turn};
 use crate::limits::{self, Limits, MadeFor};
 use round::{Sample, Subject, Way};
 
@@ -64,10 +65,10 @@ struct Run {
     image: (u64, u64),
     made_for: MadeFor,
     limits: Limits,
-    samples: Vec<Sample>,
+    samples: Vec<Taken<Way, Sample>>,
 }
 
-/// A server with so many MiB of weights, which no CPU can access.
+/// A server with `mib` MiB of weights, which no CPU can access.
 fn server(mib: u64) -> Shape {
     let layer_kib = mib * 1024 / LAYERS;
     Shape { layers: LAYERS, layer_kib, cache_mib: 1, queues: 1, mode: Mode::NoAccess, ..Shape::small() }
@@ -75,21 +76,12 @@ fn server(mib: u64) -> Shape {
 
 /// Measures and prints the tables.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    ensure!(
-        nix::unistd::geteuid().is_root(),
-        "rewake-bench behind restores processes with CRIU: run it as root"
-    );
+    harness::check_root("behind")?;
     eprintln!("measuring the disk and the copy engines");
     let limits = limits::measure(1, options.mib, &options.dir)?;
     let shape = Shape { own_mib: options.own_mib, processes: options.processes, ..server(options.mib) };
     let subject = Subject::dumped(&shape, &options.dir)?;
-    let mut samples = Vec::new();
-    for round in 1..=options.rounds {
-        for way in Way::ALL {
-            let sample = subject.restores(way);
-            samples.push(sample.with_context(|| format!("round {round}, {way:?}"))?);
-        }
-    }
+    let samples = in_turn(options.rounds, |_| Way::ALL.to_vec(), |way, _| subject.restores(way))?;
     let run = Run {
         mib: options.mib,
         own_mib: options.own_mib,

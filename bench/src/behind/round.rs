@@ -38,7 +38,6 @@ impl Way {
 /// A restore. Times are since the start of `criu restore`, but for the last.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sample {
-    pub(super) way: Way,
     /// `criu restore` has returned.
     pub(super) alive: Duration,
     /// The first answer has arrived.
@@ -144,7 +143,7 @@ impl Subject {
             Contents::of_rewake(&said).with_context(|| format!("no line about contents: {said}"))?;
         let behind = streamer.map(|_| self.behind()).transpose()?;
         self.ends()?;
-        Ok(Sample { way, alive, answered, resident, answer, contents, behind })
+        Ok(Sample { alive, answered, resident, answer, contents, behind })
     }
 
     /// Requests one answer, which must be right.

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A server on a GPU whose image is in a store: a folder on a disk of known speed. Its first answer, which must be
-//! right, after `rewake pull` and `criu restore`, after `rewake restore URL` with an empty cache, and after another
-//! restore on the same host. Copy and cache lie in memory: the disk is the store alone. The link of `bench replicas`
-//! would be no limit for an emulated processor.
+//! A server on a GPU whose image is in a store: a folder on a disk of known speed. Its first answer, which
+//! must be right, after `rewake pull` and `criu restore`, after `rewake restore URL` with an empty cache, and
+//! after another restore on the same host. Copy and cache lie in memory: the disk is the store alone. The
+//! link of `bench replicas` would be no limit for an emulated processor.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use rewake_testkit::process::output;
 use rewake_testkit::programs::rewake;
 use tempfile::TempDir;
@@ -18,8 +18,9 @@ use super::round::Subject;
 use super::server;
 use crate::agent::Agent;
 use crate::cache::{drop_files, files};
+use crate::harness;
 use crate::limits::{self, MadeFor};
-use crate::report::{Spread, spread};
+use crate::report::{Column, Table};
 
 /// Arguments of `rewake-bench gpu-store`. The last value of a repeated option counts.
 #[derive(Debug, clap::Args)]
@@ -111,10 +112,7 @@ impl Stored {
 
 /// Measures, and prints the table.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    ensure!(
-        nix::unistd::geteuid().is_root(),
-        "rewake-bench gpu-store restores processes with CRIU: run it as root"
-    );
+    harness::check_root("gpu-store")?;
     let limits = limits::measure(1, options.mib, &options.dir)?;
     let memory = tempfile::tempdir().context("a folder in memory")?;
     let stored = Stored::new(Subject::dumped(&server(options.mib), memory.path())?, &options.dir)?;
@@ -123,21 +121,20 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         let work = tempfile::tempdir_in(&memory).context("a folder for a round")?;
         rounds.push(stored.round(work.path()).with_context(|| format!("round {round}"))?);
     }
-    let cell =
-        |value: &dyn Fn(&Round) -> f64| spread(Spread::of(rounds.iter().map(value).collect::<Vec<_>>()));
+    let columns: [Column<'_, Round>; 5] = [
+        ("pull", &|of| Some(of.pulled)),
+        ("`rewake restore URL`", &|of| Some(of.first)),
+        ("share", &|of| Some(of.first / of.pulled)),
+        ("second", &|of| Some(of.second)),
+        ("its share of the first", &|of| Some(of.second / of.first)),
+    ];
+    let mut table = Table::of("first right answer, s", &columns);
+    table.spreads("server on a GPU".to_owned(), rounds.iter(), &columns);
     println!(
-        "{} MiB of weights, {} rounds; medians (least .. most)\n\n{}\n\
-         | first right answer, s | pull | `rewake restore URL` | share | second | its share of the first |\n\
-         |---|---|---|---|---|---|\n\
-         | server on a GPU | {} | {} | {} | {} | {} |",
+        "{} MiB of weights, {} rounds; medians (least .. most)\n\n{}\n{table}",
         options.mib,
         options.rounds,
         limits.text(MadeFor::of_this_machine(1)),
-        cell(&|of| of.pulled),
-        cell(&|of| of.first),
-        cell(&|of| of.first / of.pulled),
-        cell(&|of| of.second),
-        cell(&|of| of.second / of.first),
     );
     Ok(())
 }

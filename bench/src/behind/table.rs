@@ -1,83 +1,79 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The figures of a run as two Markdown tables: times of the restore, and the rate of GPU memory.
 
-use std::fmt::Write as _;
-use std::time::Duration;
-
 use super::Run;
-use super::round::{Behind, Sample, Way};
-use crate::report::{Spread, number, spread};
+use super::round::{Sample, Way};
+use crate::harness::{kernel, of};
+use crate::report::{Column, Spread, Table, Wanted, cells, heads, number};
 
 /// Required share of the slower of disk and copies, from the handoff to the last byte, where nothing else
 /// uses the disk.
-const WANTED_SHARE: f64 = 0.95;
+const WANTED_SHARE: Wanted = Wanted::AtLeast(0.95);
 
 impl Way {
-    fn name(self) -> &'static str {
-        match self {
+    fn name(self) -> String {
+        let name = match self {
             Self::AtOnce => "at once",
             Self::Gpu => "GPU memory in the background",
             Self::Both => "GPU and CPU memory in the background",
-        }
+        };
+        name.to_owned()
     }
 }
 
 /// For a terminal and for a page.
 pub(super) fn text(run: &Run) -> String {
-    format!("{}\n{}\n{}", heading(run), times(&run.samples), rates(run))
-}
-
-fn heading(run: &Run) -> String {
     let Run { mib, own_mib, rounds, image: (pages, all), limits, made_for, .. } = run;
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mb = |bytes: u64| number(bytes as f64 / 1e6);
     format!(
-        "{mib} MiB of weights and {own_mib} MiB of the program's own, {rounds} rounds, Linux {}; an image of {} MB, of CPUs {} \
-         of them; medians (least .. most)\n\n{}",
-        kernel.trim(),
+        "{mib} MiB of weights and {own_mib} MiB of the program's own, {rounds} rounds, Linux {}; an image of \
+         {} MB, of CPUs {} of them; medians (least .. most)\n\n{}\n{}\n{}",
+        kernel(),
         mb(*all),
         mb(*pages),
-        limits.text(*made_for)
+        limits.text(*made_for),
+        times(run),
+        rates(run)
     )
 }
 
-fn times(samples: &[Sample]) -> String {
-    let mut text = "| seconds since the start of `criu restore` | it runs | the first answer is right | all is resident | an answer takes then |\n\
-                    |---|---|---|---|---|\n"
-        .to_owned();
+fn times(run: &Run) -> Table {
+    let columns: [Column<'_, Sample>; 4] = [
+        ("it runs", &|sample| Some(sample.alive.as_secs_f64())),
+        ("the first answer is right", &|sample| Some(sample.answered.as_secs_f64())),
+        ("all is resident", &|sample| Some(sample.resident.as_secs_f64())),
+        ("an answer takes then", &|sample| Some(sample.answer.as_secs_f64())),
+    ];
+    let mut table = Table::of("seconds since the start of `criu restore`", &columns);
     for way in Way::ALL {
-        let of = |time: fn(&Sample) -> Duration| {
-            spread(figures(samples, way, |sample| Some(time(sample).as_secs_f64())))
-        };
-        let cells = [of(|sample| sample.alive), of(|sample| sample.answered), of(|sample| sample.resident)]
-            .join(" | ");
-        let _ = writeln!(text, "| {} | {cells} | {} |", way.name(), of(|sample| sample.answer));
+        table.spreads(way.name(), of(&run.samples, way), &columns);
     }
-    text
+    table
 }
 
-fn rates(run: &Run) -> String {
+fn rates(run: &Run) -> Table {
     let least = run.limits.least().restore;
-    let mut text = "| GPU memory | MB/s, by the log | of the slower of disk and copies | since the handoff, MB/s \
-                    | of the slower | wanted | met | of that time before it runs, s | first process's queues resumed, s | last one's |\n|---|---|---|---|---|---|---|---|---|---|\n"
-        .to_owned();
+    let rates: [Column<'_, Sample>; 4] = [
+        ("MB/s, by the log", &|sample| Some(sample.contents.rate())),
+        ("of the slower of disk and copies", &|sample| Some(sample.contents.rate() / least)),
+        ("since the handoff, MB/s", &since_handover),
+        ("of the slower", &|sample| Some(since_handover(sample)? / least)),
+    ];
+    let moments: [Column<'_, Sample>; 3] = [
+        ("of that time before it runs, s", &|sample| Some(sample.behind?.runs)),
+        ("first process's queues resumed, s", &|sample| Some(sample.behind?.gates[0])),
+        ("last one's", &|sample| Some(sample.behind?.gates[1])),
+    ];
+    let heads = [vec!["GPU memory"], heads(&rates), vec!["wanted", "met"], heads(&moments)].concat();
+    let mut table = Table::new(&heads);
     for way in Way::ALL {
-        let rates = figures(&run.samples, way, |sample| Some(sample.contents.rate()));
-        let whole = figures(&run.samples, way, since_handover);
-        let share = |figure: Option<Spread>| figure.map(|figure| figure.of_whole(least));
-        let (wanted, met) = match (way, share(whole)) {
-            (Way::Gpu, Some(share)) if share.median >= WANTED_SHARE => (number(WANTED_SHARE), "yes"),
-            (Way::Gpu, _) => (number(WANTED_SHARE), "**MISSED**"),
-            _ => (String::new(), ""),
-        };
-        let cells = [rates, share(rates), whole, share(whole)].map(spread).join(" | ");
-        let of = |time: fn(&Behind) -> f64| {
-            spread(figures(&run.samples, way, |sample| sample.behind.as_ref().map(time)))
-        };
-        let moments = [of(|behind| behind.runs), of(|behind| behind.gates[0]), of(|behind| behind.gates[1])];
-        let _ = writeln!(text, "| {} | {cells} | {wanted} | {met} | {} |", way.name(), moments.join(" | "));
+        let samples = || of(&run.samples, way);
+        let wanted = if way == Way::Gpu { WANTED_SHARE } else { Wanted::Nothing };
+        let share = Spread::of(samples().filter_map(rates[3].1));
+        let row = [cells(samples(), &rates), wanted.cells(share).to_vec(), cells(samples(), &moments)];
+        table.row(&[vec![way.name()], row.concat()].concat());
     }
-    text
+    table
 }
 
 /// Millions of bytes a second, of what is not zero.
@@ -85,32 +81,35 @@ fn since_handover(sample: &Sample) -> Option<f64> {
     Some((sample.contents.bytes - sample.contents.zero) as f64 / sample.behind?.last / 1e6)
 }
 
-fn figures(samples: &[Sample], way: Way, figure: impl Fn(&Sample) -> Option<f64>) -> Option<Spread> {
-    Spread::of(samples.iter().filter(|sample| sample.way == way).filter_map(figure).collect())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use super::super::round::Behind;
     use super::*;
+    use crate::harness::Taken;
     use crate::limits::{Limits, MadeFor, Rates};
     use crate::plugin::log::Contents;
 
     fn run(last: f64) -> Run {
         let rates = |rate| Rates { dump: rate, restore: rate };
-        let sample = |way, behind: bool| Sample {
+        let sample = |way, behind: bool| Taken {
             way,
-            alive: Duration::from_millis(if behind { 500 } else { 4000 }),
-            answered: Duration::from_secs(5),
-            resident: Duration::from_secs(4),
-            answer: Duration::from_millis(750),
-            contents: Contents {
-                bytes: 101_000_000,
-                zero: 1_000_000,
-                submissions: 1,
-                buffers: 1,
-                seconds: 2.5,
+            round: 1,
+            sample: Sample {
+                alive: Duration::from_millis(if behind { 500 } else { 4000 }),
+                answered: Duration::from_secs(5),
+                resident: Duration::from_secs(4),
+                answer: Duration::from_millis(750),
+                contents: Contents {
+                    bytes: 101_000_000,
+                    zero: 1_000_000,
+                    submissions: 1,
+                    buffers: 1,
+                    seconds: 2.5,
+                },
+                behind: behind.then_some(Behind { runs: 0.125, last, gates: [1.5, 2.75] }),
             },
-            behind: behind.then_some(Behind { runs: 0.125, last, gates: [1.5, 2.75] }),
         };
         Run {
             mib: 96,
@@ -126,11 +125,12 @@ mod tests {
     #[test]
     fn each_kind_of_restore_has_times_and_rates_of_its_own() {
         let text = text(&run(2.6));
-        let behind = "| GPU memory in the background | 0.500 (0.500 .. 0.500) | 5.00 (5.00 .. 5.00) | 4.00 (4.00 .. 4.00) \
-                      | 0.750 (0.750 .. 0.750) |";
+        let behind = "| GPU memory in the background | 0.500 (0.500 .. 0.500) | 5.00 (5.00 .. 5.00) | 4.00 \
+                      (4.00 .. 4.00) | 0.750 (0.750 .. 0.750) |";
         assert!(text.contains(behind), "{text}");
-        let rates = "| GPU memory in the background | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | 38.5 (38.5 .. 38.5) \
-                     | 0.962 (0.962 .. 0.962) | 0.950 | yes | 0.125 (0.125 .. 0.125) | 1.50 (1.50 .. 1.50) | 2.75 (2.75 .. 2.75) |";
+        let rates = "| GPU memory in the background | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | 38.5 (38.5 \
+                     .. 38.5) | 0.962 (0.962 .. 0.962) | at least 0.950 | yes | 0.125 (0.125 .. 0.125) | \
+                     1.50 (1.50 .. 1.50) | 2.75 (2.75 .. 2.75) |";
         assert!(text.contains(rates), "{text}");
         assert!(
             text.contains(

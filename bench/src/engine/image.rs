@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An image with the memory of one GPU, as CRIU's plugin writes it, and memory of the same shape to load it into.
+//! An image with the memory of one GPU, as CRIU's plugin writes it, and memory of the same shape to load it
+//! into.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -9,13 +10,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
+use memmap2::{MmapMut, MmapOptions};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_bo_contents::{GpuPagesFile, MemoryDevice, ProcessBuffers};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, Properties, kfd_name, pages_name};
-
-use super::view::View;
+use rewake_testkit::Random;
 
 /// The process's number in the image.
 pub(super) const ID: u32 = 1;
@@ -23,7 +24,7 @@ pub(super) const GPU: u32 = 7;
 /// N of a render node that is not opened.
 pub(super) const MINOR: u32 = 128;
 /// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM`
-pub(super) const VRAM: u32 = 1;
+const VRAM: u32 = 1;
 /// The header before the buffers' bytes in a pages file: their length.
 pub(super) const HEADER: u64 = 8;
 /// Bytes that are generated, and compared, at a time.
@@ -54,22 +55,33 @@ fn sizes(mib: u64) -> Vec<u64> {
     sizes
 }
 
-/// Words that neither repeat nor can be guessed; none is zero.
-pub(super) struct Words(u64);
+/// The driver's state of a process with buffers of these sizes.
+pub(super) fn kfd(sizes: impl IntoIterator<Item = u64>) -> KfdImage {
+    let mut address = 0x7000_0000_0000;
+    let buffer = |size: u64| {
+        let buffer = KfdBuffer { address, size, gpu_id: GPU, alloc_flags: VRAM, ..KfdBuffer::default() };
+        address += size.next_multiple_of(2 * MIB);
+        buffer
+    };
+    let node =
+        NodeImage { properties: Properties { gpu_id: GPU, ..Properties::default() }, links: Vec::new() };
+    let buffers = sizes.into_iter().map(buffer).collect();
+    KfdImage { pid: 1, gpus: 1, nodes: vec![node], buffers, ..KfdImage::default() }
+}
+
+/// Random bytes, the same ones each time.
+pub(super) struct Words(Random);
 
 impl Words {
+    pub(super) fn new() -> Self {
+        Self(Random::new(1))
+    }
+
     /// Fills whole words.
     pub(super) fn fill(&mut self, bytes: &mut [u8]) {
         for word in bytes.chunks_exact_mut(8) {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            word.copy_from_slice(&self.0.to_ne_bytes());
+            word.copy_from_slice(&self.0.number().to_ne_bytes());
         }
-    }
-
-    pub(super) fn new() -> Self {
-        Self(0x9e37_79b9_7f4a_7c15)
     }
 }
 
@@ -77,21 +89,7 @@ impl Image {
     /// Writes an image, of the GPU of a render node that is not opened, to an empty directory. All of it is
     /// on the disk then.
     pub(super) fn make(directory: &Path, mib: u64, minor: u32) -> anyhow::Result<Self> {
-        let mut address = 0x7000_0000_0000;
-        let buffer = |size: u64| {
-            let buffer = KfdBuffer { address, size, gpu_id: GPU, alloc_flags: VRAM, ..KfdBuffer::default() };
-            address += size.next_multiple_of(2 * MIB);
-            buffer
-        };
-        let node =
-            NodeImage { properties: Properties { gpu_id: GPU, ..Properties::default() }, links: Vec::new() };
-        let kfd = KfdImage {
-            pid: 1,
-            gpus: 1,
-            nodes: vec![node],
-            buffers: sizes(mib).into_iter().map(buffer).collect(),
-            ..KfdImage::default()
-        };
+        let kfd = kfd(sizes(mib));
         std::fs::write(directory.join(kfd_name(ID)), kfd.to_bytes()).context("write the driver's state")?;
         write_pages(&directory.join(pages_name(ID, GPU)), &kfd).context("write the buffers' memory")?;
         Self::open(directory, minor)
@@ -131,11 +129,10 @@ impl Image {
     }
 
     /// Each buffer's first byte in the file, and its memory.
-    pub(super) fn views(&self) -> anyhow::Result<Vec<(u64, View)>> {
+    pub(super) fn views(&self) -> anyhow::Result<Vec<(u64, MmapMut)>> {
         let mut offset = HEADER;
         let view = |(buffer, memfd): (&KfdBuffer, &Option<OwnedFd>)| {
-            let memfd = memfd.as_ref().context("every buffer has memory")?;
-            let view = View::writable(memfd.as_fd(), usize::try_from(buffer.size)?)?;
+            let view = view(memfd.as_ref().context("every buffer has memory")?)?;
             let at = offset;
             offset += buffer.size;
             Ok((at, view))
@@ -145,7 +142,7 @@ impl Image {
 
     /// Overwrites all memory with bytes that the image does not have.
     pub(super) fn poison(&self) -> anyhow::Result<()> {
-        self.views()?.iter_mut().for_each(|(_, view)| view.bytes_mut().fill(0));
+        self.views()?.iter_mut().for_each(|(_, view)| view.fill(0));
         Ok(())
     }
 
@@ -153,7 +150,7 @@ impl Image {
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let (mut words, mut right) = (Words::new(), vec![0; PIECE]);
         for (offset, view) in self.views()? {
-            for (index, piece) in view.bytes().chunks(PIECE).enumerate() {
+            for (index, piece) in view.chunks(PIECE).enumerate() {
                 let right = &mut right[..piece.len()];
                 words.fill(right);
                 let at = offset + (index * PIECE) as u64;
@@ -181,7 +178,7 @@ fn write_pages(path: &Path, kfd: &KfdImage) -> anyhow::Result<()> {
     file.into_inner().context("write the last bytes")?.sync_all().context("sync")
 }
 
-/// A memfd of so many bytes, all resident.
+/// A memfd of `bytes` bytes, all resident.
 pub(super) fn memory(bytes: u64) -> anyhow::Result<OwnedFd> {
     let memfd = memfd_create(c"bench memory", MFdFlags::MFD_CLOEXEC).context("memfd_create")?;
     fallocate(&memfd, FallocateFlags::empty(), 0, bytes.cast_signed())
@@ -189,9 +186,16 @@ pub(super) fn memory(bytes: u64) -> anyhow::Result<OwnedFd> {
     Ok(memfd)
 }
 
-/// Reads `view.len()` bytes from `offset` on into a view.
-pub(super) fn read(file: &File, offset: u64, view: &mut View) -> anyhow::Result<()> {
-    file.read_exact_at(view.bytes_mut(), offset).context("read the pages file")
+/// The memory of a memfd, mapped and resident from the start.
+pub(super) fn view(memfd: &OwnedFd) -> anyhow::Result<MmapMut> {
+    // SAFETY: only this program has the memfd. Nothing makes it shorter, and the engine writes to it only
+    // while no view is used.
+    unsafe { MmapOptions::new().populate().map_mut(memfd) }.context("mmap")
+}
+
+/// Reads as many bytes from `offset` on as `into` has.
+pub(super) fn read(file: &File, offset: u64, into: &mut [u8]) -> anyhow::Result<()> {
+    file.read_exact_at(into, offset).context("read the pages file")
 }
 
 #[cfg(test)]
@@ -210,13 +214,11 @@ mod tests {
         views.iter_mut().for_each(|(offset, view)| read(&file, *offset, view).unwrap());
         image.check().unwrap();
         let (offset, last) = views.last_mut().unwrap();
-        *last.bytes_mut().last_mut().unwrap() ^= 1;
+        *last.last_mut().unwrap() ^= 1;
         let error = image.check().unwrap_err().to_string();
         assert!(
-            error.contains(&format!(
-                "{:#x}",
-                (last.bytes().len() as u64 - 1) / PIECE as u64 * PIECE as u64 + *offset
-            )),
+            error
+                .contains(&format!("{:#x}", (last.len() as u64 - 1) / PIECE as u64 * PIECE as u64 + *offset)),
             "{error}"
         );
     }

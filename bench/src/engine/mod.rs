@@ -3,7 +3,7 @@
 //! of real files into ordinary memory in a GPU's place. Compared, alternately, with memcpy where the image is
 //! in the page cache, and with `fio` where it is not.
 //!
-//! * [`image`]: the files and the memory, through [`view`]s. [`pass`]: one pass over all of it. [`table`]:
+//! * [`image`]: the files and the memory. [`pass`]: one pass over all of it. [`table`]:
 //!   the figures, and their required values.
 //! * [`replicas`]: GPUs that have the same bytes.
 //! * [`far`]: a demand load of a large image's last buffer.
@@ -13,24 +13,24 @@ mod image;
 mod pass;
 mod replicas;
 mod table;
-mod view;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use rewake_image_io::io_budget::IoBudget;
 
-use crate::cache::{drop_files, load_files};
+use crate::cache::{bring, load_files};
 use crate::disk;
-use crate::processes::{catch_interrupts, check_interrupted};
+use crate::harness::{self, Taken, existing, in_turn, rotated, run_folder};
 use image::Image;
 use pass::Pass;
 
 /// Arguments of `rewake-bench engine`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Memory of all buffers in MiB, all random; as much again is needed for the memory that it is loaded into
+    /// Memory of all buffers in MiB, all random; as much again is needed for the memory that it is loaded
+    /// into
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(32..=1 << 20))]
     mib: u64,
     /// Passes of each kind; 0: none
@@ -47,23 +47,17 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=1000))]
     far_rounds: u64,
     /// Where the image is made and removed: the disk that is measured
-    #[arg(long, default_value = ".")]
+    #[arg(long, default_value = ".", value_parser = existing)]
     dir: PathBuf,
 }
 
-/// A round with the image in the page cache.
-#[derive(Debug, Clone, Copy)]
-struct Warm {
-    memcpy: Pass,
-    pread: Pass,
-    engine: Pass,
-}
-
-/// A round with the image on the disk.
-#[derive(Debug, Clone, Copy)]
-struct Cold {
-    fio_gb_per_s: f64,
-    engine: Pass,
+/// What moves the bytes. [`Way::Fio`] reads them only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Memcpy,
+    Pread,
+    Engine,
+    Fio,
 }
 
 /// All results of one run.
@@ -71,19 +65,17 @@ struct Cold {
 struct Comparison {
     mib: u64,
     buffers: usize,
-    warm: Vec<Warm>,
-    cold: Vec<Cold>,
+    rounds: u64,
+    /// With the image in the page cache.
+    warm: Vec<Taken<Way, Pass>>,
+    /// With the image on the disk.
+    cold: Vec<Taken<Way, Pass>>,
 }
 
 /// Measures and prints the table.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    ensure!(
-        nix::unistd::geteuid().is_root(),
-        "rewake-bench engine drops files from the page cache: run it as root"
-    );
-    catch_interrupts()?;
-    let work = tempfile::Builder::new().prefix("rewake-bench-").tempdir_in(&options.dir);
-    let work = work.with_context(|| format!("make a directory in {}", options.dir.display()))?;
+    harness::begin("engine")?;
+    let work = run_folder(&options.dir)?;
     if options.rounds > 0 {
         print!("{}", table::text(&compare(options, work.path())?));
     }
@@ -105,42 +97,28 @@ fn compare(options: &Options, work: &Path) -> anyhow::Result<Comparison> {
     eprintln!("an image of {} MiB", options.mib);
     let image = Image::make(work, options.mib, image::MINOR)?;
     let pages = [image.pages()];
-    let (mut warm, mut cold) = (Vec::new(), Vec::new());
     load_files(&pages)?;
     // The host allocates pages at the first access: once, before anything is measured.
     pass::engine(&image)?;
-    for round in 0..options.rounds {
-        check_interrupted()?;
-        eprintln!("round {}: in the page cache", round + 1);
-        warm.push(warm_round(&image, round)?);
-    }
-    for round in 0..options.rounds {
-        check_interrupted()?;
-        eprintln!("round {}: on the disk", round + 1);
-        cold.push(cold_round(&image, round, work)?);
-    }
-    std::fs::remove_file(image.pages()).context("remove the pages file")?;
-    Ok(Comparison { mib: options.mib, buffers: image.buffers(), warm, cold })
-}
-
-/// The order changes from round to round.
-fn warm_round(image: &Image, round: u64) -> anyhow::Result<Warm> {
-    load_files(&[image.pages()])?;
-    let (first, memcpy) = if round.is_multiple_of(2) {
-        (None, pass::memcpy(image)?)
-    } else {
-        (Some(pass::engine(image)?), pass::memcpy(image)?)
+    let pass = |way| match way {
+        Way::Memcpy => pass::memcpy(&image),
+        Way::Pread => pass::pread(&image),
+        Way::Engine => pass::engine(&image),
+        Way::Fio => Ok(Pass { gb_per_s: disk::sequential(&pages[0], work)?, cpu_s_per_gb: 0.0, memory: 0 }),
     };
-    let engine = first.map_or_else(|| pass::engine(image), Ok)?;
-    Ok(Warm { memcpy, pread: pass::pread(image)?, engine })
-}
-
-fn cold_round(image: &Image, round: u64, work: &Path) -> anyhow::Result<Cold> {
-    let pages = image.pages();
-    let fio = || disk::sequential(&pages, work);
-    drop_files(std::slice::from_ref(&pages))?;
-    let first = if round.is_multiple_of(2) { Some(fio()?) } else { None };
-    let engine = pass::engine(image)?;
-    let fio_gb_per_s = first.map_or_else(fio, Ok)?;
-    Ok(Cold { fio_gb_per_s, engine })
+    let passes = |ways: &[Way], cached| {
+        eprintln!("{}", if cached { "in the page cache" } else { "on the disk" });
+        in_turn(
+            options.rounds,
+            |round| rotated(ways, round),
+            |way, _| {
+                bring(&pages, cached)?;
+                pass(way)
+            },
+        )
+    };
+    let warm = passes(&[Way::Memcpy, Way::Engine, Way::Pread], true)?;
+    let cold = passes(&[Way::Fio, Way::Engine], false)?;
+    std::fs::remove_file(&pages[0]).context("remove the pages file")?;
+    Ok(Comparison { mib: options.mib, buffers: image.buffers(), rounds: options.rounds, warm, cold })
 }

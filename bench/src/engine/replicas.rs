@@ -13,12 +13,19 @@ use rewake_bo_contents::{BackgroundLoad, MemoryDevice, ProcessBuffers};
 use super::image::{Image, MINOR};
 use super::pace;
 use crate::cache::drop_files;
-use crate::processes::check_interrupted;
-use crate::report::{Spread, spread};
+use crate::harness::{Taken, folder, in_turn, of, pairs, rotated};
+use crate::report::{Spread, Table, Wanted, spread};
 
 const COUNT: u32 = 4;
 /// Required speed-up, by the median: the bytes to copy stay the same.
-const WANTED: f64 = 0.75 * COUNT as f64;
+const WANTED: Wanted = Wanted::AtLeast(0.75 * COUNT as f64);
+
+/// How files with the same bytes are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Each,
+    Once,
+}
 
 /// Sets of buffers with the same bytes.
 type Sets = Vec<Vec<(usize, usize)>>;
@@ -27,32 +34,25 @@ type Sets = Vec<Vec<(usize, usize)>>;
 pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<String> {
     let each = mib / u64::from(COUNT);
     eprintln!("{COUNT} replicas of {each} MiB");
-    let make = |number| {
-        let folder = work.join(format!("replica-{number}"));
-        std::fs::create_dir(&folder).context("make a folder")?;
-        Image::make(&folder, each, MINOR + number)
-    };
+    let make = |number| Image::make(&folder(work, &format!("replica-{number}"))?, each, MINOR + number);
     let images: Vec<Image> = (0..COUNT).map(make).collect::<anyhow::Result<_>>()?;
     let paths: Vec<PathBuf> = images.iter().map(Image::pages).collect();
     let memory = images.iter().flat_map(|image| image.memfds.iter().flatten());
     let device = MemoryDevice::new(memory.map(|memfd| memfd.as_fd())).context("map the memory")?;
     let sets = sets(&images);
-    let mut times = [Vec::new(), Vec::new()];
-    for round in 0..rounds {
-        check_interrupted()?;
-        let mut ways = [(0, Sets::new()), (1, sets.clone())];
-        ways.rotate_left(usize::from(!round.is_multiple_of(2)));
-        for (way, sets) in ways {
+    let times = in_turn(
+        rounds,
+        |round| rotated(&[Way::Each, Way::Once], round),
+        |way, _| {
             drop_files(&paths)?;
-            times[way].push(load(&images, &device, sets)?.as_secs_f64());
-        }
-    }
+            let sets = if way == Way::Once { sets.clone() } else { Sets::new() };
+            Ok(load(&images, &device, sets)?.as_secs_f64())
+        },
+    )?;
     for path in paths {
         std::fs::remove_file(path).context("remove a pages file")?;
     }
-    let shorter = times[0].iter().zip(&times[1]).map(|(each, once)| each / once).collect();
-    let [each_read, once] = times.map(Spread::of);
-    Ok(table(each, [each_read, once, Spread::of(shorter)]))
+    Ok(table(each, &times))
 }
 
 /// Each buffer has the bytes of those with its number.
@@ -74,15 +74,14 @@ fn load(images: &[Image], device: &Arc<MemoryDevice>, sets: Sets) -> anyhow::Res
     Ok(took)
 }
 
-fn table(mib: u64, [each, once, shorter]: [Option<Spread>; 3]) -> String {
-    let met = if shorter.is_some_and(|shorter| shorter.median >= WANTED) { "yes" } else { "**MISSED**" };
-    let cells =
-        [spread(each), spread(once), spread(shorter), format!("at least {WANTED:.1}"), met.to_owned()];
-    format!(
-        "| replicas, on the disk | each read, s | read once, s | times shorter | wanted | met |\n\
-         |---|---|---|---|---|---|\n| {COUNT} x {mib} MiB | {} |\n",
-        cells.join(" | ")
-    )
+fn table(mib: u64, times: &[Taken<Way, f64>]) -> String {
+    let heads = ["replicas, on the disk", "each read, s", "read once, s", "times shorter", "wanted", "met"];
+    let mut table = Table::new(&heads);
+    let shorter = Spread::of(pairs(times, [Way::Each, Way::Once]).map(|(each, once)| each / once));
+    let [each, once] = [Way::Each, Way::Once].map(|way| spread(Spread::of(of(times, way).copied())));
+    let [wanted, met] = WANTED.cells(shorter);
+    table.row(&[format!("{COUNT} x {mib} MiB"), each, once, spread(shorter), wanted, met]);
+    table.to_string()
 }
 
 #[cfg(test)]
@@ -91,10 +90,13 @@ mod tests {
 
     #[test]
     fn too_little_gain_is_marked() {
-        let of = |value: f64| Spread::of(vec![value]);
-        let text = table(512, [of(2.0), of(0.5), of(4.0)]);
-        let row = "| 4 x 512 MiB | 2.00 (2.00 .. 2.00) | 0.500 (0.500 .. 0.500) | 4.00 (4.00 .. 4.00) | at least 3.0 | yes |";
-        assert!(text.contains(row), "{text}");
-        assert!(table(512, [of(2.0), of(1.0), of(2.0)]).contains("| **MISSED** |"));
+        let text = |once| {
+            let taken = |way, sample| Taken { way, round: 1, sample };
+            table(512, &[taken(Way::Each, 2.0), taken(Way::Once, once)])
+        };
+        let row = "| 4 x 512 MiB | 2.00 (2.00 .. 2.00) | 0.500 (0.500 .. 0.500) | 4.00 (4.00 .. 4.00) | at \
+            least 3.00 | yes |";
+        assert!(text(0.5).contains(row), "{}", text(0.5));
+        assert!(text(1.0).contains("| **MISSED** |"));
     }
 }

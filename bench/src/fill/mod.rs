@@ -18,7 +18,8 @@ use rewake_uffd::{FillPort as _, Uffd};
 use crate::processes::Process;
 pub(crate) use target::{TargetOptions, run_target};
 
-/// Bytes of one UFFDIO_COPY: small enough to stay in the second-level cache, large enough to amortise the call.
+/// Bytes of one UFFDIO_COPY: small enough to stay in the second-level cache, large enough to amortise the
+/// call.
 const PIECE: u64 = 256 << 10;
 /// A larger size only takes longer.
 const MAX_MIB: u64 = 1024;
@@ -38,10 +39,7 @@ pub(crate) fn measure(size_mib: u64, threads: u32) -> anyhow::Result<f64> {
     let bytes = size_mib << 20;
     let elapsed = fill(&uffd, start, bytes, threads)?;
     drop(ours);
-    let exit = target.wait(TARGET_EXIT)?;
-    if !exit.success {
-        bail!("the fill target failed: {}", exit.status);
-    }
+    target.wait(TARGET_EXIT)?.check("the fill target failed", String::new)?;
     Ok(bytes as f64 / 1e9 / elapsed.as_secs_f64())
 }
 

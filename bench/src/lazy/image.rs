@@ -5,17 +5,20 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, bail};
+use rewake_testkit::process::output;
 
-use crate::criu::{self, quiet};
-use crate::processes::{Process, check_interrupted};
+use crate::criu;
+use crate::processes::{Process, check_interrupted, quiet};
 
 /// A dumped toucher.
 #[derive(Debug)]
 pub(crate) struct Image {
-    dumped: criu::Image,
+    /// The image that CRIU wrote.
+    pub(crate) dumped: criu::Image,
     size_mib: u64,
-    report: PathBuf,
+    /// Where the restored process writes its report.
+    pub(crate) report: PathBuf,
 }
 
 /// Time limit of an operation that moves the whole memory once. Generous, because stock's cost of a fault
@@ -28,18 +31,14 @@ impl Image {
     /// Starts a toucher and dumps it.
     pub(crate) fn dump(criu: &Path, base: &Path, size_mib: u64, pause_us: u64) -> anyhow::Result<Self> {
         let report = base.join("toucher.json");
-        let mut toucher = start_toucher(base, &report, size_mib, pause_us)?;
+        let mut toucher = start_program(base, &report, size_mib, pause_us)?;
         let dumped = criu::Image::dump(criu, &mut toucher, base.join("img"), time_limit(size_mib))?;
         Ok(Self { dumped, size_mib, report })
     }
 
     /// Seals the image.
     pub(crate) fn seal(&self, rewake: &Path) -> anyhow::Result<()> {
-        let mut command = Command::new(rewake);
-        let exit =
-            Process::spawn(command.arg("seal").arg(&self.dumped.directory))?.wait(self.dumped.limit)?;
-        ensure!(exit.success, "rewake seal: {}", exit.status);
-        Ok(())
+        output(Command::new(rewake).arg("seal").arg(&self.dumped.directory)).map(drop)
     }
 
     /// Sets whether the sealed image has its manifest. Without one its blocks are not checked.
@@ -50,34 +49,20 @@ impl Image {
         if from.exists() { std::fs::rename(from, to).context("renaming the manifest") } else { Ok(()) }
     }
 
-    /// The image that CRIU wrote.
-    pub(crate) fn dumped(&self) -> &criu::Image {
-        &self.dumped
-    }
-
-    /// Where the restored process writes its report.
-    pub(crate) fn report(&self) -> &Path {
-        &self.report
-    }
-
     /// Bytes of the touched memory. The image holds some hundred KiB more (libraries, heap, stack).
     pub(crate) fn bytes(&self) -> u64 {
         self.size_mib << 20
     }
 
-    pub(crate) fn page_files(&self) -> &[PathBuf] {
-        &self.dumped.page_files
-    }
-
     /// The file with the touched memory.
     pub(crate) fn largest_page_file(&self) -> anyhow::Result<&Path> {
         let size = |path: &&PathBuf| path.metadata().map_or(0, |metadata| metadata.len());
-        let largest = self.page_files().iter().max_by_key(size);
+        let largest = self.dumped.page_files.iter().max_by_key(size);
         largest.map(PathBuf::as_path).context("the image has no pages-*.img")
     }
 }
 
-fn start_toucher(base: &Path, report: &Path, size_mib: u64, pause_us: u64) -> anyhow::Result<Process> {
+fn start_program(base: &Path, report: &Path, size_mib: u64, pause_us: u64) -> anyhow::Result<Process> {
     let ready = base.join("toucher.ready");
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["toucher", "--size-mib", &size_mib.to_string(), "--pause-us", &pause_us.to_string()]);

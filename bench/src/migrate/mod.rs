@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Live migrations between two hosts, which are namespaces of this machine with a link of 1 Gbit/s: downtime and bytes.
+//! Live migrations between two hosts, which are namespaces of this machine with a link of 1 Gbit/s: downtime
+//! and bytes.
 //!
 //! * [`writer`]: the program that migrates.
 
@@ -11,12 +12,13 @@ use std::process::{Child, Command, Output};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use clap::ValueEnum as _;
 use rewake_testkit::hosts::{DESTINATION, HostPair};
 use rewake_testkit::{PATIENCE, until};
 use writer::WriteOrder;
 
+use crate::harness::{in_turn, value_name};
 use crate::pipes::PipeRoom;
+use crate::report::{Spread, Table};
 
 const PORT: &str = "7700";
 const NAME: &str = "rewake-bench";
@@ -70,9 +72,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         "medians of {}; {} Mbit/s; {} MiB/s are written",
         options.rounds, options.link_mbit, options.write_rate
     );
-    println!(
-        "| program | downtime, ms | sent, MiB | rounds of pre-copy | whole migration, s |\n|---|---|---|---|---|"
-    );
+    let heads = ["program", "downtime, ms", "sent, MiB", "rounds of pre-copy", "whole migration, s"];
+    let mut table = Table::new(&heads);
     let size = usize::try_from(options.size_mib)?;
     let programs = [
         (EMPTY_MIB, WriteOrder::Idle, &[][..]),
@@ -82,23 +83,20 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         (size, WriteOrder::Sequential, &["--pre-copy-only"]),
     ];
     for (mib, order, more) in programs {
-        let figures: Vec<_> =
-            (0..options.rounds).map(|_| round(options, mib, order, more)).collect::<anyhow::Result<_>>()?;
+        let figures = in_turn(options.rounds, |_| vec![order], |_, _| round(options, mib, order, more))?;
         let median = |figure: fn(&MigrationFigures) -> f64| {
-            let mut all: Vec<f64> = figures.iter().map(figure).collect();
-            all.sort_by(f64::total_cmp);
-            all[all.len() / 2]
+            Spread::of(figures.iter().map(|taken| figure(&taken.sample))).map_or(0.0, |all| all.median)
         };
-        println!(
-            "| {mib} MiB, {}{} | {:.0} | {:.0} | {:.0} | {:.1} |",
-            order.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default(),
-            more.first().map(|option| format!(", `{option}`")).unwrap_or_default(),
-            median(|figures| figures.downtime_ms),
-            median(|figures| figures.sent_mib),
-            median(|figures| figures.rounds),
-            median(|figures| figures.total_s),
-        );
+        let more = more.first().map(|option| format!(", `{option}`")).unwrap_or_default();
+        table.row(&[
+            format!("{mib} MiB, {}{more}", value_name(&order)),
+            format!("{:.0}", median(|figures| figures.downtime_ms)),
+            format!("{:.0}", median(|figures| figures.sent_mib)),
+            format!("{:.0}", median(|figures| figures.rounds)),
+            format!("{:.1}", median(|figures| figures.total_s)),
+        ]);
     }
+    print!("{table}");
     Ok(())
 }
 
@@ -156,9 +154,8 @@ impl MigrationScene {
             command.args(["burst", "256kb", "latency", "50ms"]);
             ensure!(command.status()?.success(), "tc: no link of {rate}");
         }
-        let order = order.to_possible_value().context("an order")?.get_name().to_owned();
         let mut program = Command::new(std::env::current_exe()?);
-        program.args(["migrating-writer", "--mib", &mib.to_string(), "--order", &order]);
+        program.args(["migrating-writer", "--mib", &mib.to_string(), "--order", &value_name(&order)]);
         program.args(["--rate", &options.write_rate.to_string(), "--dir"]).arg(folder.path());
         let program = hosts.source.apart(&program).spawn().context("start a program")?;
         let ready = folder.path().join("ready");

@@ -40,7 +40,8 @@ impl Contents {
     }
 }
 
-/// Seconds between the first line of a log that has `first` in it and the last one with `last`, by CRIU's own clock.
+/// Seconds between the first line of a log that has `first` in it and the last one with `last`, by CRIU's own
+/// clock.
 pub(crate) fn between(log: &str, first: &str, last: &str) -> Option<f64> {
     let start = log.lines().find(|line| line.contains(first)).and_then(time)?;
     let end = log.lines().rfind(|line| line.contains(last)).and_then(time)?;
@@ -56,8 +57,8 @@ fn time(line: &str) -> Option<f64> {
 mod tests {
     use super::*;
 
-    const LINE: &str = "(00.5) amdgpu_plugin: contents saved: 4096 bytes, 96 of them zero, 3 submissions for 5 buffers, \
-                        0.002 s, 1.9 MiB/s\n";
+    const LINE: &str = "(00.5) amdgpu_plugin: contents saved: 4096 bytes, 96 of them zero, 3 submissions for \
+                        5 buffers, 0.002 s, 1.9 MiB/s\n";
 
     #[test]
     fn the_plugins_line_is_read_wherever_it_is() {

@@ -12,12 +12,11 @@ mod table;
 
 use std::path::PathBuf;
 
-use anyhow::{Context as _, ensure};
 use gpu_app::shape::Shape;
 use softgpu_tests::criu::Plugin;
 
+use crate::harness::{self, Taken, in_turn};
 use crate::limits::{self, Limits, MadeFor};
-use crate::processes::catch_interrupts;
 use round::{Sample, Subject};
 
 /// Buffers of weights: two for each of two GPUs.
@@ -38,7 +37,7 @@ pub(crate) struct Options {
     /// Dumps and restores with each plugin
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=100))]
     rounds: u64,
-    /// Also a process with so many buffers of one page each
+    /// Also a process with this number of buffers of one page each
     #[arg(long, default_value_t = 0)]
     small_bos: u64,
     /// Where images lie: the disk that is measured
@@ -56,23 +55,16 @@ struct Comparison {
     made_for: MadeFor,
     limits: Limits,
     /// Samples of a process with tiny weights, one of each plugin.
-    tiny: Vec<Sample>,
-    samples: Vec<Sample>,
+    tiny: Vec<Taken<Plugin, Sample>>,
+    samples: Vec<Taken<Plugin, Sample>>,
     /// A sample of a process with small buffers.
     small: Option<Sample>,
 }
 
 /// Measures and prints the table.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    ensure!(
-        nix::unistd::geteuid().is_root(),
-        "rewake-bench plugin dumps processes with CRIU: run it as root"
-    );
-    catch_interrupts()?;
-    // An orphaned process becomes a child of the nearest such ancestor: this one can then wait for it.
-    nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
-    let comparison = measure(options)?;
-    print!("{}", table::text(&comparison));
+    harness::begin("plugin")?;
+    print!("{}", table::text(&measure(options)?));
     Ok(())
 }
 
@@ -96,7 +88,7 @@ fn measure(options: &Options) -> anyhow::Result<Comparison> {
     if options.small_bos > 0 {
         eprintln!("a process with {} buffers of one page each", options.small_bos);
         let shape = Shape { small_bos: options.small_bos, ..tiny };
-        small = rounds(&shape, options, 1, &[Plugin::Ours])?.pop();
+        small = rounds(&shape, options, 1, &[Plugin::Ours])?.pop().map(|taken| taken.sample);
     }
     Ok(Comparison {
         mib: options.mib,
@@ -111,15 +103,14 @@ fn measure(options: &Options) -> anyhow::Result<Comparison> {
 }
 
 /// A process of this shape, dumped and restored with the plugins alternately.
-fn rounds(shape: &Shape, options: &Options, count: u64, plugins: &[Plugin]) -> anyhow::Result<Vec<Sample>> {
+fn rounds(
+    shape: &Shape,
+    options: &Options,
+    count: u64,
+    plugins: &[Plugin],
+) -> anyhow::Result<Vec<Taken<Plugin, Sample>>> {
     let mut subject = Subject::start(shape, &options.dir)?;
-    let mut samples = Vec::new();
-    for round in 1..=count {
-        for plugin in plugins {
-            let sample = subject.dump_and_restore(*plugin);
-            samples.push(sample.with_context(|| format!("round {round} with {plugin:?}"))?);
-        }
-    }
+    let samples = in_turn(count, |_| plugins.to_vec(), |plugin, _| subject.dump_and_restore(plugin))?;
     subject.quit()?;
     Ok(samples)
 }

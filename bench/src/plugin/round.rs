@@ -3,10 +3,9 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use gpu_app::client;
 use gpu_app::model::Model;
 use gpu_app::shape::Shape;
@@ -17,7 +16,7 @@ use softgpu_tests::criu::{Criu, Plugin, Version};
 
 use super::log::{Contents, between};
 use crate::cache::{drop_files, files};
-use crate::processes::{Exit, Process, high_water_mark};
+use crate::processes::{Exit, Process, Watch, high_water_mark};
 
 /// The request before a dump and after each restore; one token goes through all weights.
 const PROMPT: [u32; 2] = [3, 141];
@@ -25,8 +24,6 @@ const TOKENS: usize = 1;
 /// What the stock plugin logs when it begins and ends to move a GPU's memory.
 const STOCK_BEGINS: &str = "] started";
 const STOCK_ENDS: &str = "] done num_bos:";
-/// The sampling interval of memory: growth in a process's last moment can be missed.
-const GLANCE: Duration = Duration::from_millis(50);
 /// For one dump or restore.
 const LIMIT: Duration = Duration::from_secs(180);
 
@@ -48,7 +45,6 @@ pub(crate) struct Act {
 /// Both, with one plugin.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sample {
-    pub(crate) plugin: Plugin,
     pub(crate) dump: Act,
     pub(crate) restore: Act,
 }
@@ -92,7 +88,7 @@ impl Subject {
         let answer = client::generate(self.app.socket(), &PROMPT, TOKENS)?;
         ensure!(answer == self.answer, "{plugin:?}: the restored process answers {answer:?}");
         std::fs::remove_dir_all(&images).with_context(|| format!("remove {}", images.display()))?;
-        Ok(Sample { plugin, dump, restore })
+        Ok(Sample { dump, restore })
     }
 
     /// Ends it.
@@ -116,10 +112,9 @@ fn run(criu: &Criu, plugin: Plugin, arguments: &[&str]) -> anyhow::Result<Act> {
     let start = Instant::now();
     let (exit, peak) = watched(&mut Process::spawn(&mut criu.command(arguments))?)?;
     let log = criu.log(arguments[0]);
-    if !exit.success {
-        let errors: Vec<&str> = log.lines().filter(|line| line.contains("Error")).collect();
-        bail!("criu {arguments:?} with {plugin:?}: {}: {}", exit.status, errors.join("\n"));
-    }
+    exit.check(&format!("criu {arguments:?}"), || {
+        log.lines().filter(|line| line.contains("Error")).collect::<Vec<_>>().join("\n")
+    })?;
     let whole_s = (exit.at - start).as_secs_f64();
     for file in files(criu.images())? {
         File::open(&file)
@@ -137,21 +132,9 @@ fn run(criu: &Criu, plugin: Plugin, arguments: &[&str]) -> anyhow::Result<Act> {
 /// Waits for the end of a process, and returns its peak resident memory in bytes. Not by `wait4`: that counts
 /// this program's memory before the exec.
 fn watched(process: &mut Process) -> anyhow::Result<(Exit, u64)> {
-    let (pid, over) = (process.pid(), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        let peak = scope.spawn(|| {
-            let mut peak = 0;
-            while !over.load(Ordering::Relaxed) {
-                // None when it has ended; the kernel never lowers the peak.
-                peak = high_water_mark(pid).unwrap_or(peak);
-                std::thread::sleep(GLANCE);
-            }
-            peak
-        });
-        let exit = process.wait(LIMIT);
-        over.store(true, Ordering::Relaxed);
-        Ok((exit?, peak.join().expect("it only reads files")))
-    })
+    let watch = Watch::start(process.pid(), high_water_mark);
+    let exit = process.wait(LIMIT)?;
+    Ok((exit, watch.finish().of(process.pid())))
 }
 
 #[cfg(test)]

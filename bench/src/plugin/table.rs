@@ -1,62 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The figures of a run as a Markdown table, each with its required value. A figure that misses it is marked.
 
-use std::fmt::Write as _;
-
 use softgpu_tests::criu::Plugin;
 
 use super::Comparison;
 use super::round::{Act, Sample};
-use crate::report::{Spread, number, spread};
+use crate::harness::{kernel, of};
+use crate::report::Wanted::{AtLeast, AtMost, Nothing};
+use crate::report::{MIB, Spread, Table, Wanted, number, spread};
 
 /// Required share of the slower of disk and copies.
-const WANTED_SHARE: f64 = 0.9;
+const WANTED_SHARE: Wanted = AtLeast(0.9);
 /// Memory above that of a process with tiny weights.
-const WANTED_MIB: f64 = 64.0;
+const WANTED_MIB: Wanted = AtMost(64.0);
 /// Submissions for each small buffer.
-const WANTED_SUBMISSIONS: f64 = 1.0 / 16.0;
-const MIB: f64 = (1 << 20) as f64;
+const WANTED_SUBMISSIONS: Wanted = AtMost(1.0 / 16.0);
 
-/// The required value of a figure.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Wanted {
-    AtLeast(f64),
-    AtMost(f64),
-}
-
-/// One figure.
-#[derive(Debug)]
-struct Row {
-    name: String,
-    stock: Option<Spread>,
-    serial: Option<f64>,
-    rewake: Option<Spread>,
-    wanted: Option<Wanted>,
-}
-
-impl Row {
-    fn cells(&self) -> [String; 6] {
-        let wanted = match self.wanted {
-            Some(Wanted::AtLeast(value)) => format!("at least {}", number(value)),
-            Some(Wanted::AtMost(value)) => format!("at most {}", number(value)),
-            None => String::new(),
-        };
-        let verdict =
-            self.wanted.map_or("", |wanted| if wanted.is_met(self.rewake) { "yes" } else { "**MISSED**" });
-        let serial = self.serial.map_or_else(|| "-".to_owned(), number);
-        [self.name.clone(), spread(self.stock), serial, spread(self.rewake), wanted, verdict.to_owned()]
-    }
-}
-
-impl Wanted {
-    /// Compares the median. A figure without samples is not met.
-    fn is_met(self, figure: Option<Spread>) -> bool {
-        figure.is_some_and(|figure| match self {
-            Self::AtLeast(value) => figure.median >= value,
-            Self::AtMost(value) => figure.median <= value,
-        })
-    }
-}
+/// One figure: its name, of stock, of the serial loop, of rewake, and what is wanted of this.
+type Row = (String, Option<Spread>, Option<f64>, Option<Spread>, Wanted);
 
 /// One direction of the samples and limits.
 #[derive(Debug, Clone, Copy)]
@@ -73,19 +34,15 @@ struct Direction {
 
 /// For a terminal and for a page.
 pub(super) fn text(comparison: &Comparison) -> String {
-    let mut text = heading(comparison);
-    text += "\n| figure | stock | serial loop | rewake | wanted | met |\n|---|---|---|---|---|---|\n";
-    for row in rows(comparison) {
-        let _ = writeln!(text, "| {} |", row.cells().join(" | "));
-    }
-    text
-}
-
-fn heading(comparison: &Comparison) -> String {
     let Comparison { mib, gpus, rounds, limits, made_for, .. } = comparison;
-    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut table = Table::new(&["figure", "stock", "serial loop", "rewake", "wanted", "met"]);
+    for (name, stock, serial, rewake, wanted) in rows(comparison) {
+        let serial = serial.map_or_else(|| "-".to_owned(), number);
+        let [wanted, met] = wanted.cells(rewake);
+        table.row(&[name, spread(stock), serial, spread(rewake), wanted, met]);
+    }
     let plain = limits.text(*made_for);
-    format!("{mib} MiB on {gpus} GPUs, {rounds} rounds, Linux {}\n\n{plain}", kernel.trim())
+    format!("{mib} MiB on {gpus} GPUs, {rounds} rounds, Linux {}\n\n{plain}\n{table}", kernel())
 }
 
 fn rows(comparison: &Comparison) -> Vec<Row> {
@@ -121,83 +78,54 @@ fn rows(comparison: &Comparison) -> Vec<Row> {
 
 fn rates(comparison: &Comparison, direction: Direction) -> [Row; 3] {
     let Direction { name, act, serial, least, .. } = direction;
-    let bytes = bytes(comparison, act);
-    let of = |plugin, figure: &dyn Fn(Act) -> Option<f64>| figures(&comparison.samples, plugin, act, figure);
-    let stock = of(Plugin::Stock, &|act| Some(bytes? / act.phase_s? / 1e6));
-    let rewake = of(Plugin::Ours, &|act| Some(act.contents?.rate()));
+    // Bytes that are not zero: the same for both plugins, and only one of them logs them.
+    let contents = comparison.samples.iter().find_map(|taken| act(&taken.sample).contents);
+    let bytes = contents.map(|contents| (contents.bytes - contents.zero) as f64);
+    let figure = |plugin, value: &dyn Fn(Act) -> Option<f64>| {
+        Spread::of(of(&comparison.samples, plugin).filter_map(|sample| value(act(sample))))
+    };
+    let stock = figure(Plugin::Stock, &|act| Some(bytes? / act.phase_s? / 1e6));
+    let rewake = figure(Plugin::Ours, &|act| Some(act.contents?.rate()));
     let share = |spread: Spread| spread.of_whole(least);
-    let whole = |act: Act| Some((direction.whole)(&act));
+    let [all_stock, all_rewake] =
+        [Plugin::Stock, Plugin::Ours].map(|plugin| figure(plugin, &|act| Some((direction.whole)(&act))));
     [
-        Row { name: format!("{name}: GPU memory, MB/s"), stock, serial: Some(serial), rewake, wanted: None },
-        Row {
-            name: format!("{name}: of the slower of disk and copies"),
-            stock: stock.map(share),
-            serial: Some(serial / least),
-            rewake: rewake.map(share),
-            wanted: Some(Wanted::AtLeast(WANTED_SHARE)),
-        },
-        Row {
-            name: format!("{name}: {}", direction.whole_name),
-            stock: of(Plugin::Stock, &whole),
-            serial: None,
-            rewake: of(Plugin::Ours, &whole),
-            wanted: None,
-        },
+        (format!("{name}: GPU memory, MB/s"), stock, Some(serial), rewake, Nothing),
+        (
+            format!("{name}: of the slower of disk and copies"),
+            stock.map(share),
+            Some(serial / least),
+            rewake.map(share),
+            WANTED_SHARE,
+        ),
+        (format!("{name}: {}", direction.whole_name), all_stock, None, all_rewake, Nothing),
     ]
 }
 
-/// Bytes that are not zero: the same for both plugins, and only one of them logs them.
-fn bytes(comparison: &Comparison, act: fn(&Sample) -> Act) -> Option<f64> {
-    let contents = comparison.samples.iter().find_map(|sample| act(sample).contents)?;
-    Some((contents.bytes - contents.zero) as f64)
+fn memory(comparison: &Comparison, Direction { name, act, .. }: Direction) -> Row {
+    let [stock, rewake] = [Plugin::Stock, Plugin::Ours].map(|plugin| {
+        let tiny = act(of(&comparison.tiny, plugin).next()?).peak as f64;
+        Spread::of(of(&comparison.samples, plugin).map(|sample| (act(sample).peak as f64 - tiny) / MIB))
+    });
+    (format!("{name}: memory above that for tiny weights, MiB"), stock, None, rewake, WANTED_MIB)
 }
 
-fn memory(comparison: &Comparison, direction: Direction) -> Row {
-    let above = |plugin| {
-        let tiny = comparison.tiny.iter().find(|sample| sample.plugin == plugin)?;
-        let tiny = (direction.act)(tiny).peak as f64;
-        figures(&comparison.samples, plugin, direction.act, &|act| Some((act.peak as f64 - tiny) / MIB))
-    };
-    Row {
-        name: format!("{}: memory above that for tiny weights, MiB", direction.name),
-        stock: above(Plugin::Stock),
-        serial: None,
-        rewake: above(Plugin::Ours),
-        wanted: Some(Wanted::AtMost(WANTED_MIB)),
-    }
-}
-
-fn submissions(small: &Sample, direction: Direction) -> Row {
-    let contents = (direction.act)(small).contents;
+fn submissions(small: &Sample, Direction { name, act, .. }: Direction) -> Row {
+    let contents = act(small).contents;
     let each = contents.map(|contents| contents.submissions as f64 / contents.buffers as f64);
-    Row {
-        name: format!("{}: submissions for each small buffer", direction.name),
-        stock: None,
-        serial: None,
-        rewake: each.and_then(|each| Spread::of(vec![each])),
-        wanted: Some(Wanted::AtMost(WANTED_SUBMISSIONS)),
-    }
-}
-
-fn figures(
-    samples: &[Sample],
-    plugin: Plugin,
-    act: fn(&Sample) -> Act,
-    figure: &dyn Fn(Act) -> Option<f64>,
-) -> Option<Spread> {
-    let of_plugin = samples.iter().filter(|sample| sample.plugin == plugin);
-    Spread::of(of_plugin.filter_map(|sample| figure(act(sample))).collect())
+    (format!("{name}: submissions for each small buffer"), None, None, Spread::of(each), WANTED_SUBMISSIONS)
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::log::Contents;
     use super::*;
+    use crate::harness::Taken;
     use crate::limits::{Limits, MadeFor, Rates};
 
-    fn sample(plugin: Plugin, seconds: f64, peak_mib: u64) -> Sample {
+    fn sample(way: Plugin, seconds: f64, peak_mib: u64) -> Taken<Plugin, Sample> {
         let contents = Contents { bytes: 100_000_000, zero: 0, submissions: 50, buffers: 1000, seconds };
-        let ours = plugin == Plugin::Ours;
+        let ours = way == Plugin::Ours;
         let act = Act {
             whole_s: seconds,
             durable_s: seconds + 1.0,
@@ -205,7 +133,7 @@ mod tests {
             phase_s: (!ours).then_some(seconds),
             peak: peak_mib << 20,
         };
-        Sample { plugin, dump: act, restore: act }
+        Taken { way, round: 1, sample: Sample { dump: act, restore: act } }
     }
 
     fn comparison(seconds: f64, peak_mib: u64) -> Comparison {
@@ -218,15 +146,15 @@ mod tests {
             limits: Limits { disk: rates(100.0), copies: rates(198.0), serial: rates(66.0) },
             tiny: vec![sample(Plugin::Stock, 1.0, 10), sample(Plugin::Ours, 1.0, 10)],
             samples: vec![sample(Plugin::Stock, 1.6, 200), sample(Plugin::Ours, seconds, peak_mib)],
-            small: Some(sample(Plugin::Ours, 1.0, 10)),
+            small: Some(sample(Plugin::Ours, 1.0, 10).sample),
         }
     }
 
     #[test]
     fn figures_are_shown_with_their_required_values() {
         let text = text(&comparison(1.05, 60));
-        let row = "| dump: of the slower of disk and copies | 0.625 (0.625 .. 0.625) | 0.660 | 0.952 (0.952 .. 0.952) \
-                   | at least 0.900 | yes |";
+        let row = "| dump: of the slower of disk and copies | 0.625 (0.625 .. 0.625) | 0.660 | 0.952 (0.952 \
+                   .. 0.952) | at least 0.900 | yes |";
         assert!(text.contains(row), "{text}");
         assert!(
             text.contains("| restore: memory above that for tiny weights, MiB | 190 (190 .. 190) | - | 50.0")

@@ -3,19 +3,22 @@
 
 mod tree;
 
-use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::process::ExitStatusExt as _;
-use std::process::{Command, ExitStatus};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use anyhow::{Context as _, bail, ensure};
+use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, sigaction};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rewake_process::pidfd::{ends_within, pidfd_open};
 
-pub(crate) use tree::{PeakMemory, Sampler, descendants, high_water_mark, page_faults};
+pub(crate) use tree::{
+    Watch, anonymous_and_shared, descendants, high_water_mark, page_faults, read_bytes, share_of_rewake,
+};
 
 /// Time in which a killed process must have ended.
 const KILL_WAIT: Duration = Duration::from_secs(10);
@@ -58,12 +61,20 @@ pub(crate) struct Process {
 /// How a process ended.
 #[derive(Debug)]
 pub(crate) struct Exit {
-    pub(crate) success: bool,
     pub(crate) status: ExitStatus,
     /// User and system time of the process and of those descendants that it reaped, in seconds.
     pub(crate) cpu_seconds: f64,
     /// When the wait returned.
     pub(crate) at: Instant,
+}
+
+impl Exit {
+    /// # Errors
+    /// The process failed; with what it said.
+    pub(crate) fn check(&self, what: &str, said: impl FnOnce() -> String) -> anyhow::Result<()> {
+        ensure!(self.status.success(), "{what}: {}\n{}", self.status, said());
+        Ok(())
+    }
 }
 
 impl Process {
@@ -76,14 +87,7 @@ impl Process {
 
     /// Takes charge of a process that is, or has become, a child of this one.
     pub(crate) fn adopt(pid: Pid, name: &str) -> anyhow::Result<Self> {
-        // SAFETY: takes two integers, returns a new descriptor or -1.
-        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid.as_raw(), 0) };
-        if fd < 0 {
-            let error = std::io::Error::last_os_error();
-            return Err(error).with_context(|| format!("pidfd_open of {name}, pid {pid}"));
-        }
-        // SAFETY: a fresh descriptor that nothing else owns.
-        let pidfd = unsafe { OwnedFd::from_raw_fd(RawFd::try_from(fd)?) };
+        let pidfd = pidfd_open(pid.as_raw()).with_context(|| format!("pidfd_open of {name}, pid {pid}"))?;
         Ok(Self { name: name.to_owned(), pid, pidfd, reaped: false })
     }
 
@@ -99,29 +103,22 @@ impl Process {
         kill(self.pid, signal).with_context(|| format!("{signal} for {}, pid {}", self.name, self.pid))
     }
 
-    /// True when the process ends within `limit`.
-    fn ends_within(&self, limit: Duration) -> anyhow::Result<bool> {
-        let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
-        match poll(&mut [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)], limit) {
-            Ok(ready) => Ok(ready > 0),
-            Err(nix::errno::Errno::EINTR) => Ok(false),
-            Err(error) => Err(error).context("poll of a pidfd"),
-        }
-    }
-
     /// Waits for the end.
     ///
     /// # Errors
     /// Still running after `limit`, or interrupted.
     pub(crate) fn wait(&mut self, limit: Duration) -> anyhow::Result<Exit> {
         let deadline = Instant::now() + limit;
-        while !self.ends_within(deadline.saturating_duration_since(Instant::now()).min(SLICE))? {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if ends_within(self.pidfd.as_raw_fd(), left.min(SLICE)) {
+                return self.reap();
+            }
             check_interrupted()?;
             if Instant::now() >= deadline {
                 bail!("{}, pid {}, still runs after {limit:?}", self.name, self.pid);
             }
         }
-        self.reap()
     }
 
     /// Takes the status of a process that has ended.
@@ -138,7 +135,7 @@ impl Process {
         }
         self.reaped = true;
         let status = ExitStatus::from_raw(status);
-        Ok(Exit { success: status.success(), status, cpu_seconds: cpu_seconds(&usage), at })
+        Ok(Exit { status, cpu_seconds: cpu_seconds(&usage), at })
     }
 }
 
@@ -148,18 +145,19 @@ fn cpu_seconds(usage: &libc::rusage) -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// User and system seconds of all children that this process has reaped so far, with the children that those
-/// had reaped.
-pub(crate) fn reaped_cpu_seconds() -> f64 {
-    // SAFETY: rusage is plain integers, for which zeros are valid.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: a live exclusive reference to the struct that the call fills.
-    unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &raw mut usage) };
-    cpu_seconds(&usage)
+/// User and system seconds of this process, or of all children that it has reaped so far, with the children
+/// that those had reaped.
+pub(crate) fn cpu_seconds_of(who: UsageWho) -> anyhow::Result<f64> {
+    Ok(cpu_seconds(getrusage(who).context("getrusage")?.as_ref()))
 }
 
-/// Waits for ended processes that have become children of this one, as their parent has ended. Until then their
-/// pids are in use, and a restore needs them.
+/// No terminal: the dumped process must not hold ours, and logs go to files.
+pub(crate) fn quiet(command: &mut Command) -> &mut Command {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null())
+}
+
+/// Waits for ended processes that have become children of this one, as their parent has ended. Until then
+/// their pids are in use, and a restore needs them.
 pub(crate) fn reap_adopted(pids: &[Pid]) {
     let deadline = Instant::now() + KILL_WAIT;
     for pid in pids {
@@ -185,7 +183,7 @@ impl Drop for Process {
         }
         let deadline = Instant::now() + KILL_WAIT;
         while Instant::now() < deadline {
-            if self.ends_within(SLICE).unwrap_or(true) {
+            if ends_within(self.pidfd.as_raw_fd(), SLICE) {
                 let _ = self.reap();
                 break;
             }
@@ -207,7 +205,7 @@ mod tests {
         let spin = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done";
         let exit = shell(&format!("({spin}); exit 3")).wait(Duration::from_secs(60)).unwrap();
         assert_eq!(exit.status.code(), Some(3));
-        assert!(!exit.success);
+        exit.check("spin", String::new).unwrap_err();
         assert!(exit.cpu_seconds > 0.02, "{} s", exit.cpu_seconds);
     }
 

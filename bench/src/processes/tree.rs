@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process's descendants and their peak memory, from /proc.
+//! A process's descendants, and their peak memory, from /proc.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -9,62 +10,78 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::unistd::Pid;
+use rewake_process::proc;
+
+use super::reap_adopted;
 
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The bench starts no tree deeper than this.
+/// The bench starts no larger tree than this.
 const MAX_PROCESSES: usize = 256;
 
 /// All live descendants of `root`, parents before children. Empty when the kernel lacks CONFIG_PROC_CHILDREN.
 pub(crate) fn descendants(root: Pid) -> Vec<Pid> {
-    let mut found = children(root);
-    let mut next = 0;
-    while next < found.len() && found.len() < MAX_PROCESSES {
-        found.extend(children(found[next]));
-        next += 1;
+    tree(root).skip(1).collect()
+}
+
+fn tree(root: Pid) -> impl Iterator<Item = Pid> {
+    proc::tree(root.as_raw(), MAX_PROCESSES).into_iter().map(Pid::from_raw)
+}
+
+/// Peaks of the memory of some processes, in bytes.
+#[derive(Debug, Default)]
+pub(crate) struct Peaks {
+    /// Each process's own peak, by its pid.
+    each: BTreeMap<i32, u64>,
+    /// The largest sum at one moment.
+    pub(crate) together: u64,
+}
+
+impl Peaks {
+    /// The peak of this process.
+    pub(crate) fn of(&self, pid: Pid) -> u64 {
+        self.each.get(&pid.as_raw()).copied().unwrap_or(0)
     }
-    found
-}
 
-fn children(pid: Pid) -> Vec<Pid> {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
-    let lists = threads.flatten().flat_map(|thread| std::fs::read_to_string(thread.path().join("children")));
-    let pids = lists.flat_map(|list| list.split_whitespace().flat_map(str::parse).collect::<Vec<i32>>());
-    pids.map(Pid::from_raw).collect()
-}
-
-/// Peak resident memory of a tree of processes, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-pub(crate) struct PeakMemory {
     /// The peak of the largest process.
-    pub(crate) largest: u64,
+    pub(crate) fn largest(&self) -> u64 {
+        self.each.values().copied().max().unwrap_or(0)
+    }
+
     /// Sum of every process's own peak; memory that two processes share counts twice.
-    pub(crate) sum: u64,
+    pub(crate) fn sum(&self) -> u64 {
+        self.each.values().sum()
+    }
+
     /// Number of processes seen.
-    pub(crate) processes: usize,
+    pub(crate) fn processes(&self) -> usize {
+        self.each.len()
+    }
 }
 
-/// Reads VmHWM of a process and its descendants every 20 ms until finished or dropped, and once more then. The
-/// kernel keeps the peak, so only growth in a process's last 20 ms can be missed.
+/// Reads the memory of a process and its descendants every 20 ms until finished or dropped, and once more
+/// then. Where the kernel keeps the peak, only growth in a process's last 20 ms can be missed.
 #[derive(Debug)]
-pub(crate) struct Sampler {
+pub(crate) struct Watch {
     stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<BTreeMap<i32, u64>>>,
+    thread: Option<JoinHandle<Peaks>>,
 }
 
-impl Sampler {
-    pub(crate) fn start(root: Pid) -> Self {
+impl Watch {
+    /// `memory` is none of a process that does not count or has ended.
+    pub(crate) fn start(root: Pid, memory: fn(Pid) -> Option<u64>) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
-            let mut peaks = BTreeMap::new();
+            let mut peaks = Peaks::default();
             loop {
                 let is_last = seen.load(Ordering::Relaxed);
-                for pid in descendants(root).into_iter().chain([root]) {
-                    if let Some(peak) = high_water_mark(pid) {
-                        let known = peaks.entry(pid.as_raw()).or_insert(0);
-                        *known = peak.max(*known);
-                    }
+                let mut together = 0;
+                for (pid, now) in tree(root).filter_map(|pid| Some((pid, memory(pid)?))) {
+                    together += now;
+                    let peak = peaks.each.entry(pid.as_raw()).or_insert(0);
+                    *peak = now.max(*peak);
                 }
+                peaks.together = together.max(peaks.together);
                 if is_last {
                     return peaks;
                 }
@@ -75,33 +92,61 @@ impl Sampler {
     }
 
     /// Stops and returns the peaks.
-    pub(crate) fn finish(mut self) -> PeakMemory {
+    pub(crate) fn finish(mut self) -> Peaks {
         self.stop.store(true, Ordering::Relaxed);
         let thread = self.thread.take().expect("taken only here, and finish consumes");
-        let peaks = thread.join().expect("the sampler cannot panic: it only reads files and adds");
-        PeakMemory {
-            largest: peaks.values().copied().max().unwrap_or(0),
-            sum: peaks.values().sum(),
-            processes: peaks.len(),
-        }
+        thread.join().expect("the watch cannot panic: it only reads files and adds")
+    }
+
+    /// Stops when the root has ended, and waits for descendants that outlive it.
+    pub(crate) fn reap(self) -> Peaks {
+        let peaks = self.finish();
+        reap_adopted(&peaks.each.keys().map(|pid| Pid::from_raw(*pid)).collect::<Vec<_>>());
+        peaks
     }
 }
 
-impl Drop for Sampler {
+impl Drop for Watch {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
     }
 }
 
-/// Largest resident memory of a process so far, in bytes; None if it has ended.
+/// Largest resident memory of a process so far, in bytes, or `None` if it has ended.
 pub(crate) fn high_water_mark(pid: Pid) -> Option<u64> {
-    parse_high_water_mark(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+    kilobytes(&proc_file(pid, "status")?, "VmHWM:")
 }
 
-/// `VmHWM:     1234 kB` of /proc/PID/status, in bytes; none for a zombie.
-fn parse_high_water_mark(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+/// Resident anonymous and shared memory of a process, in bytes, or `None` if it has ended.
+pub(crate) fn anonymous_and_shared(pid: Pid) -> Option<u64> {
+    let status = proc_file(pid, "status")?;
+    Some(kilobytes(&status, "RssAnon:")? + kilobytes(&status, "RssShmem:")?)
+}
+
+/// Memory of a process of rewake, where memory that several share counts once (`Pss`, proc(5)); None of
+/// another program's.
+pub(crate) fn share_of_rewake(pid: Pid) -> Option<u64> {
+    (proc::name(pid.as_raw()) == b"rewake").then_some(())?;
+    kilobytes(&proc_file(pid, "smaps_rollup")?, "Pss:")
+}
+
+fn proc_file(pid: Pid, name: &str) -> Option<String> {
+    std::fs::read_to_string(format!("/proc/{pid}/{name}")).ok()
+}
+
+/// `VmHWM:     1234 kB` of a file in /proc/PID, in bytes; a zombie has no such line.
+fn kilobytes(text: &str, field: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(field))?;
     Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10)
+}
+
+/// Bytes that a process and the children that it has reaped have read from disks: proc(5). `process` is a
+/// pid, or `self`.
+pub(crate) fn read_bytes(process: impl Display) -> anyhow::Result<u64> {
+    let path = format!("/proc/{process}/io");
+    let text = std::fs::read_to_string(&path).with_context(|| path.clone())?;
+    let line = text.lines().find_map(|line| line.strip_prefix("read_bytes: "));
+    line.and_then(|bytes| bytes.parse().ok()).with_context(|| format!("{path} has no read_bytes"))
 }
 
 /// Page faults of all threads of a live process and its descendants so far, minor and major.
@@ -109,22 +154,14 @@ fn parse_high_water_mark(status: &str) -> Option<u64> {
 /// # Errors
 /// A process has ended.
 pub(crate) fn page_faults(root: Pid) -> anyhow::Result<u64> {
-    [vec![root], descendants(root)].concat().into_iter().map(page_faults_of).sum()
+    tree(root).map(page_faults_of).sum()
 }
 
+/// Fields 10 and 12 of /proc/PID/stat (proc(5)); the first one here is field 3.
 fn page_faults_of(pid: Pid) -> anyhow::Result<u64> {
-    let path = format!("/proc/{pid}/stat");
-    let stat = std::fs::read_to_string(&path).with_context(|| path.clone())?;
-    parse_page_faults(&stat).with_context(|| format!("{path} has no counts of page faults: {stat:?}"))
-}
-
-/// Fields 10 and 12 of /proc/PID/stat (proc(5)); the second one, the name, may have spaces and parentheses.
-fn parse_page_faults(stat: &str) -> Option<u64> {
-    let (_, fields) = stat.rsplit_once(") ")?;
-    let mut fields = fields.split_whitespace();
-    let minor: u64 = fields.nth(7)?.parse().ok()?;
-    let major: u64 = fields.nth(1)?.parse().ok()?;
-    Some(minor + major)
+    let fields = proc::stat(pid.as_raw()).with_context(|| format!("/proc/{pid}/stat"))?;
+    let count = |at: usize| fields.get(at).and_then(|count| count.parse::<u64>().ok());
+    count(7).zip(count(9)).map(|(minor, major)| minor + major).context("no counts of page faults")
 }
 
 #[cfg(test)]
@@ -132,33 +169,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_high_water_mark_is_read_in_bytes() {
-        assert_eq!(parse_high_water_mark("Name:\tx\nVmHWM:\t    1234 kB\nVmRSS:\t 9 kB\n"), Some(1_263_616));
-        assert_eq!(parse_high_water_mark("Name:\tzombie\n"), None);
+    fn memory_is_read_in_bytes() {
+        let status = "Name:\tx\nVmHWM:\t    1234 kB\nRssAnon:\t 12 kB\nRssFile:\t 4 kB\nRssShmem:\t 3 kB\n";
+        assert_eq!(kilobytes(status, "VmHWM:"), Some(1_263_616));
+        assert_eq!(kilobytes(status, "RssAnon:"), Some(12 << 10));
+        assert_eq!(kilobytes(status, "RssShmem:"), Some(3 << 10));
+        assert_eq!(kilobytes("Name:\tzombie\n", "VmHWM:"), None);
+        let peak = high_water_mark(Pid::this()).unwrap();
+        assert!((1..peak).contains(&anonymous_and_shared(Pid::this()).unwrap()));
     }
 
     #[test]
-    fn page_faults_are_read_whatever_the_process_is_called() {
-        assert_eq!(parse_page_faults("7 (a) 1 (b) S 1 7 7 0 -1 4194304 30 99 12 98 5 6"), Some(42));
-        assert_eq!(parse_page_faults("7 (short) S 1"), None);
-        assert!(page_faults(Pid::this()).unwrap() > 0);
+    fn page_faults_of_a_process_are_counted() {
+        let before = page_faults(Pid::this()).unwrap();
+        let fresh = vec![1_u8; 64 << 20];
+        assert!(page_faults(Pid::this()).unwrap() > before && fresh[fresh.len() - 1] == 1);
     }
 
     #[test]
     fn a_tree_counts_every_process() {
         let mut shell = std::process::Command::new("sh").args(["-c", "sleep 60 & sleep 60"]).spawn().unwrap();
         let root = Pid::from_raw(i32::try_from(shell.id()).unwrap());
-        let sampler = Sampler::start(root);
+        let watch = Watch::start(root, high_water_mark);
         while descendants(root).len() < 2 {
             std::thread::sleep(INTERVAL);
         }
         std::thread::sleep(INTERVAL * 3);
-        let memory = sampler.finish();
+        let peaks = watch.finish();
         for pid in descendants(root) {
             nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
         }
         shell.wait().unwrap();
-        assert_eq!(memory.processes, 3, "{memory:?}");
-        assert!(memory.largest > 0 && memory.sum > memory.largest, "{memory:?}");
+        assert_eq!(peaks.processes(), 3, "{peaks:?}");
+        assert!(peaks.of(root) > 0 && peaks.largest() >= peaks.of(root), "{peaks:?}");
+        assert!(peaks.sum() > peaks.largest() && peaks.together <= peaks.sum(), "{peaks:?}");
     }
 }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The right answers, computed here and not by the programs: bench/programs has the same arithmetic in each language.
+//! The right answers, computed here and not by the programs: bench/programs has the same arithmetic in each
+//! language.
 
-use std::fmt;
-
-use super::program::Program;
+use super::program::{Program, Question};
 
 /// Elements in a row and in a column of one matrix of the Python program, which has 8 MiB.
 const MATRIX_ROWS: u64 = 1024;
@@ -19,28 +18,12 @@ const REDIS_VALUES: u64 = 256;
 const CHILD_WORDS: u64 = 786_432;
 /// Most MiB of a program.
 pub(crate) const MAX_MIB: u64 = 4096;
-// The stride is a prime and no factor of the number of values, so a question for all values reads each of them once.
+// The stride is a prime and no factor of the number of values, so a question for all values reads each of
+// them once.
 const _: () = assert!(MAX_MIB < VALUE_STRIDE);
 /// 2^64 divided by the golden ratio, an odd number: multiples of it spread over all 64 bits.
 pub(crate) const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
 const SPREAD_32: u32 = 0x9E37_79B1;
-
-/// What a client asks of a program, in one request: `count` of its units, in an order that depends on `seed`.
-/// Of redis it asks with `count` requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Question {
-    /// The checksum starts with it, so that no question has the answer of an earlier one.
-    pub(crate) seed: u32,
-    /// At most the program's number of units.
-    pub(crate) count: u64,
-}
-
-/// The line that a client sends.
-impl fmt::Display for Question {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.seed, self.count)
-    }
-}
 
 impl Program {
     /// Units (matrices, values, arrays, children, keys) that the program holds when it fills `mib` MiB.
@@ -70,8 +53,8 @@ impl Program {
     }
 }
 
-/// Of small elements all products are below 2^8 * 2^20 and all sums below 2^38: whole numbers give what the program's
-/// floats give.
+/// Of small elements all products are below 2^8 * 2^20 and all sums below 2^38: whole numbers give what the
+/// program's floats give.
 fn matrix_answer(units: u64, Question { seed, count }: Question, element: fn(u64) -> u64) -> u64 {
     let mut vector: Vec<u64> = (0..MATRIX_ROWS).map(|row| (u64::from(seed) + row) % MATRIX_PRIME).collect();
     for step in 0..count {

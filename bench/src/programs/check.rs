@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use anyhow::ensure;
 
-use super::answer::Question;
 use super::client::Client;
 use super::program::Program;
+use super::program::Question;
 use super::redis::Requests;
 
 /// A question and the only right answer.
@@ -21,7 +21,7 @@ pub(crate) struct Check {
 enum Right {
     /// This line.
     Line(String),
-    /// The value of each key; redis has so many.
+    /// The value of each of the `keys` keys that redis has.
     Values { keys: u64 },
 }
 
@@ -47,7 +47,8 @@ impl Check {
         self.question.count == other.question.count
     }
 
-    /// Asks until the whole answer has arrived and checks it. Counts requests that redis answers before `until`.
+    /// Asks until the whole answer has arrived and checks it. Counts requests that redis answers before
+    /// `until`.
     ///
     /// # Errors
     /// The answer is wrong, or the client gave up.
@@ -82,7 +83,7 @@ impl Check {
     /// A value is wrong, or the client gave up.
     pub(crate) fn ask_on(&self, client: &Client<'_>, until: Instant) -> anyhow::Result<u64> {
         let Right::Values { keys } = self.right else { return Ok(0) };
-        // Other keys than those of the question.
+        // Other keys than the question's.
         let mut requests = Requests::connect(*client, keys, self.question.seed + 1)?;
         let mut answered = 0;
         while Instant::now() < until {

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 
-use super::answer::Question;
+use super::program::Question;
 use crate::processes::check_interrupted;
 
-/// Time between two attempts: the figures are hundreds of times longer, and a refused attempt takes microseconds.
+/// Time between two attempts: the figures are hundreds of times longer, and a refused attempt takes
+/// microseconds.
 const PAUSE: Duration = Duration::from_millis(1);
 /// The longest time after which an interruption, a stop or the deadline is noticed.
 const SLICE: Duration = Duration::from_millis(200);
@@ -41,7 +42,7 @@ impl Client<'_> {
         }
     }
 
-    /// One connection; none if it ends before a whole line.
+    /// Asks on one connection. Returns `None` if it ends before a whole line.
     fn ask_once(&self, question: Question) -> anyhow::Result<Option<String>> {
         let mut stream = self.connect()?;
         // In one piece: the programs read a request with one call.

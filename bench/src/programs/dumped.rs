@@ -3,18 +3,18 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
-use super::answer::Question;
 use super::check::Check;
 use super::client::Client;
+use super::program::Question;
 use super::program::{Program, WARM_UP_SEEDS};
 use super::redis;
-use crate::criu::{Image, quiet};
-use crate::processes::{Process, check_interrupted};
+use crate::criu::Image;
+use crate::processes::{Process, check_interrupted, quiet};
 
 /// The longest path of a unix socket, in bytes: its address has 108, with a zero at the end.
 const SOCKET_PATH: usize = 107;
@@ -22,6 +22,7 @@ const SOCKET_PATH: usize = 107;
 /// A dumped program.
 #[derive(Debug)]
 pub(crate) struct Dumped {
+    pub(crate) program: Program,
     pub(crate) image: Image,
     pub(crate) socket: PathBuf,
     /// The request from the start of a restore on.
@@ -37,7 +38,7 @@ impl Dumped {
         let whole = Check::new(program, mib, program.whole_question(mib));
         let Running { mut process, socket, limit } = Running::start(program, mib, directory)?;
         let image = Image::dump(criu, &mut process, directory.join("img"), limit)?;
-        Ok(Self { image, socket, first, whole })
+        Ok(Self { program, image, socket, first, whole })
     }
 
     /// Bytes of all `pages-*.img`.
@@ -47,6 +48,24 @@ impl Dumped {
             bytes += file.metadata().with_context(|| file.display().to_string())?.len();
         }
         Ok(bytes)
+    }
+
+    /// Restores the program while a client asks it from the start on. `restore` gets whether the client has
+    /// ended, and its failure ends the client. Returns what both returned.
+    pub(crate) fn restored_while_asked<R, A: Send>(
+        &self,
+        restore: impl FnOnce(&dyn Fn() -> bool) -> anyhow::Result<R>,
+        ask: impl FnOnce(&Client<'_>) -> anyhow::Result<A> + Send,
+    ) -> (anyhow::Result<R>, anyhow::Result<A>) {
+        let stop = AtomicBool::new(false);
+        let client =
+            Client { socket: &self.socket, deadline: Instant::now() + self.image.limit, stop: &stop };
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| ask(&client));
+            let restored = restore(&|| asked.is_finished());
+            stop.store(restored.is_err(), Ordering::Relaxed);
+            (restored, asked.join().expect("the client does not panic"))
+        })
     }
 }
 
@@ -105,8 +124,8 @@ fn listens(process: &mut Process, socket: &Path, deadline: Instant) -> anyhow::R
     Ok(())
 }
 
-/// Fills redis, which fills nothing by itself. Then checks answers to requests as large as the first one after a
-/// restore.
+/// Fills redis, which fills nothing by itself. Then checks answers to requests as large as the first one
+/// after a restore.
 fn warm_up(program: Program, mib: u64, socket: &Path, deadline: Instant) -> anyhow::Result<()> {
     let stop = AtomicBool::new(false);
     let client = Client { socket, deadline, stop: &stop };

@@ -7,10 +7,11 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
+use rewake_testkit::process::output;
 use serde::Serialize;
 
-use super::answer::Question;
+use crate::harness::value_name;
 
 /// Requests before the dump, so that code is compiled and caches are filled. Each has a seed of its own.
 pub(crate) const WARM_UP_SEEDS: std::ops::RangeInclusive<u32> = 1..=8;
@@ -21,8 +22,12 @@ const WHOLE_SEED: u32 = 2002;
 const FIRST_VALUES: u64 = 256;
 /// Keys that the first request gets from redis.
 const FIRST_KEYS: u64 = 20_000;
-/// redis, by Debian's package redis-tools, which starts no service: it checks a dump when it has this name, and
-/// serves when it has another one.
+/// The package python3-numpy is for Debian's own Python only, so another one on the PATH does not count.
+const PYTHON: &str = "/usr/bin/python3";
+const NUMPY_VERSION: &str =
+    "import numpy, platform; print('Python', platform.python_version(), 'numpy', numpy.__version__)";
+/// redis, by Debian's package redis-tools, which starts no service: it checks a dump when it has this name,
+/// and serves when it has another one.
 const REDIS: &str = "/usr/bin/redis-check-rdb";
 const REDIS_NAME: &str = "redis-server";
 const MATRIX_SERVER: &str = include_str!("../../programs/matrix_server.py");
@@ -54,16 +59,7 @@ pub(crate) enum Program {
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Python => "python",
-            Self::PythonQuarter => "python-quarter",
-            Self::PythonNoise => "python-noise",
-            Self::PythonNoiseQuarter => "python-noise-quarter",
-            Self::Node => "node",
-            Self::Java => "java",
-            Self::Prefork => "prefork",
-            Self::Redis => "redis",
-        })
+        f.write_str(&value_name(self))
     }
 }
 
@@ -72,29 +68,12 @@ impl Program {
     pub(crate) const LOCAL: [Self; 6] =
         [Self::Python, Self::PythonQuarter, Self::Node, Self::Java, Self::Prefork, Self::Redis];
 
-    /// The package python3-numpy is for Debian's own Python only, so another one on the PATH does not count.
-    fn runtime(self) -> &'static str {
+    /// The elements of the matrices, of programs that have some.
+    fn matrices(self) -> Option<&'static str> {
         match self {
-            Self::Python
-            | Self::PythonQuarter
-            | Self::PythonNoise
-            | Self::PythonNoiseQuarter
-            | Self::Prefork => "/usr/bin/python3",
-            Self::Node => "node",
-            Self::Java => "java",
-            Self::Redis => REDIS,
-        }
-    }
-
-    fn package(self) -> &'static str {
-        match self {
-            Self::Python | Self::PythonQuarter | Self::PythonNoise | Self::PythonNoiseQuarter => {
-                "python3-numpy"
-            }
-            Self::Node => "nodejs",
-            Self::Java => "default-jdk-headless",
-            Self::Prefork => "python3",
-            Self::Redis => "redis-tools",
+            Self::Python | Self::PythonQuarter => Some("small"),
+            Self::PythonNoise | Self::PythonNoiseQuarter => Some("noise"),
+            Self::Node | Self::Java | Self::Prefork | Self::Redis => None,
         }
     }
 
@@ -103,33 +82,26 @@ impl Program {
     /// # Errors
     /// The runtime is not installed.
     pub(crate) fn version(self) -> anyhow::Result<String> {
-        let (name, arguments): (_, &[&str]) = match self {
-            Self::Python | Self::PythonQuarter | Self::PythonNoise | Self::PythonNoiseQuarter => (
-                self.runtime(),
-                &[
-                    "-c",
-                    "import numpy, platform; print('Python', platform.python_version(), 'numpy', numpy.__version__)",
-                ],
-            ),
-            Self::Prefork | Self::Redis => (self.runtime(), &["--version"]),
-            Self::Node => (self.runtime(), &["-p", "'Node ' + process.version"]),
+        let (name, arguments, package): (_, &[&str], _) = match self {
+            Self::Prefork => (PYTHON, &["--version"], "python3"),
+            Self::Redis => (REDIS, &["--version"], "redis-tools"),
+            Self::Node => ("node", &["-p", "'Node ' + process.version"], "nodejs"),
             // Without its compiler, Java alone does not suffice.
-            Self::Java => ("javac", &["--version"]),
+            Self::Java => ("javac", &["--version"], "default-jdk-headless"),
+            _ => (PYTHON, &["-c", NUMPY_VERSION], "python3-numpy"),
         };
         let mut command = Command::new(name);
         command.args(arguments);
         if self == Self::Redis {
             command.arg0(REDIS_NAME);
         }
-        let output = command.output().ok().filter(|output| output.status.success());
-        let output = output.with_context(|| {
+        let version = output(&mut command).with_context(|| {
             format!(
-                "the program \"{self}\" cannot run: {name} is missing or fails: install the Debian package {}, \
-                 or choose others with --program",
-                self.package()
+                "the program \"{self}\" cannot run: {name} is missing or fails: install the Debian package \
+                 {package}, or choose others with --program"
             )
         })?;
-        Ok(String::from_utf8_lossy(&output.stdout).trim().replace("javac", "Java"))
+        Ok(version.replace("javac", "Java"))
     }
 
     /// The question right after a restore.
@@ -149,26 +121,22 @@ impl Program {
         Question { seed: WHOLE_SEED, count: self.units(mib) }
     }
 
-    /// Writes the source into `directory` and gives the command that serves on `socket`. The program leads a session
-    /// of its own: CRIU refuses to dump a process whose session leader is not dumped with it.
+    /// Writes the source into `directory` and gives the command that serves on `socket`. The program leads a
+    /// session of its own: CRIU refuses to dump a process whose session leader is not dumped with it.
     pub(crate) fn command(self, mib: u64, socket: &Path, directory: &Path) -> anyhow::Result<Command> {
-        let (file, source) = match self {
-            Self::Python | Self::PythonQuarter | Self::PythonNoise | Self::PythonNoiseQuarter => {
-                ("matrix_server.py", MATRIX_SERVER)
-            }
-            Self::Node => ("cache_server.js", CACHE_SERVER),
-            Self::Java => ("HeapServer.java", HEAP_SERVER),
-            Self::Prefork => ("prefork_server.py", PREFORK_SERVER),
+        let (runtime, file, source) = match self {
+            Self::Node => ("node", "cache_server.js", CACHE_SERVER),
+            Self::Java => ("java", "HeapServer.java", HEAP_SERVER),
+            Self::Prefork => (PYTHON, "prefork_server.py", PREFORK_SERVER),
             Self::Redis => return redis_command(socket, directory),
+            _ => (PYTHON, "matrix_server.py", MATRIX_SERVER),
         };
         let path = directory.join(file);
         std::fs::write(&path, source).with_context(|| path.display().to_string())?;
         let mut command = Command::new("setsid");
-        command.arg(self.runtime());
+        command.arg(runtime);
         if self == Self::Java {
-            let compiled = Command::new("javac").arg(&path).output().context("start javac")?;
-            let errors = String::from_utf8_lossy(&compiled.stderr);
-            ensure!(compiled.status.success(), "javac {}: {}", path.display(), errors.trim());
+            output(Command::new("javac").arg(&path))?;
             // Twice the arrays, so that the heap has space while it grows. Without UsePerfData no file in
             // /tmp is mapped: another JVM deletes that file when the program has been dumped, and no restore
             // finds it.
@@ -177,12 +145,7 @@ impl Program {
         } else {
             command.arg(&path);
         }
-        command.arg(socket).arg(mib.to_string()).current_dir(directory);
-        match self {
-            Self::Python | Self::PythonQuarter => command.arg("small"),
-            Self::PythonNoise | Self::PythonNoiseQuarter => command.arg("noise"),
-            Self::Node | Self::Java | Self::Prefork | Self::Redis => &mut command,
-        };
+        command.arg(socket).arg(mib.to_string()).args(self.matrices()).current_dir(directory);
         Ok(command)
     }
 }
@@ -197,6 +160,22 @@ fn redis_command(socket: &Path, directory: &Path) -> anyhow::Result<Command> {
     Ok(command)
 }
 
+/// What a client asks of a program, in one request: `count` of its units, in an order that depends on `seed`.
+/// Of redis it asks with `count` requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Question {
+    /// The checksum starts with it, so that no question has the answer of an earlier one.
+    pub(crate) seed: u32,
+    /// At most the program's number of units.
+    pub(crate) count: u64,
+}
+
+/// The line that a client sends.
+impl fmt::Display for Question {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.seed, self.count)
+    }
+}
 #[cfg(test)]
 mod tests {
     use clap::ValueEnum as _;

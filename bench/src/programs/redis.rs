@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! redis: its keys and values, and a client that gets them one by one. It speaks as much of redis's protocol as that
-//! needs (<https://redis.io/docs/latest/develop/reference/protocol-spec/>).
+//! redis: its keys and values, and a client that gets them one by one. It speaks as much of redis's protocol
+//! as that needs (<https://redis.io/docs/latest/develop/reference/protocol-spec/>).
 
 use std::io::Write as _;
 use std::net::Shutdown;
@@ -150,7 +150,7 @@ fn key(keys: u64, seed: u32, step: u64) -> u64 {
     let offset = u64::from(seed).wrapping_mul(SPREAD_64) >> 32;
     let mut key = step % keys;
     loop {
-        // Each line is one to one among numbers of so many bits.
+        // Each line is one to one among numbers of `bits` bits.
         key = (key + offset).wrapping_mul(SPREAD_64) & mask;
         key ^= key >> (bits / 2);
         key = key.wrapping_mul(SPREAD_64) & mask;
@@ -194,7 +194,8 @@ mod tests {
         [HEADER, &value(key), b"\r\n"].concat()
     }
 
-    /// A server with one connection for each list: it answers a request with each element, then ends the connection.
+    /// A server with one connection for each list: it answers a request with each element, then ends the
+    /// connection.
     fn serve(socket: &Path, connections: Vec<Vec<Vec<u8>>>) -> JoinHandle<Vec<String>> {
         let listener = UnixListener::bind(socket).unwrap();
         std::thread::spawn(move || {

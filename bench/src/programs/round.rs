@@ -3,18 +3,18 @@
 
 use std::fmt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use serde::Serialize;
 
-use super::Tools;
 use super::check::{Answered, Check};
 use super::client::Client;
 use super::dumped::Dumped;
 use super::program::Program;
 use crate::criu::server_log;
+use crate::harness::{Tools, value_name};
 use crate::processes::{Exit, Process, page_faults};
 
 /// Questions of one size that a program answers when all memory is resident; the figure is the least time.
@@ -40,16 +40,6 @@ impl Way {
     pub(super) const ALL: [Self; 3] = [Self::Eager, Self::Stock, Self::Rewake];
 }
 
-impl fmt::Display for Way {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Eager => "eager",
-            Self::Stock => "stock",
-            Self::Rewake => "rewake",
-        })
-    }
-}
-
 /// Where the image is when a restore starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -68,29 +58,16 @@ impl ImageState {
 
 impl fmt::Display for ImageState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Warm => "warm",
-            Self::Cold => "cold",
-            Self::Again => "again",
-        })
+        f.write_str(&value_name(self))
     }
-}
-
-/// One restore.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub(super) struct Sample {
-    pub(super) program: Program,
-    pub(super) way: Way,
-    pub(super) state: ImageState,
-    pub(super) round: u64,
-    #[serde(flatten)]
-    pub(super) figures: Figures,
 }
 
 /// The figures of one restore; the first three in seconds since the start of `criu restore`. All answers were
 /// right.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(super) struct Figures {
+pub(super) struct Sample {
+    pub(super) program: Program,
+    pub(super) state: ImageState,
     /// The first answer had arrived.
     pub(super) answered_s: f64,
     /// `criu restore` had returned: the program runs.
@@ -110,15 +87,6 @@ pub(super) struct Figures {
     pub(super) first_second_requests: Option<u64>,
 }
 
-/// The client's figures of the first answer.
-struct First {
-    at: Instant,
-    /// Page faults of the program so far.
-    faults: u64,
-    /// Requests answered in the first second; none but with redis.
-    requests: Option<u64>,
-}
-
 /// The figures of the restoring side.
 struct Restored {
     target: Process,
@@ -133,27 +101,30 @@ struct Restored {
 ///
 /// # Errors
 /// A command fails or takes too long, the program ends, or an answer is wrong or missing.
-pub(super) fn run(dumped: &Dumped, tools: &Tools, way: Way, work: &Path) -> anyhow::Result<Figures> {
+pub(super) fn run(
+    dumped: &Dumped,
+    state: ImageState,
+    tools: &Tools,
+    way: Way,
+    work: &Path,
+) -> anyhow::Result<Sample> {
     let image = &dumped.image;
     let mut server = match way {
         Way::Eager => None,
         Way::Stock => Some(image.serve(&tools.criu, work)?),
         Way::Rewake => Some(image.serve(&tools.rewake, work)?),
     };
-    let stop = AtomicBool::new(false);
     let began = Instant::now();
-    let client = Client { socket: &dumped.socket, deadline: began + image.limit, stop: &stop };
-    let (restored, first) = std::thread::scope(|scope| {
-        let first = scope.spawn(|| first_answer(dumped, &client, began + FIRST_SECOND));
-        let restored = restore(dumped, tools, server.as_mut(), work, || first.is_finished());
-        stop.store(restored.is_err(), Ordering::Relaxed);
-        (restored, first.join().expect("the client does not panic"))
-    });
+    let (restored, first) = dumped.restored_while_asked(
+        |has_answered| restore(dumped, tools, server.as_mut(), work, has_answered),
+        |client| first_answer(dumped, client, began + FIRST_SECOND),
+    );
     let restored = restored.with_context(|| match way {
         Way::Eager => "without a server".to_owned(),
         Way::Stock | Way::Rewake => format!("the server's log:\n{}", server_log(work)),
     })?;
-    let first = first.context("the first answer")?;
+    let (answered, faults, first_second_requests) = first.context("the first answer")?;
+    let client = Client { socket: &dumped.socket, deadline: began, stop: &AtomicBool::new(false) };
     let repeated =
         |check| least_time(check, &client, image.limit).context("an answer with all memory resident");
     let whole_answer_s = repeated(&dumped.whole)?;
@@ -163,24 +134,31 @@ pub(super) fn run(dumped: &Dumped, tools: &Tools, way: Way, work: &Path) -> anyh
     drop(restored.target);
     let since = |at: Instant| at.duration_since(began).as_secs_f64();
     let gb = dumped.page_bytes()? as f64 / 1e9;
-    Ok(Figures {
-        answered_s: since(first.at),
+    Ok(Sample {
+        program: dumped.program,
+        state,
+        answered_s: since(answered),
         returned_s: since(restored.returned.at),
         resident_s: since(restored.served.as_ref().unwrap_or(&restored.returned).at),
         whole_answer_s,
         first_repeated_s,
         server_cpu_s_per_gb: restored.served.map(|exit| exit.cpu_seconds / gb),
-        faults: first.faults.saturating_sub(restored.faults),
-        first_second_requests: first.requests,
+        faults: faults.saturating_sub(restored.faults),
+        first_second_requests,
     })
 }
 
-/// Asks the first question, and sends redis more requests until `second`.
-fn first_answer(dumped: &Dumped, client: &Client<'_>, second: Instant) -> anyhow::Result<First> {
+/// Asks the first question, and sends redis more requests until `second`. Returns when the answer arrived,
+/// the page faults of the program so far, and, of redis, the requests answered until `second`.
+fn first_answer(
+    dumped: &Dumped,
+    client: &Client<'_>,
+    second: Instant,
+) -> anyhow::Result<(Instant, u64, Option<u64>)> {
     let Answered { at, in_time } = dumped.first.ask(client, second)?;
     let faults = page_faults(dumped.image.pid)?;
     let more = dumped.first.ask_on(client, second)?;
-    Ok(First { at, faults, requests: in_time.map(|requests| requests + more) })
+    Ok((at, faults, in_time.map(|requests| requests + more)))
 }
 
 /// Seconds of the fastest of some answers, each within `limit`.
@@ -201,7 +179,7 @@ fn restore(
     tools: &Tools,
     server: Option<&mut Process>,
     work: &Path,
-    has_answered: impl Fn() -> bool,
+    has_answered: &dyn Fn() -> bool,
 ) -> anyhow::Result<Restored> {
     let image = &dumped.image;
     let lazily: &[&str] = if server.is_some() { &["--lazy-pages"] } else { &[] };

@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as Markdown: one table for each figure, one row for each program and state of its image.
+//! The figures of a run as Markdown: one table for each figure, one row for each program and state of its
+//! image.
 
 use std::fmt::Write as _;
 
+use super::floor::Group;
 use super::round::{ImageState, Sample, Way};
-use super::{ProgramImage, Results, floor};
-use crate::report::{Better, Figure, spread};
+use super::{ProgramImage, Results, Taken, floor};
+use crate::harness::{of, pairs};
+use crate::report::{Better, Figure, Table};
 
 /// The figures, in the order of the tables.
 const FIGURES: [Figure<Sample>; 7] = [
-    lower("first right answer after", "s", |sample| Some(sample.figures.answered_s)),
-    lower("criu restore returns after", "s", |sample| Some(sample.figures.returned_s)),
-    lower("all memory resident after", "s", |sample| Some(sample.figures.resident_s)),
-    lower("then an answer that reads all takes", "s", |sample| Some(sample.figures.whole_answer_s)),
-    lower("server CPU", "s/GB", |sample| sample.figures.server_cpu_s_per_gb),
-    lower("page faults until the first answer", "", |sample| Some(sample.figures.faults as f64)),
+    lower("first right answer after", "s", |sample| Some(sample.answered_s)),
+    lower("criu restore returns after", "s", |sample| Some(sample.returned_s)),
+    lower("all memory resident after", "s", |sample| Some(sample.resident_s)),
+    lower("then an answer that reads all takes", "s", |sample| Some(sample.whole_answer_s)),
+    lower("server CPU", "s/GB", |sample| sample.server_cpu_s_per_gb),
+    lower("page faults until the first answer", "", |sample| Some(sample.faults as f64)),
     Figure {
         name: "requests answered in the first second",
         unit: "",
         better: Some(Better::Higher),
-        value: |sample| sample.figures.first_second_requests.map(|requests| requests as f64),
+        value: |sample| sample.first_second_requests.map(|requests| requests as f64),
     },
 ];
 
@@ -29,16 +32,8 @@ const fn lower(name: &'static str, unit: &'static str, value: fn(&Sample) -> Opt
 
 /// Markdown, for a terminal too.
 pub(super) fn text(results: &Results) -> String {
-    let setting = &results.setting;
-    let mut text = format!(
-        "{} MiB filled by each program, {} rounds; {} x {}, Linux {}; {}\n",
-        setting.size_mib,
-        results.rounds,
-        setting.cpus,
-        setting.cpu,
-        setting.kernel,
-        setting.versions.join(" and ")
-    );
+    let Results { setting, rounds, .. } = results;
+    let mut text = format!("{} MiB filled by each program, {rounds} rounds; {setting}\n", setting.size_mib);
     for ProgramImage { program, version, page_bytes } in &results.images {
         let _ = writeln!(text, "{program}: {version}, {} MiB of pages in the image", page_bytes >> 20);
     }
@@ -48,21 +43,16 @@ pub(super) fn text(results: &Results) -> String {
     for figure in &FIGURES {
         text += &table(figure, &groups);
     }
-    let rows = groups.iter().filter_map(|(name, samples)| Some((name, floor::row(samples)?)));
-    let rows: String = rows.map(|(name, row)| format!("| {name} | {row} |\n")).collect();
-    if !rows.is_empty() {
-        let _ = write!(text, "\n{}{rows}", floor::HEADING);
-    }
-    text
+    text + &floor::table(&groups)
 }
 
-/// The name and the samples of each row: one program in one state of its image.
-fn groups(results: &Results) -> Vec<(String, Vec<Sample>)> {
+fn groups(results: &Results) -> Vec<Group> {
     let mut groups = Vec::new();
     for ProgramImage { program, .. } in &results.images {
         for state in ImageState::ALL {
-            let here = |sample: &Sample| sample.program == *program && sample.state == state;
-            let samples = results.samples.iter().copied().filter(here).collect();
+            let here =
+                |taken: &&Taken<Way, Sample>| taken.sample.program == *program && taken.sample.state == state;
+            let samples = results.samples.iter().filter(here).copied().collect();
             groups.push((format!("{program}, {state}"), samples));
         }
     }
@@ -70,54 +60,34 @@ fn groups(results: &Results) -> Vec<(String, Vec<Sample>)> {
 }
 
 /// Rows without a value are left out, and so is a table without a row.
-fn table(figure: &Figure<Sample>, groups: &[(String, Vec<Sample>)]) -> String {
-    let mut rows = String::new();
+fn table(figure: &Figure<Sample>, groups: &[Group]) -> String {
+    let heads = ["program, image", "eager", "stock", "rewake", "times better than stock", "than eager"];
+    let (mut table, mut is_empty) = (Table::new(&heads), true);
     for (name, samples) in groups {
-        if samples.iter().any(|sample| (figure.value)(sample).is_some()) {
-            let _ = writeln!(rows, "| {name} | {} |", row(figure, samples));
+        if samples.iter().any(|taken| (figure.value)(&taken.sample).is_some()) {
+            let [eager, stock, rewake] = Way::ALL.map(|way| figure.cell(of(samples, way)));
+            let [than_stock, than_eager] =
+                [Way::Stock, Way::Eager].map(|way| figure.gain(pairs(samples, [way, Way::Rewake])));
+            table.row(&[name.clone(), eager, stock, rewake, than_stock, than_eager]);
+            is_empty = false;
         }
     }
-    if rows.is_empty() {
-        return rows;
-    }
     let unit = if figure.unit.is_empty() { String::new() } else { format!(", {}", figure.unit) };
-    format!(
-        "\n### {}{unit}\n\n\
-         | program, image | eager | stock | rewake | times better than stock | than eager |\n\
-         |---|---|---|---|---|---|\n{rows}",
-        figure.name
-    )
-}
-
-/// The cells of one program in one state of its image.
-fn row(figure: &Figure<Sample>, samples: &[Sample]) -> String {
-    let of = |way| spread(figure.spread(of_way(samples, way)));
-    let than = |way| spread(figure.gain(pairs(samples, way)));
-    [of(Way::Eager), of(Way::Stock), of(Way::Rewake), than(Way::Stock), than(Way::Eager)].join(" | ")
-}
-
-fn of_way(samples: &[Sample], way: Way) -> impl Iterator<Item = &Sample> {
-    samples.iter().filter(move |sample| sample.way == way)
-}
-
-/// The sample of `way` and that of rewake, of every round.
-fn pairs(samples: &[Sample], way: Way) -> impl Iterator<Item = (&Sample, &Sample)> {
-    of_way(samples, way).filter_map(move |first| {
-        let mut rewake = of_way(samples, Way::Rewake).filter(|other| other.round == first.round);
-        Some((first, rewake.next()?))
-    })
+    if is_empty { String::new() } else { format!("\n### {}{unit}\n\n{table}", figure.name) }
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::super::program::Program;
-    use super::super::round::Figures;
+mod tests {
     use super::super::round::ImageState::{Again, Cold, Warm};
     use super::*;
-    use crate::report::Setting;
+    use crate::harness::Setting;
+    use crate::programs::Program;
 
-    pub(crate) fn sample(way: Way, state: ImageState, round: u64, answered_s: f64) -> Sample {
-        let figures = Figures {
+    /// The floor is 0.25 s, when `criu restore` returns, and 0.5 s for the answer.
+    pub(crate) fn sample(way: Way, state: ImageState, round: u64, answered_s: f64) -> Taken<Way, Sample> {
+        let sample = Sample {
+            program: Program::Node,
+            state,
             answered_s,
             returned_s: 0.25,
             resident_s: 4.0,
@@ -127,12 +97,11 @@ pub(super) mod tests {
             faults: if way == Way::Eager { 0 } else { 100 },
             first_second_requests: None,
         };
-        Sample { program: Program::Node, way, state, round, figures }
+        Taken { way, round, sample }
     }
 
-    fn results(samples: Vec<Sample>) -> Results {
-        let setting =
-            Setting::of_this_machine(vec!["Version: 4.2.1".to_owned(), "rewake 0.1".to_owned()], 64);
+    fn results(samples: Vec<Taken<Way, Sample>>) -> Results {
+        let setting = Setting::new(&[], 64).unwrap();
         let version = "Node v20".to_owned();
         let images = vec![ProgramImage { program: Program::Node, version, page_bytes: 70 << 20 }];
         Results { setting, rounds: 2, images, samples }
@@ -175,8 +144,8 @@ pub(super) mod tests {
         let without = text(&results);
         assert!(!without.contains("node, warm") && without.contains("| node, cold |"), "{without}");
         assert!(!without.contains("first second") && !without.contains("floor"), "{without}");
-        for (sample, requests) in results.samples.iter_mut().zip([5000, 8000]) {
-            sample.figures.first_second_requests = Some(requests);
+        for (taken, requests) in results.samples.iter_mut().zip([5000, 8000]) {
+            taken.sample.first_second_requests = Some(requests);
         }
         let with = text(&results);
         let requests = with.split("### requests answered in the first second\n").nth(1).expect("its table");
@@ -192,5 +161,30 @@ pub(super) mod tests {
         let rows: Vec<_> = floor.lines().skip(1).collect();
         assert_eq!(rows.len(), 1);
         assert!(rows[0].starts_with("| node, warm | 0.750 (0.750 .. 0.750) | 2.00 "), "{rows:?}");
+    }
+
+    #[test]
+    fn the_gap_is_that_of_each_round_between_stock_and_the_floor() {
+        let samples = [
+            sample(Way::Eager, Warm, 1, 3.0),
+            sample(Way::Stock, Warm, 1, 4.75),
+            sample(Way::Rewake, Warm, 1, 1.75),
+            sample(Way::Rewake, Warm, 2, 2.75),
+            sample(Way::Stock, Warm, 2, 2.75),
+            sample(Way::Eager, Warm, 2, 3.0),
+        ];
+        let expected = "0.750 (0.750 .. 0.750) | 3.75 (2.75 .. 4.75) | 2.25 (1.75 .. 2.75) | \
+                        0.375 (0 .. 0.750)";
+        let text = floor::table(&[("node".to_owned(), samples.to_vec())]);
+        assert!(text.ends_with(&format!("\n| node | {expected} |\n")), "{text}");
+    }
+
+    #[test]
+    fn a_round_that_lacks_a_way_has_no_floor_and_stock_at_the_floor_has_no_gap() {
+        let mut group =
+            ("node".to_owned(), vec![sample(Way::Stock, Warm, 1, 0.5), sample(Way::Rewake, Warm, 1, 0.5)]);
+        assert_eq!(floor::table(std::slice::from_ref(&group)), "");
+        group.1.push(sample(Way::Eager, Warm, 1, 3.0));
+        assert!(floor::table(&[group]).ends_with(" | - |\n"));
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Clients that read all pages of one image at once, from one page server: what the server reads, and the rate of each
-//! client. They only receive, so that the server is what is measured.
+//! Clients that read all pages of one image at once, from one page server: what the server reads, and the
+//! rate of each client. They only receive, so that the server is what is measured.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpStream};
@@ -9,19 +9,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use nix::sys::signal::Signal;
-use nix::unistd::Pid;
 use rewake_criu_images::{ImageDir, LazyExtent, PAGE};
 use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN, answer_header};
 
 use super::round::{address, free_port};
 use crate::cache;
 use crate::lazy::Image;
+use crate::processes::{Watch, anonymous_and_shared, read_bytes};
 use crate::report::Spread;
-use crate::watch::Watch;
 
 /// Clients at once.
 pub(super) const CLIENTS: usize = 8;
-/// Pages of one request: those of rewake's client.
+/// Pages of one request, as many as rewake's client requests.
 const REQUEST: u64 = 64;
 /// Requests in flight.
 const IN_FLIGHT: usize = 2;
@@ -39,19 +38,19 @@ pub(super) struct ServedClients {
     pub(super) memory: u64,
 }
 
-/// Has so many clients read all lazy pages of the image, which the page cache does not have before.
+/// Has `clients` clients read all lazy pages of the image, which the page cache does not have before.
 pub(super) fn measure(
     rewake: &Path,
     image: &Image,
     clients: usize,
     work: &Path,
 ) -> anyhow::Result<ServedClients> {
-    let dumped = image.dumped();
-    cache::drop_files(image.page_files())?;
+    let dumped = &image.dumped;
+    cache::drop_files(&dumped.page_files)?;
     let port = free_port()?;
     let options = ["--lazy-pages", "--keep-listening"].map(str::to_owned).to_vec();
     let mut server = dumped.listen(rewake, "page-server", &[options, address(port)].concat(), work)?;
-    let watch = Watch::start(server.pid());
+    let watch = Watch::start(server.pid(), anonymous_and_shared);
     let before = read_bytes(server.pid())?;
     let pid = u32::try_from(dumped.pid.as_raw())?;
     let requests = requests(&dumped.directory, pid)?;
@@ -65,7 +64,7 @@ pub(super) fn measure(
     server.signal(Signal::SIGTERM)?;
     dumped.served(&mut server, work)?;
     let rates = Spread::of(rates).context("no client")?;
-    Ok(ServedClients { read, rates, memory: watch.finish() })
+    Ok(ServedClients { read, rates, memory: watch.reap().largest() })
 }
 
 /// Cuts the lazy pages into requests.
@@ -106,12 +105,4 @@ fn read_all(port: u16, pid: u32, requests: &[PageRun]) -> anyhow::Result<f64> {
     stream.read_exact(&mut closed).context("the answer to the last message")?;
     let pages: u64 = requests.iter().map(|run| run.pages()).sum();
     Ok((pages * PAGE) as f64 / 1e9 / began.elapsed().as_secs_f64())
-}
-
-/// Bytes that a process has read from disks: proc(5).
-fn read_bytes(pid: Pid) -> anyhow::Result<u64> {
-    let path = format!("/proc/{pid}/io");
-    let text = std::fs::read_to_string(&path).with_context(|| path.clone())?;
-    let line = text.lines().find_map(|line| line.strip_prefix("read_bytes: "));
-    line.and_then(|bytes| bytes.parse().ok()).with_context(|| format!("{path} has no read_bytes"))
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The machine's limit for pages that travel: a plain loop on loopback. One thread reads a file and sends it, another
-//! receives it and writes a file. With TLS both use rustls.
+//! The machine's limit for pages that travel: a plain loop on loopback. One thread reads a file and sends it,
+//! another receives it and writes a file. With TLS both use rustls.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -63,29 +63,25 @@ pub(super) fn measure(pages: &Path, work: &Path, tls: Option<&LoopConfigs>) -> a
 }
 
 fn send(source: &File, length: u64, mut stream: impl Write) -> anyhow::Result<()> {
-    let mut buffer = vec![0; PIECE];
-    let mut at = 0;
-    while at < length {
-        let piece = piece(length - at);
-        source.read_exact_at(&mut buffer[..piece], at).context("reading the file")?;
-        stream.write_all(&buffer[..piece]).context("sending")?;
-        at += piece as u64;
-    }
+    pieces(length, |buffer, at| {
+        source.read_exact_at(buffer, at).context("reading the file")?;
+        stream.write_all(buffer).context("sending")
+    })?;
     stream.flush().context("sending")
 }
 
 fn receive(target: &File, length: u64, mut stream: impl Read) -> anyhow::Result<()> {
-    let mut buffer = vec![0; PIECE];
-    let mut at = 0;
-    while at < length {
-        let piece = piece(length - at);
-        stream.read_exact(&mut buffer[..piece]).context("receiving")?;
-        target.write_all_at(&buffer[..piece], at).context("writing the file")?;
-        at += piece as u64;
-    }
-    Ok(())
+    pieces(length, |buffer, at| {
+        stream.read_exact(buffer).context("receiving")?;
+        target.write_all_at(buffer, at).context("writing the file")
+    })
 }
 
-fn piece(left: u64) -> usize {
-    usize::try_from(left).map_or(PIECE, |left| left.min(PIECE))
+/// Moves `length` bytes through a buffer, piece by piece.
+fn pieces(length: u64, mut pass: impl FnMut(&mut [u8], u64) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let mut buffer = vec![0; PIECE];
+    (0..length).step_by(PIECE).try_for_each(|at| {
+        let piece = usize::try_from(length - at).map_or(PIECE, |left| left.min(PIECE));
+        pass(&mut buffer[..piece], at)
+    })
 }

@@ -7,23 +7,15 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
+use nix::sys::resource::UsageWho;
 use nix::sys::signal::Signal;
 
-use super::ROUND_TRIP;
 use super::certificates::Certificates;
+use super::{Options, ROUND_TRIP};
 use crate::criu::server_log;
 use crate::lazy::{Image, stop};
 use crate::link::Link;
-use crate::processes::{Exit, Process, reaped_cpu_seconds};
-use crate::watch::Watch;
-
-/// The programs, with absolute paths.
-#[derive(Debug)]
-pub(super) struct Programs {
-    pub(super) criu: PathBuf,
-    pub(super) rewake: PathBuf,
-    pub(super) earlier: Option<PathBuf>,
-}
+use crate::processes::{Exit, Process, Watch, anonymous_and_shared, cpu_seconds_of};
 
 /// Whose program a side runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +27,7 @@ pub(super) enum Maker {
 }
 
 /// A page server and its client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pairing {
     pub(super) server: Maker,
     pub(super) client: Maker,
@@ -54,7 +46,7 @@ impl Pairing {
     ];
 }
 
-impl fmt::Display for Pairing {
+impl fmt::Debug for Pairing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, {}", self.server.name(), self.client.name())
     }
@@ -68,14 +60,12 @@ impl Maker {
             Self::Earlier => "earlier",
         }
     }
-}
 
-impl Programs {
-    fn of(&self, maker: Maker) -> &Path {
-        match maker {
-            Maker::Stock => &self.criu,
-            Maker::Rewake => &self.rewake,
-            Maker::Earlier => self.earlier.as_ref().unwrap_or(&self.rewake),
+    fn program(self, options: &Options) -> &Path {
+        match self {
+            Self::Stock => &options.tools.criu,
+            Self::Rewake => &options.tools.rewake,
+            Self::Earlier => options.earlier.as_ref().unwrap_or(&options.tools.rewake),
         }
     }
 }
@@ -83,8 +73,6 @@ impl Programs {
 /// The figures of one restore. GB is 10^9 bytes of the touched memory.
 #[derive(Debug, Clone)]
 pub(super) struct Sample {
-    pub(super) pairing: Pairing,
-    pub(super) round: u64,
     /// Latencies of accesses that had to wait; none without one.
     pub(super) latency: Option<Latency>,
     /// From the start of `criu restore` until all memory is resident, in GB/s.
@@ -126,7 +114,7 @@ struct RunningServer {
 
 impl RunningServer {
     fn start(
-        programs: &Programs,
+        options: &Options,
         image: &Image,
         maker: Maker,
         work: PathBuf,
@@ -134,37 +122,37 @@ impl RunningServer {
     ) -> anyhow::Result<Self> {
         std::fs::create_dir(&work)?;
         let port = free_port()?;
-        let options = [vec!["--lazy-pages".to_owned()], address(port), tls.to_vec()].concat();
-        let process = image.dumped().listen(programs.of(maker), "page-server", &options, &work)?;
+        let more = [vec!["--lazy-pages".to_owned()], address(port), tls.to_vec()].concat();
+        let process = image.dumped.listen(maker.program(options), "page-server", &more, &work)?;
         Ok(Self { process, port, work })
     }
 
     fn ended(&mut self, image: &Image) -> anyhow::Result<Exit> {
-        image.dumped().served(&mut self.process, &self.work).context("the page server")
+        image.dumped.served(&mut self.process, &self.work).context("the page server")
     }
 }
 
 /// Restores the image by a client of a page server, while the process accesses its memory.
 pub(super) fn run(
-    programs: &Programs,
+    options: &Options,
     image: &Image,
     pairing: Pairing,
     conditions: Conditions<'_>,
     work: &Path,
-    round: u64,
 ) -> anyhow::Result<Sample> {
-    let dumped = image.dumped();
+    let dumped = &image.dumped;
     let tls = conditions.tls.map(Certificates::options).unwrap_or_default();
-    let mut server = RunningServer::start(programs, image, pairing.server, work.join("server"), &tls)?;
-    let server_watch = Watch::start(server.process.pid());
+    let mut server = RunningServer::start(options, image, pairing.server, work.join("server"), &tls)?;
+    let server_watch = Watch::start(server.process.pid(), anonymous_and_shared);
     let port = if conditions.is_slow { Link::to(server.port, ROUND_TRIP)?.port() } else { server.port };
-    let options = [vec!["--page-server".to_owned()], address(port), tls].concat();
-    let cpu_before = reaped_cpu_seconds();
-    let mut client = dumped.listen(programs.of(pairing.client), "lazy-pages", &options, work)?;
-    let client_watch = Watch::start(client.pid());
+    let more = [vec!["--page-server".to_owned()], address(port), tls].concat();
+    let reaped_cpu = || cpu_seconds_of(UsageWho::RUSAGE_CHILDREN);
+    let cpu_before = reaped_cpu()?;
+    let mut client = dumped.listen(pairing.client.program(options), "lazy-pages", &more, work)?;
+    let client_watch = Watch::start(client.pid(), anonymous_and_shared);
     let began = Instant::now();
     let (mut target, restored) = dumped
-        .restore(&programs.criu, &["--lazy-pages"], work)
+        .restore(&options.tools.criu, &["--lazy-pages"], work)
         .with_context(|| format!("the client's log:\n{}", server_log(work)))
         .with_context(|| format!("the page server's log:\n{}", server_log(&server.work)))?;
     if !conditions.is_idle {
@@ -173,18 +161,16 @@ pub(super) fn run(
     let served = dumped
         .served(&mut client, work)
         .with_context(|| format!("the page server's log:\n{}", server_log(&server.work)))?;
-    let client_memory = client_watch.finish();
-    let client_cpu = reaped_cpu_seconds() - cpu_before - restored.cpu_seconds;
-    let cpu_before = reaped_cpu_seconds();
+    let client_memory = client_watch.reap().largest();
+    let client_cpu = reaped_cpu()? - cpu_before - restored.cpu_seconds;
+    let cpu_before = reaped_cpu()?;
     server.ended(image)?;
-    let server_memory = server_watch.finish();
-    let server_cpu = reaped_cpu_seconds() - cpu_before;
+    let server_memory = server_watch.reap().largest();
+    let server_cpu = reaped_cpu()? - cpu_before;
     let touched = stop(&mut target, image)?;
     ensure!(conditions.is_idle || touched.touches > 0, "the restored process accessed no page");
     let gb = image.bytes() as f64 / 1e9;
     Ok(Sample {
-        pairing,
-        round,
         latency: touched.latency.map(|latency| Latency {
             p50: latency.p50 as f64 / 1e3,
             p99: latency.p99 as f64 / 1e3,

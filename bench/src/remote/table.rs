@@ -1,167 +1,132 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as Markdown, each with what is wanted beside it.
-
-use std::fmt::Write as _;
+//! The figures of a run in Markdown, each with what is wanted beside it.
 
 use rewake_image_io::BLOCK;
 
 use super::clients::{CLIENTS, ServedClients};
-use super::round::{Maker, Pairing, Sample};
-use super::{BackgroundLoad, ROUND_TRIP};
+use super::round::{Latency, Maker, Pairing, Sample};
+use super::{BackgroundLoad, Link, ROUND_TRIP};
+use crate::harness::{Taken, of, pairs};
 use crate::link;
-use crate::report::{Setting, Spread, number, spread};
+use crate::report::{Column, MIB, Spread, Table, number, spread};
 
 /// What a process of rewake may have of anonymous and shared memory, in MiB.
 const WANTED_MEMORY_MIB: f64 = 96.0;
+/// Numbers of clients at once.
+pub(super) const COUNTS: [usize; 2] = [1, CLIENTS];
 
 type Value = fn(&Sample) -> Option<f64>;
+type Samples = [Taken<Pairing, Sample>];
 
-/// The columns of the table of demand loads.
-const COLUMNS: [(&str, Value); 6] = [
-    ("p50, µs", |sample| sample.latency.map(|latency| latency.p50)),
-    ("p99, µs", |sample| sample.latency.map(|latency| latency.p99)),
-    ("max, ms", |sample| sample.latency.map(|latency| latency.max / 1e3)),
-    ("GB/s", |sample| Some(sample.rate)),
-    ("client CPU, s/GB", |sample| Some(sample.client_cpu)),
-    ("server CPU, s/GB", |sample| Some(sample.server_cpu)),
+/// The columns of the table of demand loads, with the wanted share of stock's.
+const COLUMNS: [(&str, Value, &str); 6] = [
+    ("p50, µs", |sample| us(sample, |latency| latency.p50), "<= 0.5"),
+    ("p99, µs", |sample| us(sample, |latency| latency.p99), "<= 0.5"),
+    ("max, ms", |sample| ms(sample, |latency| latency.max), ""),
+    ("GB/s", |sample| Some(sample.rate), ">= 2"),
+    ("client CPU, s/GB", |sample| Some(sample.client_cpu), ""),
+    ("server CPU, s/GB", |sample| Some(sample.server_cpu), ""),
 ];
 
-/// The wanted share of stock's, and whether more is better.
-const WANTED: [Option<&str>; 6] = [Some("<= 0.5"), Some("<= 0.5"), None, Some(">= 2"), None, None];
+fn us(sample: &Sample, of: fn(&Latency) -> f64) -> Option<f64> {
+    sample.latency.as_ref().map(of)
+}
 
-/// Where and how the samples are taken.
-pub(super) fn heading(setting: &Setting, rounds: u64, pause_us: u64) -> String {
-    format!(
-        "{} MiB in the page cache, loopback, {rounds} rounds, {pause_us} µs between accesses; {} x {}, Linux {}; {}\n\
-         Each cell: median (least .. most). Shares are of one round each.\n",
-        setting.size_mib,
-        setting.cpus,
-        setting.cpu,
-        setting.kernel,
-        setting.versions.join(" and ")
-    )
+fn ms(sample: &Sample, of: fn(&Latency) -> f64) -> Option<f64> {
+    us(sample, of).map(|us| us / 1e3)
 }
 
 /// Latencies, rates and CPU time of each pairing.
-pub(super) fn demand(samples: &[Sample]) -> String {
-    let names = COLUMNS.map(|(name, _)| name).join(" | ");
-    let mut text = format!("| server, client | {names} |\n|---|---|---|---|---|---|---|\n");
-    let mut pairings: Vec<Pairing> = Vec::new();
-    samples.iter().filter(|sample| sample.round == 1).for_each(|sample| pairings.push(sample.pairing));
+pub(super) fn demand(pairings: &[Pairing], samples: &Samples) -> Table {
+    let columns = COLUMNS.each_ref().map(|(head, value, _)| -> Column<'_, Sample> { (head, value) });
+    let mut table = Table::of("server, client", &columns);
     for pairing in pairings {
-        let cells = COLUMNS.map(|(_, value)| spread(over(samples, pairing, value))).join(" | ");
-        let _ = writeln!(text, "| {pairing} | {cells} |");
+        table.spreads(format!("{pairing:?}"), of(samples, *pairing), &columns);
     }
-    let shares = COLUMNS.map(|(_, value)| spread(share(samples, value))).join(" | ");
-    let _ = writeln!(text, "| rewake, rewake: share of stock, stock | {shares} |");
-    let wanted = WANTED.map(|wanted| wanted.unwrap_or_default()).join(" | ");
-    let _ = writeln!(text, "| wanted | {wanted} |");
-    text
+    // Of the same rounds.
+    let share = |(_, value, _): (&str, Value, &str)| {
+        let pairs = pairs(samples, [Pairing::REWAKE, Pairing::STOCK]);
+        spread(Spread::of(pairs.filter_map(|(ours, stock)| Some(value(ours)? / value(stock)?))))
+    };
+    let shares = ["rewake, rewake: share of stock, stock".to_owned()];
+    table.row(&[&shares[..], &COLUMNS.map(share)].concat());
+    table.row(&[&["wanted".to_owned()][..], &COLUMNS.map(|(_, _, wanted)| wanted.to_owned())].concat());
+    table
 }
 
 /// Latencies over a slow link, with what they may be.
-pub(super) fn slow(slow: &[Sample], local: &[Sample]) -> String {
-    let mut text =
-        "| 1 Gbit/s, 1 ms: server, client | p50, ms | p99, ms | max, ms | GB/s |\n|---|---|---|---|---|\n"
-            .to_owned();
-    let columns: [Value; 4] = [
-        |sample| sample.latency.map(|latency| latency.p50 / 1e3),
-        |sample| sample.latency.map(|latency| latency.p99 / 1e3),
-        |sample| sample.latency.map(|latency| latency.max / 1e3),
-        |sample| Some(sample.rate),
+pub(super) fn slow(slow: &Samples, local: &Samples) -> Table {
+    let columns: [Column<'_, Sample>; 4] = [
+        ("p50, ms", &|sample| ms(sample, |latency| latency.p50)),
+        ("p99, ms", &|sample| ms(sample, |latency| latency.p99)),
+        ("max, ms", &|sample| ms(sample, |latency| latency.max)),
+        ("GB/s", &|sample| Some(sample.rate)),
     ];
+    let mut table = Table::of("1 Gbit/s, 1 ms: server, client", &columns);
     for pairing in [Pairing::STOCK, Pairing::REWAKE] {
-        let cells = columns.map(|value| spread(over(slow, pairing, value))).join(" | ");
-        let _ = writeln!(text, "| {pairing} | {cells} |");
+        table.spreads(format!("{pairing:?}"), of(slow, pairing), &columns);
     }
-    let local = over(local, Pairing::REWAKE, |sample| sample.latency.map(|latency| latency.p99 / 1e3));
+    let local = Spread::of(of(local, Pairing::REWAKE).filter_map(columns[1].1));
     let transfer = BLOCK as f64 / link::RATE as f64;
     let wanted = local.map(|local| (ROUND_TRIP.as_secs_f64() + transfer) * 1e3 + 3.0 * local.median);
     let wanted = wanted.map_or_else(|| "-".to_owned(), number);
-    let _ = writeln!(
-        text,
-        "| wanted: round trip + a block's transfer + 3 x p99 on loopback |  | <= {wanted} |  |  |"
-    );
-    text
+    let name = "wanted: round trip + a block's transfer + 3 x p99 on loopback".to_owned();
+    table.row(&[name, String::new(), format!("<= {wanted}"), String::new(), String::new()]);
+    table
 }
 
 /// Rates of the background load alone.
-pub(super) fn background(loads: &[BackgroundLoad]) -> String {
-    let heading = "| background load, GB/s | rewake | plain loop | share, wanted >= 0.9 | loop that then fills memory \
-                   | share | client CPU, s/GB |";
-    let mut text = format!("{heading}\n|---|---|---|---|---|---|---|\n");
-    for is_encrypted in [false, true] {
-        let cell = |value: fn(&BackgroundLoad) -> f64| {
-            let these = loads.iter().filter(|load| load.is_encrypted == is_encrypted);
-            spread(Spread::of(these.map(value).collect()))
-        };
-        let cells = [
-            cell(|load| load.sample.background_rate),
-            cell(|load| load.plain),
-            cell(|load| load.sample.background_rate / load.plain),
-            cell(BackgroundLoad::plain_and_filled),
-            cell(|load| load.sample.background_rate / load.plain_and_filled()),
-            cell(|load| load.sample.client_cpu),
-        ];
-        let name = if is_encrypted { "TLS" } else { "clear" };
-        let _ = writeln!(text, "| {name} | {} |", cells.join(" | "));
+pub(super) fn background(loads: &[Taken<Link, BackgroundLoad>]) -> Table {
+    let columns: [Column<'_, BackgroundLoad>; 6] = [
+        ("rewake", &|load| Some(load.sample.background_rate)),
+        ("plain loop", &|load| Some(load.plain)),
+        ("share, wanted >= 0.9", &|load| Some(load.sample.background_rate / load.plain)),
+        ("loop that then fills memory", &|load| Some(load.plain_and_filled())),
+        ("share", &|load| Some(load.sample.background_rate / load.plain_and_filled())),
+        ("client CPU, s/GB", &|load| Some(load.sample.client_cpu)),
+    ];
+    let mut table = Table::of("background load, GB/s", &columns);
+    for (link, name) in [(Link::Clear, "clear"), (Link::Tls, "TLS")] {
+        table.spreads(name.to_owned(), of(loads, link), &columns);
     }
-    text
+    table
 }
 
 /// What a server reads for several clients at once, and their rates.
-pub(super) fn clients(rounds: &[[ServedClients; 2]], bytes: u64) -> String {
-    let cell =
-        |value: &dyn Fn(&[ServedClients; 2]) -> f64| spread(Spread::of(rounds.iter().map(value).collect()));
-    let mut text =
-        "| clients of one image | read from the disk, of the memory | slowest client, GB/s | fastest |\n\
-                    |---|---|---|---|\n"
-            .to_owned();
-    for (number, count) in [1, CLIENTS].into_iter().enumerate() {
-        let cells = [
-            cell(&|round| round[number].read as f64 / bytes as f64),
-            cell(&|round| round[number].rates.min),
-            cell(&|round| round[number].rates.max),
-        ];
-        let _ = writeln!(text, "| {count} | {} |", cells.join(" | "));
+pub(super) fn clients(rounds: &[Taken<usize, ServedClients>], bytes: u64) -> Table {
+    let columns: [Column<'_, ServedClients>; 3] = [
+        ("read from the disk, of the memory", &|served| Some(served.read as f64 / bytes as f64)),
+        ("slowest client, GB/s", &|served| Some(served.rates.min)),
+        ("fastest", &|served| Some(served.rates.max)),
+    ];
+    let mut table = Table::of("clients of one image", &columns);
+    for count in COUNTS {
+        table.spreads(count.to_string(), of(rounds, count), &columns);
     }
-    let reads = cell(&|[one, all]| all.read as f64 / one.read as f64);
-    let slowest = cell(&|[_, all]| all.rates.min / all.rates.max);
-    let _ = writeln!(text, "| share | {reads}; wanted <= 1.1 | {slowest} of the fastest; wanted >= 0.8 |  |");
-    text
+    let reads = pairs(rounds, COUNTS).map(|(one, all)| all.read as f64 / one.read as f64);
+    let slowest = of(rounds, CLIENTS).map(|all| all.rates.min / all.rates.max);
+    let [reads, slowest] = [Spread::of(reads), Spread::of(slowest)].map(spread);
+    table.row(&[
+        "share".to_owned(),
+        format!("{reads}; wanted <= 1.1"),
+        format!("{slowest} of the fastest; wanted >= 0.8"),
+        String::new(),
+    ]);
+    table
 }
 
 /// Memory of rewake's largest processes.
-pub(super) fn memory(samples: &[&Sample], clients: &[[ServedClients; 2]]) -> String {
-    let mib = |bytes: Option<u64>| {
-        bytes.map_or_else(|| "-".to_owned(), |bytes| number(bytes as f64 / f64::from(1 << 20)))
-    };
+pub(super) fn memory(samples: &[(Pairing, &Sample)], clients: &[Taken<usize, ServedClients>]) -> String {
+    let mib = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), |bytes| number(bytes as f64 / MIB));
     let ours = |maker: fn(&Pairing) -> Maker| {
-        samples.iter().filter(move |sample| maker(&sample.pairing) == Maker::Rewake)
+        samples.iter().filter(move |(pairing, _)| maker(pairing) == Maker::Rewake)
     };
     format!(
-        "Anonymous and shared memory of rewake's largest process: client {} MiB; server of one client {} MiB, of {CLIENTS} \
-         {} MiB; wanted <= {} MiB\n",
-        mib(ours(|pairing| pairing.client).map(|sample| sample.client_memory).max()),
-        mib(ours(|pairing| pairing.server).map(|sample| sample.server_memory).max()),
-        mib(clients.iter().map(|[_, all]| all.memory).max()),
+        "Anonymous and shared memory of rewake's largest process: client {} MiB; server of one client {} \
+         MiB, of {CLIENTS} {} MiB; wanted <= {} MiB\n",
+        mib(ours(|pairing| pairing.client).map(|(_, sample)| sample.client_memory).max()),
+        mib(ours(|pairing| pairing.server).map(|(_, sample)| sample.server_memory).max()),
+        mib(of(clients, CLIENTS).map(|all| all.memory).max()),
         number(WANTED_MEMORY_MIB)
     )
-}
-
-fn of(samples: &[Sample], pairing: Pairing) -> impl Iterator<Item = &Sample> {
-    samples.iter().filter(move |sample| sample.pairing == pairing)
-}
-
-fn over(samples: &[Sample], pairing: Pairing, value: Value) -> Option<Spread> {
-    Spread::of(of(samples, pairing).filter_map(value).collect())
-}
-
-/// The shares that rewake's figures are of stock's in the same rounds.
-fn share(samples: &[Sample], value: Value) -> Option<Spread> {
-    let shares = of(samples, Pairing::REWAKE).filter_map(|ours| {
-        let stock = of(samples, Pairing::STOCK).find(|stock| stock.round == ours.round)?;
-        Some(value(ours)? / value(stock)?)
-    });
-    Spread::of(shares.collect())
 }

@@ -1,26 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The first right answer of a program from a store: pulled and restored eagerly; restored while it arrives; the second
-//! replica on the host; restored while it arrives, with a recorded working set.
+//! The first right answer of a program from a store: pulled and restored eagerly; restored while it arrives;
+//! the second replica on the host; restored while it arrives, with a recorded working set.
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use super::stored::{Stored, folder};
-use super::{Tools, run};
+use rewake_testkit::process::output;
+
+use super::stored::Stored;
+use super::{Options, push};
 use crate::agent::Agent;
 use crate::criu::Image;
+use crate::harness::{Tools, folder, in_turn};
 use crate::processes::Process;
-use crate::programs::{Client, Dumped, Program};
-use crate::report::{Spread, spread};
+use crate::programs::{Dumped, Program};
+use crate::report::{Column, MIB, Table};
 
-/// The columns of [`measure`].
-pub(super) const HEADING: &str = "\
-    | program: first answer, s | pull, then `criu restore` | `rewake restore URL` | share | second replica \
-    | share of the first | with a working set | share of without | bytes from the store | largest process, MiB |
-|---|---|---|---|---|---|---|---|---|---|";
+/// The columns of the table.
+const COLUMNS: [Column<'_, Round>; 9] = [
+    ("pull, then `criu restore`", &|of| Some(of.pulled_s)),
+    ("`rewake restore URL`", &|of| Some(of.restored_s)),
+    ("share", &|of| Some(of.restored_s / of.pulled_s)),
+    ("second replica", &|of| Some(of.second_s)),
+    ("share of the first", &|of| Some(of.second_s / of.restored_s)),
+    ("with a working set", &|of| Some(of.recorded_s)),
+    ("share of without", &|of| Some(of.recorded_s / of.restored_s)),
+    ("bytes from the store", &|of| Some(of.received)),
+    ("largest process, MiB", &|of| Some(of.memory_mib)),
+];
+
+pub(super) fn table() -> Table {
+    Table::of("program: first answer, s", &COLUMNS)
+}
 
 /// One round.
 #[derive(Debug, Clone, Copy)]
@@ -34,41 +46,33 @@ struct Round {
     memory_mib: f64,
 }
 
-/// Measures one program. Returns its row.
+/// Measures one program, and adds its row.
 pub(super) fn measure(
+    table: &mut Table,
     program: Program,
-    mib: u64,
-    rounds: u64,
-    tools: &Tools,
+    options: &Options,
     directory: &Path,
-) -> anyhow::Result<String> {
-    let mut dumped = Dumped::new(program, mib, &tools.criu, directory)?;
+) -> anyhow::Result<()> {
+    let tools = &options.tools;
+    let mut dumped = Dumped::new(program, options.mib, &tools.criu, directory)?;
     tools.seal(&dumped.image.directory)?;
-    let stored = Stored::new(tools, &dumped.image.directory)?;
+    let stored = Stored::new(options, &dumped.image.directory)?;
     let bytes = dumped.page_bytes()?;
     fs::remove_dir_all(&dumped.image.directory)?;
     dumped.image.page_files.clear();
     record(&dumped, &stored, tools, &folder(directory, "record")?)?;
-    let mut all = Vec::new();
-    for round in 0..rounds {
-        eprintln!("{program}, round {round}");
-        let work = folder(directory, &round.to_string())?;
-        all.push(measure_round(&dumped, bytes, &stored, tools, &work)?);
-        fs::remove_dir_all(&work)?;
-    }
-    let cell = |value: &dyn Fn(&Round) -> f64| spread(Spread::of(all.iter().map(value).collect()));
-    Ok(format!(
-        "| {program} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-        cell(&|of| of.pulled_s),
-        cell(&|of| of.restored_s),
-        cell(&|of| of.restored_s / of.pulled_s),
-        cell(&|of| of.second_s),
-        cell(&|of| of.second_s / of.restored_s),
-        cell(&|of| of.recorded_s),
-        cell(&|of| of.recorded_s / of.restored_s),
-        cell(&|of| of.received),
-        cell(&|of| of.memory_mib)
-    ))
+    let rounds = in_turn(
+        options.rounds,
+        |_| vec![program],
+        |_, round| {
+            let work = folder(directory, &round.to_string())?;
+            let measured = measure_round(&dumped, bytes, &stored, tools, &work)?;
+            fs::remove_dir_all(&work)?;
+            Ok(measured)
+        },
+    )?;
+    table.spreads(program.to_string(), rounds.iter().map(|taken| &taken.sample), &COLUMNS);
+    Ok(())
 }
 
 fn measure_round(
@@ -85,7 +89,7 @@ fn measure_round(
     let restored_s = from_store(dumped, &agent, Stored::URL, tools, &folder(work, "first")?)?;
     let second_s = from_store(dumped, &agent, Stored::URL, tools, &folder(work, "second")?)?;
     let received = (stored.link.passed() - before) as f64 / bytes as f64;
-    let memory_mib = agent.end()? as f64 / f64::from(1 << 20);
+    let memory_mib = agent.end()? as f64 / MIB;
     fs::remove_dir_all(&host)?;
     let agent = stored.agent(tools, &folder(work, "other-host")?)?;
     let recorded_s = from_store(dumped, &agent, Stored::RECORDED_URL, tools, &folder(work, "recorded")?)?;
@@ -97,15 +101,14 @@ fn measure_round(
 fn record(dumped: &Dumped, stored: &Stored, tools: &Tools, work: &Path) -> anyhow::Result<()> {
     let image = work.join("img");
     let variables = stored.variables_without_link();
-    run(tools.rewake(&["pull", Stored::URL]).arg(&image).envs(variables.clone()))?;
+    output(tools.rewake(&["pull", Stored::URL]).arg(&image).envs(variables.clone()))?;
     let (_, target) = first_answer(dumped, || {
-        let mut restore = tools.rewake(&["restore", "--record", "--quiet"]);
-        restore.arg("--criu").arg(&tools.criu).arg("-D").arg(&image);
-        run(restore.arg("-W").arg(work).args(["--", "-d"]))?;
+        let mut restore = tools.restore(&["--record", "-D"], &image);
+        output(restore.arg("-W").arg(work).args(["--", "-d"]))?;
         Process::adopt(dumped.image.pid, "the restored process")
     })?;
     drop(target);
-    tools.push(&image, Stored::RECORDED_URL, &variables)?;
+    push(tools, &image, Stored::RECORDED_URL, &variables)?;
     Ok(fs::remove_dir_all(work)?)
 }
 
@@ -113,7 +116,7 @@ fn record(dumped: &Dumped, stored: &Stored, tools: &Tools, work: &Path) -> anyho
 fn pulled(dumped: &Dumped, stored: &Stored, tools: &Tools, work: &Path) -> anyhow::Result<f64> {
     let directory = work.join("img");
     let (answered, target) = first_answer(dumped, || {
-        run(tools.rewake(&["pull", Stored::URL]).arg(&directory).envs(stored.variables()))?;
+        output(tools.rewake(&["pull", Stored::URL]).arg(&directory).envs(stored.variables()))?;
         let image = Image { directory: directory.clone(), page_files: Vec::new(), ..dumped.image };
         Ok(image.restore(&tools.criu, &[], work)?.0)
     })?;
@@ -125,9 +128,8 @@ fn pulled(dumped: &Dumped, stored: &Stored, tools: &Tools, work: &Path) -> anyho
 /// Restores the image from the store, while it arrives. Returns when all of it is in the cache.
 fn from_store(dumped: &Dumped, agent: &Agent, url: &str, tools: &Tools, work: &Path) -> anyhow::Result<f64> {
     let (answered, target) = first_answer(dumped, || {
-        let mut restore: Command = tools.rewake(&["restore", url, "--quiet", "--wait", "alive"]);
-        restore.arg("--socket").arg(agent.socket()).arg("--criu").arg(&tools.criu);
-        run(restore.arg("-W").arg(work).args(["--", "-d"]))?;
+        let mut restore = tools.restore(&["--wait", "alive"], url);
+        output(restore.arg("--socket").arg(agent.socket()).arg("-W").arg(work).args(["--", "-d"]))?;
         Process::adopt(dumped.image.pid, "the restored process")
     })?;
     agent.has_image()?;
@@ -140,15 +142,9 @@ fn first_answer(
     dumped: &Dumped,
     restore: impl FnOnce() -> anyhow::Result<Process>,
 ) -> anyhow::Result<(f64, Process)> {
-    let stop = AtomicBool::new(false);
     let began = Instant::now();
-    let client = Client { socket: &dumped.socket, deadline: began + dumped.image.limit, stop: &stop };
-    let (restored, answered) = std::thread::scope(|scope| {
-        let answered = scope.spawn(|| dumped.first.ask(&client, began));
-        let restored = restore();
-        stop.store(restored.is_err(), Ordering::Relaxed);
-        (restored, answered.join().expect("the client does not panic"))
-    });
+    let (restored, answered) =
+        dumped.restored_while_asked(|_| restore(), |client| dumped.first.ask(client, began));
     let target = restored?;
     Ok(((answered?.at - began).as_secs_f64(), target))
 }

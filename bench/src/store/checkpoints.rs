@@ -8,9 +8,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use anyhow::Context as _;
+use rewake_testkit::process::output;
 
-use super::{Tools, run};
-use crate::processes::Process;
+use super::{Options, push};
+use crate::harness::folder;
 use crate::programs::{Check, Client, Program, Question, Running};
 
 const COUNT: u32 = 10;
@@ -18,21 +19,22 @@ const COUNT: u32 = 10;
 const SEED: u32 = 3001;
 
 /// Measures, and returns one line.
-pub(super) fn measure(mib: u64, tools: &Tools, directory: &Path) -> anyhow::Result<String> {
+pub(super) fn measure(options: &Options, directory: &Path) -> anyhow::Result<String> {
     let program = Program::Python;
-    let mib = mib / 4;
+    let (tools, mib) = (&options.tools, options.mib / 4);
     let running = Running::start(program, mib, directory)?;
     let store = directory.join("store");
     let (mut bytes, mut alone) = (0, 0);
     for number in 0..COUNT {
         eprintln!("checkpoint {number}");
         ask(program, mib, &running, SEED + number)?;
-        let image = directory.join(format!("img{number}"));
-        fs::create_dir(&image)?;
-        checkpoint(tools, &running.process, &image)?;
+        let image = folder(directory, &format!("img{number}"))?;
+        let mut dump = Command::new(&tools.criu);
+        dump.args(["dump", "--leave-running", "-o", "dump.log", "-D"]).arg(&image);
+        output(dump.args(["-t", &running.process.pid().to_string()]))?;
         bytes += size(&image)?;
         tools.seal(&image)?;
-        tools.push(&image, &format!("file://{}/{number}", store.display()), &[])?;
+        push(tools, &image, &format!("file://{}/{number}", store.display()), &[])?;
         if number == 0 {
             alone = size(&store)?;
         }
@@ -40,8 +42,8 @@ pub(super) fn measure(mib: u64, tools: &Tools, directory: &Path) -> anyhow::Resu
     }
     let stored = size(&store)?;
     Ok(format!(
-        "{COUNT} checkpoints of {program} with {mib} MiB, after different requests: {:.3} of their bytes are stored \
-         ({} of {} MB; one alone: {} MB)",
+        "{COUNT} checkpoints of {program} with {mib} MiB, after different requests: {:.3} of their bytes are \
+         stored ({} of {} MB; one alone: {} MB)",
         stored as f64 / bytes as f64,
         stored / 1_000_000,
         bytes / 1_000_000,
@@ -55,13 +57,6 @@ fn ask(program: Program, mib: u64, running: &Running, seed: u32) -> anyhow::Resu
     let client = Client { socket: &running.socket, deadline: now + running.limit, stop: &stop };
     let question = Question { seed, ..program.first_question(mib) };
     Check::new(program, mib, question).ask(&client, now).map(drop)
-}
-
-fn checkpoint(tools: &Tools, process: &Process, image: &Path) -> anyhow::Result<()> {
-    let mut dump = Command::new(&tools.criu);
-    dump.args(["dump", "--leave-running", "-o", "dump.log", "-t", &process.pid().to_string(), "-D"])
-        .arg(image);
-    run(&mut dump).map(drop)
 }
 
 /// Bytes of all files below a folder.

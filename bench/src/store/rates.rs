@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake push`, `verify` and `gc`, beside a plain loop of uploads and `restic`. The store is on this host, without
-//! the link. Each of them has a store of its own.
+//! `rewake push`, `verify` and `gc`, beside a plain loop of uploads and `restic`. The store is on this host,
+//! without the link. Each of them has a store of its own.
 
-use std::fmt::Write as _;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -11,12 +10,13 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
+use rewake_testkit::process::output;
 use rewake_testkit::seaweedfs::SeaweedServer;
 
-use super::stored::folder;
-use super::{Options, Tools, run};
+use super::Options;
+use crate::harness::{Tools, folder, in_turn};
 use crate::lazy::Image;
-use crate::report::{Spread, spread};
+use crate::report::{Column, Table};
 
 /// Bytes of one object of the plain loop, as of a pack.
 const PIECE: usize = 16 << 20;
@@ -32,45 +32,43 @@ struct Round {
 }
 
 /// Measures, and returns the table.
-pub(super) fn measure(options: &Options, tools: &Tools, directory: &Path) -> anyhow::Result<String> {
-    let mib = options.mib / 2;
+pub(super) fn measure(options: &Options, directory: &Path) -> anyhow::Result<Table> {
+    let (tools, mib) = (&options.tools, options.mib / 2);
     let image = Image::dump(&tools.criu, &folder(directory, "image")?, mib, 0)?;
     image.seal(&tools.rewake)?;
     let gb = image.bytes() as f64 / 1e9;
-    let mut all = Vec::new();
-    for round in 0..options.rounds {
-        eprintln!("push, verify and gc, round {round}");
-        let files = &image.dumped().page_files;
-        let upload = gb / with_store(tools, |server| seconds(|| upload(server, files)))?;
-        let rewake = with_store(tools, |server| rewake(tools, server, &image.dumped().directory))?;
-        let restic = with_store(tools, |server| restic(server, &image.dumped().directory))?;
-        all.push(Round {
-            upload,
-            rewake: rewake.map(|took| gb / took),
-            restic: restic.map(|took| gb / took),
-        });
+    let all = in_turn(
+        options.rounds,
+        |_| vec!["push, verify and gc"],
+        |_, _| {
+            let files = &image.dumped.page_files;
+            let upload = gb / with_store(options, |server| seconds(|| upload(server, files)))?;
+            let rewake = with_store(options, |server| rewake(tools, server, &image.dumped.directory))?;
+            let restic = with_store(options, |server| restic(server, &image.dumped.directory))?;
+            Ok(Round { upload, rewake: rewake.map(|took| gb / took), restic: restic.map(|took| gb / took) })
+        },
+    )?;
+    // The step of the row, and a round. Only the first step, the push, has a plain loop.
+    let columns: [Column<'_, (usize, Round)>; 5] = [
+        ("rewake", &|(step, of)| Some(of.rewake[*step])),
+        ("plain loop of uploads", &|(step, of)| (*step == 0).then_some(of.upload)),
+        ("share", &|(step, of)| (*step == 0).then_some(of.rewake[0] / of.upload)),
+        ("restic", &|(step, of)| Some(of.restic[*step])),
+        ("share", &|(step, of)| Some(of.rewake[*step] / of.restic[*step])),
+    ];
+    let mut table = Table::of(&format!("{mib} MiB, rate in GB/s"), &columns);
+    for (step, name) in ["push", "verify", "rm and gc"].into_iter().enumerate() {
+        let rounds: Vec<_> = all.iter().map(|taken| (step, taken.sample)).collect();
+        table.spreads(name.to_owned(), rounds.iter(), &columns);
     }
-    let cell = |value: &dyn Fn(&Round) -> f64| spread(Spread::of(all.iter().map(value).collect()));
-    let mut text = format!(
-        "| {mib} MiB, rate in GB/s | rewake | plain loop of uploads | share | restic | share |\n|---|---|---|---|---|---|\n"
-    );
-    for (number, name) in ["push", "verify", "rm and gc"].into_iter().enumerate() {
-        let beside_loop = |text: String| if number == 0 { text } else { "-".to_owned() };
-        let _ = writeln!(
-            text,
-            "| {name} | {} | {} | {} | {} | {} |",
-            cell(&|of| of.rewake[number]),
-            beside_loop(cell(&|of| of.upload)),
-            beside_loop(cell(&|of| of.rewake[0] / of.upload)),
-            cell(&|of| of.restic[number]),
-            cell(&|of| of.rewake[number] / of.restic[number])
-        );
-    }
-    Ok(text)
+    Ok(table)
 }
 
-fn with_store<T>(tools: &Tools, with: impl FnOnce(&SeaweedServer) -> anyhow::Result<T>) -> anyhow::Result<T> {
-    with(&SeaweedServer::start(&tools.weed).context("SeaweedFS")?)
+fn with_store<T>(
+    options: &Options,
+    with: impl FnOnce(&SeaweedServer) -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    with(&SeaweedServer::start(&options.weed).context("SeaweedFS")?)
 }
 
 fn seconds(what: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
@@ -83,7 +81,7 @@ fn seconds(what: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
 fn rewake(tools: &Tools, server: &SeaweedServer, image: &Path) -> anyhow::Result<[f64; 3]> {
     let rewake = |arguments: &[&str]| {
         let mut command = tools.rewake(arguments);
-        run(command.envs(SeaweedServer::environment(server.port()))).map(drop)
+        output(command.envs(SeaweedServer::environment(server.port()))).map(drop)
     };
     let image = image.to_str().context("a path that is not UTF-8")?;
     Ok([
@@ -106,7 +104,7 @@ fn restic(server: &SeaweedServer, image: &Path) -> anyhow::Result<[f64; 3]> {
             &format!("s3:http://127.0.0.1:{}/bucket/restic", server.port()),
         ]);
         command.args(arguments).env("RESTIC_PASSWORD", "of-a-test");
-        run(command.envs(SeaweedServer::environment(server.port()))).map(drop)
+        output(command.envs(SeaweedServer::environment(server.port()))).map(drop)
     };
     restic(&["init"]).context("the Debian package restic")?;
     let image = image.to_str().context("a path that is not UTF-8")?;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! An image in a store behind a link.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context as _;
 use rewake_testkit::seaweedfs::SeaweedServer;
 
-use super::{ROUND_TRIP, Tools};
+use super::{Options, ROUND_TRIP, push};
 use crate::agent::Agent;
+use crate::harness::Tools;
 use crate::link::Link;
 
 /// A store with one image, and the link to it. The image has a second name when it has a working set.
@@ -19,11 +20,11 @@ pub(super) struct Stored {
 
 impl Stored {
     /// Starts a store and pushes a sealed image.
-    pub(super) fn new(tools: &Tools, image: &Path) -> anyhow::Result<Self> {
-        let server = SeaweedServer::start(&tools.weed).context("SeaweedFS")?;
+    pub(super) fn new(options: &Options, image: &Path) -> anyhow::Result<Self> {
+        let server = SeaweedServer::start(&options.weed).context("SeaweedFS")?;
         let link = Link::to(server.port(), ROUND_TRIP)?;
         let stored = Self { server, link };
-        tools.push(image, Self::URL, &stored.variables_without_link())?;
+        push(&options.tools, image, Self::URL, &stored.variables_without_link())?;
         Ok(stored)
     }
 
@@ -47,11 +48,4 @@ impl Stored {
         let cache = work.join("cache");
         Agent::start(&tools.rewake, work, &[Path::new("--cache"), &cache], &self.variables())
     }
-}
-
-/// Makes a folder.
-pub(super) fn folder(parent: &Path, name: &str) -> anyhow::Result<PathBuf> {
-    let path = parent.join(name);
-    std::fs::create_dir(&path).with_context(|| path.display().to_string())?;
-    Ok(path)
 }

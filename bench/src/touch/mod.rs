@@ -11,10 +11,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 use serde::{Deserialize, Serialize};
 
-use memory::{Memory, Samples, touched_word};
+use memory::{Memory, Samples, accessed_word};
 use pattern::{Permutation, word};
 
 /// Arguments of the hidden subcommand.
@@ -103,7 +104,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         // SAFETY: the handler does one atomic operation.
         unsafe { sigaction(signal, &action) }.context("sigaction")?;
     }
-    let memory = Memory::filled(options.size_mib << 8)?;
+    let memory = Memory::filled(options.size_mib << 8);
     let mut samples = Samples::with_capacity(memory.pages())?;
     std::fs::write(&options.ready, b"ready").with_context(|| options.ready.display().to_string())?;
     sleep_until(TOUCH)?;
@@ -131,11 +132,8 @@ fn sleep_until(phase: u8) -> anyhow::Result<()> {
 /// VMA's lock alone. A page that UFFDIO_COPY has filled is mapped and takes neither. So either count means
 /// that this access waited.
 fn faults_so_far() -> (i64, i64) {
-    // SAFETY: rusage is plain integers, for which zeros are valid.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: a live exclusive reference to the struct that the call fills.
-    unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
-    (usage.ru_majflt, usage.ru_minflt)
+    let usage = getrusage(UsageWho::RUSAGE_THREAD).expect("getrusage of a thread cannot fail");
+    (usage.major_page_faults(), usage.minor_page_faults())
 }
 
 fn touch_all(memory: &Memory, samples: &mut Samples, pause: Duration) -> Report {
@@ -156,7 +154,7 @@ fn touch_all(memory: &Memory, samples: &mut Samples, pause: Duration) -> Report 
         let latency = start.elapsed();
         let after = faults_so_far();
         report.touches += 1;
-        report.wrong_touches += u64::from(value != word(touched_word(page)));
+        report.wrong_touches += u64::from(value != word(accessed_word(page)));
         if after != before {
             report.faults += 1;
             report.major_faults += u64::from(after.0 > before.0);

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The content of memory and the order of accesses: both computed, neither stored.
 
+use rewake_testkit::random::mix;
+
 /// 64-bit words in a 4 KiB page.
 pub(crate) const WORDS: u64 = 512;
 
 /// The word at `index` (counted over the whole memory): random bits that no server can compress, guess or
 /// take from a neighbour, and that any reader can recompute (the `SplitMix64` finaliser).
 pub(crate) fn word(index: u64) -> u64 {
-    let mut x = index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
+    mix(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 /// Every page exactly once, in an order without locality. Needs no memory of its own, which would be lazy

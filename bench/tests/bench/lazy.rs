@@ -27,7 +27,7 @@ fn two_servers_are_measured_in_turn_and_nothing_is_left() {
     let json = std::fs::read(directory.path().join("out.json")).unwrap();
     let result: serde_json::Value = serde_json::from_slice(&json).unwrap();
     let samples = result["samples"].as_array().unwrap();
-    let order: Vec<&str> = samples.iter().map(|sample| sample["server"].as_str().unwrap()).collect();
+    let order: Vec<&str> = samples.iter().map(|sample| sample["way"].as_str().unwrap()).collect();
     assert_eq!(order, ["stock", "rewake", "stock", "rewake"]);
     for sample in samples {
         assert!(sample["restore_s"].as_f64() < sample["resident_s"].as_f64(), "{sample}");

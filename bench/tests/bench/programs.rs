@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake-bench programs` with the Python program and with redis: it must measure each way on one image, and must not
-//! report figures when an answer is wrong. Needs root, CRIU (`criu` on the PATH, or REWAKE_CRIU), rewake (REWAKE_BIN),
-//! python3-numpy and redis-tools.
+//! `rewake-bench programs` with the Python program and with redis: it must measure each way on one image, and
+//! must not report figures when an answer is wrong. Needs root, CRIU (`criu` on the PATH, or REWAKE_CRIU),
+//! rewake (REWAKE_BIN), python3-numpy and redis-tools.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -142,7 +142,7 @@ END
     let last = error.lines().last().unwrap_or_default();
     assert!(!output.status.success(), "{error}");
     let expected =
-        "rewake-bench: python, round 1, image warm, rewake: the first answer: wrong answer to \"1001 2\"";
+        "rewake-bench: python: round 1 with (Warm, Rewake): the first answer: wrong answer to \"1001 2\"";
     assert!(last.starts_with(expected), "{error}");
     assert!(output.stdout.is_empty() && !directory.path().join("out.json").exists());
     assert_eq!(images_left(directory.path()), 0);
@@ -164,7 +164,7 @@ fn a_program_that_dies_after_its_restore_is_named_without_a_wait_for_the_time_li
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && output.stdout.is_empty(), "{error}");
     let last = error.lines().last().unwrap_or_default();
-    assert!(last.contains("python, round 1, image warm, eager") && last.contains("ended"), "{error}");
+    assert!(last.contains("python: round 1 with (Warm, Eager)") && last.contains("ended"), "{error}");
     assert!(began.elapsed() < std::time::Duration::from_secs(60), "{:?}", began.elapsed());
     assert_eq!(images_left(directory.path()), 0);
 }

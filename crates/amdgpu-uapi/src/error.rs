@@ -40,16 +40,6 @@ pub enum Error {
         /// The place, and the mismatch.
         reason: String,
     },
-    /// A GPU did not finish in time.
-    #[error("{what} on GPU {gpu:#x}: not done after {seconds} s")]
-    Late {
-        /// The awaited event.
-        what: &'static str,
-        /// The GPU.
-        gpu: u32,
-        /// The timeout.
-        seconds: u64,
-    },
 }
 
 impl Error {

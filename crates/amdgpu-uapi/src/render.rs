@@ -171,7 +171,7 @@ impl Render {
         gem::gem_create(self.as_fd(), wanted).map_err(act.failed())
     }
 
-    /// Returns the parameters of a GEM buffer, or None if the handle does not exist.
+    /// Returns the parameters of a GEM buffer, or `None` if the handle does not exist.
     ///
     /// # Errors
     /// GEM_OP failed.
@@ -180,7 +180,7 @@ impl Render {
         unless(gem::gem_create_info(self.as_fd(), handle), libc::ENOENT).map_err(act.failed())
     }
 
-    /// Returns all GEM buffers of this file, or None if the kernel cannot list them.
+    /// Returns all GEM buffers of this file, or `None` if the kernel cannot list them.
     ///
     /// # Errors
     /// GEM_LIST_HANDLES failed.
@@ -198,7 +198,7 @@ impl Render {
         gem::gem_mappings(self.as_fd(), handle).map_err(act.failed())
     }
 
-    /// Returns the `mmap` offset of a GEM buffer, or None if the CPU has no access to it.
+    /// Returns the `mmap` offset of a GEM buffer, or `None` if the CPU has no access to it.
     ///
     /// # Errors
     /// GEM_MMAP failed.
@@ -223,8 +223,8 @@ impl Render {
         }
     }
 
-    /// Exports a dma-buf of a GEM buffer. Returns None if it may not leave the file: host memory, or bound to
-    /// the address space.
+    /// Exports a dma-buf of a GEM buffer. Returns `None` if it may not leave the file: host memory, or bound
+    /// to the address space.
     ///
     /// # Errors
     /// PRIME_HANDLE_TO_FD failed.
@@ -400,11 +400,16 @@ impl Render {
     /// Waits for a copy engine's submission until the monotonic clock shows `deadline` ns. Returns whether it
     /// is done.
     ///
+    /// The deadline is one of the first time namespace's clock, because the kernel compares it with that
+    /// clock. CRIU restores a program into a time namespace of its own, in which this clock shows the time of
+    /// the dump: a caller there asks [`Self::has_ended`] again and again instead.
+    ///
     /// # Errors
     /// WAIT_CS failed, or the submission did (ECANCELED after a reset of the GPU).
     pub fn wait(&self, submission: Submission, deadline: u64) -> Result<bool, Error> {
         let Submission { context, ring, number } = submission;
-        self.has_ended(ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring }, number, deadline)
+        let at = ContextRing { context, engine: AMDGPU_HW_IP_DMA, ring };
+        self.wait_on(at, number, deadline).map_err(FailedCall::named("AMDGPU_WAIT_CS").failed())
     }
 
     pub(crate) fn wait_on(&self, ring: ContextRing, number: u64, deadline: u64) -> io::Result<bool> {

@@ -137,8 +137,8 @@ impl Render {
         gem::gem_metadata(self.as_fd(), &mut argument).map_err(act.failed())
     }
 
-    /// Returns how many submissions a context has made to a ring, `limit + 1` for more than `limit`, or `None`
-    /// where the engine does not have the ring.
+    /// Returns how many submissions a context has made to a ring, `limit + 1` for more than `limit`, or
+    /// `None` where the engine does not have the ring.
     ///
     /// Numbers begin with 1, and WAIT_CS refuses those that have not been given (EINVAL): a binary search
     /// finds the last one. Number 0 can be waited for on every ring.
@@ -172,13 +172,12 @@ impl Render {
         Ok(Some(made))
     }
 
-    /// Returns whether a submission has ended, and waits for it until the monotonic clock shows `deadline`
-    /// ns.
+    /// Returns whether a submission has ended, without waiting for it.
     ///
     /// # Errors
     /// WAIT_CS failed, or the submission did.
-    pub fn has_ended(&self, ring: ContextRing, number: u64, deadline: u64) -> Result<bool, Error> {
-        self.wait_on(ring, number, deadline).map_err(FailedCall::named("AMDGPU_WAIT_CS").failed())
+    pub fn has_ended(&self, ring: ContextRing, number: u64) -> Result<bool, Error> {
+        self.wait_on(ring, number, 0).map_err(FailedCall::named("AMDGPU_WAIT_CS").failed())
     }
 
     /// Returns the stable power state of the GPU (`AMDGPU_CTX_STABLE_PSTATE_*`). Every context reports the

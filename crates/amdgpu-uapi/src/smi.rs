@@ -43,7 +43,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Subscribes to events. Those of other processes need CAP_SYS_ADMIN.
+    /// Subscribes to events. Events of other processes need CAP_SYS_ADMIN.
     ///
     /// # Errors
     /// SMI_EVENTS failed, or the driver refuses the event mask.
@@ -167,7 +167,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_give_the_same_events_as_the_whole(bytes in "([9a1] [0-9]{1,3} -?[0-9]{1,3} [0-9a-f]{1,4} [0R\0\n]{0,2}\n?){0,8}", cut: usize) {
+        fn pieces_give_the_same_events_as_the_whole(bytes in "([9a1] [0-9]{1,3} -?[0-9]{1,3} [0-9a-f]{1,4} \
+            [0R\0\n]{0,2}\n?){0,8}", cut: usize) {
             let bytes = bytes.as_bytes();
             let cut = cut % (bytes.len() + 1);
             prop_assert_eq!(all(&[&bytes[..cut], &bytes[cut..]]), all(&[bytes]));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Chunks that have not arrived from another host. Each has a slot, is requested from the fetcher, and is read when all
-//! of it has arrived. If it is demanded meanwhile, it is requested again as that. Chunks that have arrived,
-//! and holes, do not wait for these.
+//! Chunks that have not arrived from another host. Each has a slot, is requested from the fetcher, and is
+//! read when all of it has arrived. If it is demanded before that, it is requested again as a demand. Chunks
+//! that have arrived, and holes, do not wait for these.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
@@ -9,14 +9,15 @@ use rewake_image_io::{Class, FetchReader, SentRequest};
 use rewake_sdma_copy::Slot;
 
 use crate::chunk_schedule::{Chunk, ChunkKind};
+use crate::data_range::DataRange;
 use crate::error::Error;
-use crate::load::DataRange;
 use crate::pipeline::Pipeline;
 
-/// Chunks that are requested for the background at most: 8 MiB, as much as a fetcher of an image server has in flight.
-/// They have half of the slots at most, so that a demanded chunk finds one.
+/// The most chunks that are requested for the background: 8 MiB, as much as a fetcher of an image server has
+/// in flight. They have half of the slots at most, so that a demanded chunk finds one.
 const MAX_BACKGROUND: usize = 4;
-/// Chunks that are requested at most because they were demanded: page faults on CPU memory share the link with them.
+/// Chunks that are requested at most because they were demanded: page faults on CPU memory share the link
+/// with them.
 const MAX_DEMANDED: usize = 2;
 
 /// A slot whose chunk has not arrived.
@@ -58,8 +59,8 @@ impl AbsentSlots {
         ranges.iter().any(|range| !file.has(range.start, bytes(range.end - range.start)))
     }
 
-    /// Returns whether a chunk of this kind may have a slot: chunks that are here always find one that is not taken by
-    /// absent ones.
+    /// Returns whether a chunk of this kind may have a slot: chunks that are here always find one that is not
+    /// taken by absent ones.
     pub(crate) fn has_room(&self, pipeline: &Pipeline<'_>, kind: ChunkKind) -> bool {
         if !kind.absent {
             return true;
@@ -86,8 +87,8 @@ impl AbsentSlots {
         self.request(pipeline, self.slots.len() - 1)
     }
 
-    /// Takes the slots whose chunks have arrived, with what is to be read. The others are requested again, if another
-    /// fetcher runs by now or they were demanded meanwhile.
+    /// Takes the slots whose chunks have arrived, with what is to be read. The others are requested again, if
+    /// another fetcher runs by now or they were demanded meanwhile.
     ///
     /// # Errors
     /// No more bytes arrive.

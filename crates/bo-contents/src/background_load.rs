@@ -22,16 +22,16 @@ use crate::run::run;
 /// [`BackgroundLoad::prioritize`] are first. Then follow small buffers, of which a chunk holds hundreds, then
 /// large ones in file order.
 ///
-/// A demand at the [`LoadHandle`] precedes everything that is not in flight. A demand may have to wait for
-/// these at most:
+/// A demand at the [`LoadHandle`] precedes everything that is not in flight. A demand may have to wait for at
+/// most:
 /// * As many chunks of 2 MiB as staging memory has slots: 8 for each GPU, 24 at most. They are being read or
 ///   are in their slots, and the first that ends makes room for the demand. With an [`IoBudget`], at least
 ///   two are being read, and at most 4 ms of the disk's time. While a demand load waits for the disk, only a
 ///   piece of one chunk is read.
 /// * Of these chunks, 2 for each copy ring of the GPU; a demand overtakes the others. A ring has fewer only
 ///   if it is faster than this thread wakes. With duplicates, each chunk is up to 17 copies.
-/// * Of chunks that have not arrived from another host, two that were demanded are requested at once, and the next when
-///   one of them is here. No other chunk waits for these: see `absent`.
+/// * Of chunks that have not arrived from another host, two that were demanded are requested at once, and the
+///   next when one of them is here. No other chunk waits for these: see `absent`.
 /// * 8 fills for each ring: a fill reads nothing, and GPUs fill at the speed of their memory.
 #[derive(Debug)]
 pub struct BackgroundLoad<'a> {
@@ -91,7 +91,8 @@ impl<'a> BackgroundLoad<'a> {
         Self { duplicates, ..self }
     }
 
-    /// Says by which reader chunks are requested that have not arrived from another host. The load waits for them.
+    /// Says by which reader chunks are requested that have not arrived from another host. The load waits for
+    /// them.
     #[must_use]
     pub fn fetched_by(self, reader: Option<FetchReader>) -> Self {
         Self { reader, ..self }

@@ -15,7 +15,7 @@ pub(crate) struct Chunk {
     pub(crate) number: u64,
 }
 
-/// What a chunk may have to wait for, beside its turn.
+/// What a chunk may have to wait for, in addition to its turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ChunkKind {
     /// Some of its bytes had not arrived when the load began.
@@ -27,7 +27,7 @@ pub(crate) struct ChunkKind {
 #[derive(Debug)]
 pub(crate) struct ChunkSchedule {
     files: Vec<File>,
-    /// Each file is in one group. Files of the first group precede those of the second.
+    /// Each file is in one group. Files of the first group precede files of the second.
     groups: Vec<Group>,
     /// The number of demands so far.
     demands: u64,
@@ -110,9 +110,9 @@ impl ChunkSchedule {
         }
     }
 
-    /// Returns the next chunk that is `ready` by its file and kind, or None. An absent chunk precedes others that
-    /// were not demanded: it is only requested. The cost grows with the number of files, not with the number of
-    /// demands.
+    /// Returns the next chunk that is `ready` by its file and kind, or None. An absent chunk precedes others
+    /// that were not demanded: it is only requested. The cost grows with the number of files, not with the
+    /// number of demands.
     pub(crate) fn next(&self, ready: impl Fn(usize, ChunkKind) -> bool) -> Option<Chunk> {
         let is_ready = |chunk: Chunk| {
             let of = &self.files[chunk.file];
@@ -256,7 +256,7 @@ mod tests {
 
     use super::*;
 
-    /// Creates a schedule of files with so many chunks, in file order.
+    /// Creates a schedule of files, in file order. `chunks` has the number of chunks of each file.
     fn schedule(chunks: &[u64]) -> ChunkSchedule {
         in_groups(chunks, vec![(0..chunks.len()).collect()])
     }

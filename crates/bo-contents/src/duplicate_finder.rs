@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Finds buffers of a sealed image that have the same bytes: their chunks have the same hashes in its manifest.
-//! Replicas of a model on several GPUs have hundreds of them.
+//! Finds buffers of a sealed image that have the same bytes: their chunks have the same hashes in its
+//! manifest. Replicas of a model on several GPUs have hundreds of them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,8 +16,9 @@ pub(crate) const MIN_BYTES: u64 = 64 << 10;
 /// What a buffer has: the lengths and hashes of its chunks. Adjacent chunks of zeros are one.
 type Contents = Vec<(u64, Digest)>;
 
-/// Returns sets of two buffers or more that have the same bytes, by the process's index and the image's number of the
-/// buffer. Each buffer is in one set at most. Buffers of zeros are in none: they are mostly holes, which are not read.
+/// Returns sets of two buffers or more that have the same bytes, by the process's index and the image's
+/// number of the buffer. Each buffer is in one set at most. Buffers of zeros are in none: they are mostly
+/// holes, which are not read.
 #[must_use]
 pub fn find_duplicates(
     processes: &[ProcessBuffers<'_>],
@@ -55,7 +56,7 @@ impl SealedRanges {
         Self(ranges.collect())
     }
 
-    /// Returns what a range has; none if it is not made of whole chunks, or of zeros only.
+    /// Returns what a range has, or `None` if it is not made of whole chunks, or of zeros only.
     fn contents(&self, range: Range<u64>) -> Option<Contents> {
         let first = self.0.partition_point(|(of, _)| of.end <= range.start);
         let (mut all, mut zeros): (Contents, u64) = (Vec::new(), 0);

@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use crate::folder::FileError;
 
 /// The time without progress after which a restore or dump fails.
-pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(120);
+pub(crate) const STALL_LIMIT: Duration = Duration::from_secs(120);
 
 /// Buffers could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
@@ -60,10 +60,10 @@ impl From<Errno> for Error {
 #[derive(Debug, thiserror::Error)]
 pub enum Stall {
     /// Reads or writes of files do not end.
-    #[error("{0} transfers of image files have not ended for {STALL_TIMEOUT:?}: does the storage answer?")]
+    #[error("{0} transfers of image files have not ended for {STALL_LIMIT:?}: does the storage answer?")]
     Files(usize),
     /// Nothing is in flight, which is a bug in Rewake.
-    #[error("no progress for {STALL_TIMEOUT:?} with nothing in flight: this is a bug in rewake")]
+    #[error("no progress for {STALL_LIMIT:?} with nothing in flight: this is a bug in rewake")]
     Nothing,
     /// A buffer that is saved has no dma-buf.
     #[error("buffer {0} of the image has bytes, but the driver exported no dma-buf for it")]

@@ -8,8 +8,8 @@
 //! copied while another is read or written. One thread drives all of it, and its memory is limited to the
 //! staging memory.
 //!
-//! * [`GpuPagesFile`]: the layout of a file. `pipeline`: the chunks in flight; `copies`: the copies in flight.
-//!   [`save`] and [`load`]: the two directions.
+//! * [`GpuPagesFile`]: the layout of a file. `pipeline`: the chunks in flight; `copies`: the copies in
+//!   flight. [`save`] and [`load`]: the two directions.
 //! * [`Candidates`]: finds buffers that have the same bytes. `dedup`: reads such bytes once.
 //! * [`BackgroundLoad`]: a load that takes demands and reports progress at its [`LoadHandle`].
 //!   `chunk_schedule`: chooses the next chunk. `absent`: chunks that have not arrived from another host.
@@ -25,6 +25,7 @@ mod background_load;
 mod buffer;
 mod chunk_schedule;
 mod copies;
+mod data_range;
 mod dedup;
 mod duplicate_finder;
 mod error;
@@ -63,7 +64,7 @@ pub fn save(processes: &[ProcessBuffers<'_>]) -> Result<Option<Report>, Error> {
 }
 
 /// Reads the memory of all processes' buffers, in file order. It skips buffers without a dma-buf. Returns
-/// None if there is nothing to read.
+/// `None` if there is nothing to read.
 ///
 /// # Errors
 /// A GPU or a file failed or does not answer.

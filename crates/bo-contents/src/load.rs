@@ -9,6 +9,7 @@ use rewake_sdma_copy::{Slot, StagingOffset, Transfer};
 
 use crate::absent::AbsentSlots;
 use crate::chunk_schedule::Chunk;
+use crate::data_range::DataRange;
 use crate::error::Error;
 use crate::handle::LoadHandle;
 use crate::pages::Piece;
@@ -23,13 +24,6 @@ const PAGE: u64 = 4096;
 const MAX_READS: usize = 16;
 /// Bytes of the words that a GPU fills with.
 const WORD: u64 = 4;
-
-/// A range of a file that is not a hole, in whole pages. In a sealed file it is in whole blocks, which are checked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct DataRange {
-    pub(crate) start: u64,
-    pub(crate) end: u64,
-}
 
 /// A buffer or process whose memory has become resident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -268,8 +262,8 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots) -> Result<bool, Err
     Ok(any)
 }
 
-/// Returns the chunks some of whose bytes have not arrived from another host. Bytes that the load does not request do
-/// not arrive while it runs.
+/// Returns the chunks some of whose bytes have not arrived from another host. Bytes that the load does not
+/// request do not arrive while it runs.
 fn absent_chunks(pipeline: &Pipeline<'_>) -> Result<Vec<Chunk>, Error> {
     let mut absent = Vec::new();
     for chunk in pipeline.fetched_chunks() {

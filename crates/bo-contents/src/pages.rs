@@ -45,7 +45,7 @@ pub(crate) struct Stretch {
 }
 
 impl Stretch {
-    /// Returns the chunks that hold the bytes, or None if there are no bytes.
+    /// Returns the chunks that hold the bytes, or `None` if there are no bytes.
     pub(crate) fn chunks(&self) -> Option<RangeInclusive<u64>> {
         let last = (self.start + self.bytes).checked_sub(1).filter(|_| self.bytes > 0)?;
         Some(self.start / CHUNK..=last / CHUNK)
@@ -88,7 +88,8 @@ impl GpuPagesFile {
         Self::create_with_layout(folder, pages_name(id, gpu), minor, of_gpu(image, gpu))
     }
 
-    /// As [`GpuPagesFile::create`], for one buffer of a render node. `minor` is the GPU's number on this host.
+    /// As [`GpuPagesFile::create`], for one buffer of a render node. `minor` is the GPU's number on this
+    /// host.
     pub fn create_render(
         folder: BorrowedFd<'_>,
         contents: &RenderContents,
@@ -129,8 +130,8 @@ impl GpuPagesFile {
         Ok(pages)
     }
 
-    /// As [`GpuPagesFile::open`], for one buffer of a render node. CRIU's plugin does not set the header of such
-    /// files.
+    /// As [`GpuPagesFile::open`], for one buffer of a render node. CRIU's plugin does not set the header of
+    /// such files.
     pub fn open_render(
         folder: BorrowedFd<'_>,
         contents: &RenderContents,
@@ -141,8 +142,8 @@ impl GpuPagesFile {
         Self::open_existing(folder, name, minor, of_buffer(contents, buffer))
     }
 
-    /// Has every block that is loaded checked with the checksums of its image. Of a partial image, a fetcher may write
-    /// the file meanwhile.
+    /// Has every block that is loaded checked with the checksums of its image. Of a partial image, a fetcher
+    /// may write the file meanwhile.
     ///
     /// # Errors
     /// The file was sealed with another length, or not at all.
@@ -156,7 +157,8 @@ impl GpuPagesFile {
         Ok(())
     }
 
-    /// Accepts that a fetcher writes the file meanwhile. What is loaded must have arrived, if the image is not sealed.
+    /// Accepts that a fetcher writes the file meanwhile. What is loaded must have arrived, if the image is
+    /// not sealed.
     pub fn allow_arrival(&self) {
         self.file.allow_arrival();
     }
@@ -167,7 +169,8 @@ impl GpuPagesFile {
         &self.name
     }
 
-    /// Returns the ranges of the file with the bytes of these buffers, in ascending order. Adjacent ones are one range.
+    /// Returns the ranges of the file with the bytes of these buffers, in ascending order. Adjacent ones are
+    /// one range.
     #[must_use]
     pub fn ranges(&self, is_one: impl Fn(usize) -> bool) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();

@@ -16,7 +16,7 @@ use crate::buffer::StoredBuffer;
 use crate::chunk_schedule::{Chunk, ChunkKind, ChunkSchedule};
 use crate::copies::{Copies, Sink};
 use crate::dedup::{assign_sources, source_of};
-use crate::error::{Error, STALL_TIMEOUT, Stall};
+use crate::error::{Error, STALL_LIMIT, Stall};
 use crate::io_memory::IoMemory;
 use crate::layout::{FileEntry, background_schedule, buffers, file_entries, remaining, smallest_first};
 use crate::pages::{CHUNK, GpuPagesFile, Piece};
@@ -309,7 +309,7 @@ impl<'a> Pipeline<'a> {
         Ok((engine, bo))
     }
 
-    /// Counts bytes of a piece for one of its buffers. Only those of the first buffer are read.
+    /// Counts bytes of a piece for one of its buffers. Only the first buffer's bytes are read.
     pub(crate) fn count_duplicate(&mut self, which: usize, bytes: u64, zero: u64) {
         if which > 0 {
             self.moved.bytes += bytes;
@@ -430,7 +430,7 @@ impl<'a> Pipeline<'a> {
             // Other readers have the budget, or a fetcher has the requests, and this is not a stall.
             self.last = Instant::now();
         }
-        if self.last.elapsed() > STALL_TIMEOUT {
+        if self.last.elapsed() > STALL_LIMIT {
             return self.diagnose();
         }
         let budget = self.budget.as_ref();

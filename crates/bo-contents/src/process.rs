@@ -23,7 +23,8 @@ impl ProcessBuffers<'_> {
         stretches.map(|stretch| stretch.bytes).sum()
     }
 
-    /// Returns the ranges of its files with the bytes of buffers that have a dma-buf, with the name of each file.
+    /// Returns the ranges of its files with the bytes of buffers that have a dma-buf, with the name of each
+    /// file.
     pub fn ranges(&self) -> impl Iterator<Item = (&str, Vec<Range<u64>>)> {
         let is_here = |buffer: usize| self.dmabufs.get(buffer).is_some_and(Option::is_some);
         self.files.iter().map(move |file| (file.name(), file.ranges(is_here)))

@@ -30,7 +30,7 @@ pub(crate) fn quota(slots: usize, gpus: usize) -> Option<usize> {
     (gpus > 1).then(|| (slots / gpus).max(MIN_SLOTS))
 }
 
-/// Returns the reason to wait, or None if the GPU may take a slot.
+/// Returns the reason to wait, or `None` if the GPU may take a slot.
 pub(crate) fn backpressure(quota: usize, usage: SlotUse) -> Option<Backpressure> {
     let SlotUse { reading, read, copying } = usage;
     if reading + read + copying < quota {

@@ -30,14 +30,32 @@ pub enum ArchiveError {
         /// The operating system's answer.
         reason: io::Error,
     },
+    /// A short archive became bytes of a number that may be meant to fill the file system.
+    #[error(
+        "{}: its {length} bytes became more than {limit} bytes that are not zeros, expected at most {ratio} \
+         for each, or 1/{share} of the free space: extract it where more is free, if you trust it",
+        archive.display()
+    )]
+    Expands {
+        /// The archive.
+        archive: PathBuf,
+        /// Its bytes.
+        length: u64,
+        /// The most bytes that it may become.
+        limit: u64,
+        /// What each of its bytes may become, on average.
+        ratio: u64,
+        /// The part of the free space that it may fill in any case.
+        share: u64,
+    },
     /// The file system has not enough space.
     #[error("{}: {length} bytes do not fit: the file system has {free} free", file.display())]
     Space {
         /// The file.
         file: PathBuf,
-        /// Its bytes.
+        /// Its bytes, and the bytes of the files before it, holes included.
         length: u64,
-        /// The bytes that are free.
+        /// The bytes that were free before the first file.
         free: u64,
     },
 }

@@ -13,9 +13,11 @@ use zstd::stream::read::Decoder;
 /// How the two compressed forms begin.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-/// The largest window of zstd, as a power of two: 128 MiB of memory, which every level below --ultra respects.
+/// The largest window of zstd, as a power of two: 128 MiB of memory, which every level below --ultra
+/// respects.
 const MAX_WINDOW: u32 = 27;
-/// How other compressed files begin, their names, and what unpacks them. A tar begins with the name of a file.
+/// How other compressed files begin, their names, and what unpacks them. A tar begins with the name of a
+/// file.
 const OTHERS: [(&[u8], &str, &str); 7] = [
     (b"\xfd7zXZ\0", "xz", "`unxz`"),
     (b"BZh", "bzip2", "`bunzip2`"),
@@ -26,7 +28,8 @@ const OTHERS: [(&[u8], &str, &str); 7] = [
     (b"PK\x03\x04", "zip", "`unzip`"),
 ];
 
-/// The most bytes before the data of an entry: its headers, and what says more about it. A reader has them in memory.
+/// The most bytes before the data of an entry: its headers, and what says more about it. A reader has them in
+/// memory.
 const MAX_HEADERS: u64 = 1 << 20;
 /// The most zeros behind the end of a tar: programs fill their last record.
 const MAX_PADDING: u64 = 1 << 20;
@@ -43,7 +46,7 @@ pub(crate) struct ArchiveInput {
 pub(crate) struct HeaderLimit(Rc<Cell<u64>>);
 
 impl HeaderLimit {
-    /// The next bytes are those of headers.
+    /// The next bytes are headers.
     pub(crate) fn set(&self) {
         self.0.set(MAX_HEADERS);
     }
@@ -61,13 +64,14 @@ impl fmt::Debug for ArchiveInput {
 }
 
 impl ArchiveInput {
-    /// Whether all bytes were read. The end of a tar is two blocks of zeros: a reader that has found them needs no
-    /// more.
+    /// Whether all bytes were read. The end of a tar is two blocks of zeros: a reader that has found them
+    /// needs no more.
     pub(crate) fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// Reads what is behind the end of the tar: a compressed file has its checksum there, and it must be right.
+    /// Reads what is behind the end of the tar: a compressed file has its checksum there, and it must be
+    /// right.
     pub(crate) fn finish(&mut self) -> io::Result<()> {
         let (mut left, mut buffer) = (MAX_PADDING, [0; 4096]);
         loop {
@@ -119,7 +123,8 @@ pub(crate) fn decompressed(mut file: BufReader<File>) -> io::Result<ArchiveInput
         Box::new(decoder)
     } else if let Some((_, name, program)) = OTHERS.iter().find(|(magic, ..)| start.starts_with(magic)) {
         return Err(io::Error::other(format!(
-            "it is compressed with {name}: expected a tar, as it is or compressed with gzip or zstd; {program} unpacks it"
+            "it is compressed with {name}: expected a tar, uncompressed or compressed with gzip or zstd; \
+             {program} unpacks it"
         )));
     } else {
         Box::new(file)

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoint archives of podman and CRI-O: a tar, as it is or compressed, whose folder `checkpoint/` has CRIU's files.
+//! Checkpoint archives of podman and CRI-O: a tar, compressed or not, whose folder `checkpoint/` has CRIU's
+//! files.
 //!
-//! An archive is hostile input. Only regular files of that folder are written, each into the directory itself, under a
-//! name of one component. An archive with other paths or kinds of files in it is refused.
+//! An archive is hostile input. Only regular files of that folder are written, each into the directory
+//! itself, under a name of one component. An archive with other paths or kinds of files in it is refused.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
@@ -11,12 +12,16 @@ mod input;
 mod names;
 
 use std::fs::{self, File};
-use std::io::{self, BufReader, ErrorKind, Read, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::io::{self, BufReader, ErrorKind, Read};
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 
-use nix::sys::statvfs::statvfs;
+use nix::fcntl::OFlag;
+use nix::sys::statvfs::fstatvfs;
+use nix::unistd::{UnlinkatFlags, unlinkat};
 use rewake_criu_images::FILE_MODE;
+use rewake_process::beneath::Beneath;
 use tar::{Archive, Entry, EntryType};
 
 pub use error::{ArchiveError, Result};
@@ -26,12 +31,21 @@ use names::ArchivePlace;
 
 /// The file that every checkpoint has.
 const INVENTORY: &str = "inventory.img";
-/// The most entries of an archive: with millions of tasks, its files would have no place in a directory either.
+/// The most entries of an archive: with millions of tasks, its files would have no place in a directory
+/// either.
 const MAX_ENTRIES: u64 = 1 << 22;
 /// How the keys of PAX begin that describe a file with holes: its data in the archive is not the file's.
 const PAX_SPARSE: &[u8] = b"GNU.sparse.";
 /// Bytes that are copied at once.
 const BUFFER: usize = 1 << 18;
+/// Bytes that are a hole if all of them are zeros: the least that file systems have holes of.
+const PAGE: [u8; 4096] = [0; 4096];
+/// Bytes, not counting pages of zeros, that each byte of an archive may become on average: gzip cannot make
+/// more of a byte. zstd can make thirty times as many. For these [`FREE_SHARE`] is the limit, because the
+/// memory of an honest program may have one byte everywhere, too.
+const RATIO: u64 = 1032;
+/// The part of the free space that an archive may fill without regard to its length.
+const FREE_SHARE: u64 = 4;
 
 /// What was extracted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -42,27 +56,29 @@ pub struct ExtractReport {
     pub bytes: u64,
 }
 
-/// Extracts CRIU's files into a directory, which must be empty or missing. After a failure it is as it was before.
+/// Extracts CRIU's files into a directory, which must be empty or missing. After a failure it is as it was
+/// before.
 ///
 /// # Errors
-/// The archive is cut, damaged, or no checkpoint; it has files that an image does not have; the directory is not empty,
-/// or has no space.
+/// The archive is cut, damaged, or no checkpoint; it has files that an image does not have; the directory is
+/// not empty, or has no space.
 pub fn extract(archive: &Path, directory: &Path) -> Result<ExtractReport> {
     let wrong = |what: String| ArchiveError::Archive { archive: archive.to_owned(), what };
     let file = File::open(archive).map_err(|reason| wrong(reason.to_string()))?;
-    let is_file = file.metadata().is_ok_and(|found| found.is_file());
-    if !is_file {
-        return Err(wrong("it is no regular file".to_owned()));
-    }
+    let length = match file.metadata() {
+        Ok(found) if found.is_file() => found.len(),
+        _ => return Err(wrong("it is no regular file".to_owned())),
+    };
     let input = decompressed(BufReader::new(file)).map_err(|reason| wrong(reason.to_string()))?;
-    let made = make(directory)?;
+    let (opened, made) = make(directory)?;
+    let report = ExtractReport::default();
     let mut extraction =
-        Extraction { archive, directory, written: Vec::new(), report: ExtractReport::default() };
+        Extraction { archive, length, directory, opened, free: None, written: Vec::new(), filled: 0, report };
     let extracted = extraction.all(input);
     if extracted.is_err() {
-        for path in &extraction.written {
+        for name in &extraction.written {
             // What is left is no image: it has no manifest.
-            let _ = fs::remove_file(path);
+            let _ = unlinkat(&extraction.opened, &**name, UnlinkatFlags::NoRemoveDir);
         }
         if made {
             let _ = fs::remove_dir(directory);
@@ -71,24 +87,36 @@ pub fn extract(archive: &Path, directory: &Path) -> Result<ExtractReport> {
     extracted.map(|()| extraction.report)
 }
 
-/// Makes the directory. Returns false if it exists, and is empty.
-fn make(directory: &Path) -> Result<bool> {
+/// Makes the directory, and opens it. With false: it exists, and is empty.
+fn make(directory: &Path) -> Result<(Beneath, bool)> {
     let failed = |reason| ArchiveError::Directory { directory: directory.to_owned(), reason };
-    match fs::create_dir(directory) {
-        Ok(()) => return Ok(true),
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+    let is_made = match fs::create_dir(directory) {
+        Ok(()) => true,
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
         Err(error) => return Err(failed(error)),
-    }
-    match fs::read_dir(directory).map_err(failed)?.next() {
-        None => Ok(false),
+    };
+    let opened = Beneath::open(directory).map_err(failed)?;
+    // By the descriptor: the path may name another directory by now.
+    let path = format!("/proc/self/fd/{}", opened.as_fd().as_raw_fd());
+    match fs::read_dir(path).map_err(failed)?.next() {
+        None => Ok((opened, is_made)),
         Some(_) => Err(ArchiveError::NotEmpty { directory: directory.to_owned() }),
     }
 }
 
 struct Extraction<'a> {
     archive: &'a Path,
+    /// The bytes of the archive.
+    length: u64,
+    /// For messages: another directory may have this path by now.
     directory: &'a Path,
-    written: Vec<PathBuf>,
+    opened: Beneath,
+    /// The bytes that were free before the first file.
+    free: Option<u64>,
+    /// The names of files that were made.
+    written: Vec<String>,
+    /// Bytes of files without their holes.
+    filled: u64,
     report: ExtractReport,
 }
 
@@ -172,45 +200,71 @@ impl Extraction<'_> {
     fn file<R: Read>(&mut self, entry: &mut Entry<'_, R>, name: &str) -> Result<()> {
         let (path, length) = (self.directory.join(name), entry.size());
         let failed = |reason| ArchiveError::Directory { directory: path.clone(), reason };
-        let space = statvfs(self.directory).map_err(|errno| failed(errno.into()))?;
-        let free = space.blocks_available() * space.fragment_size();
-        if length > free {
-            return Err(ArchiveError::Space { file: path, length, free });
+        let free = match self.free {
+            Some(free) => free,
+            None => {
+                let space = fstatvfs(&self.opened).map_err(|errno| failed(errno.into()))?;
+                *self.free.insert(space.blocks_available() * space.fragment_size())
+            }
+        };
+        // Holes count, too: they are read, and whatever reads the image later reads them again.
+        let total = self.report.bytes.saturating_add(length);
+        if total > free {
+            return Err(ArchiveError::Space { file: path, length: total, free });
         }
-        let file = File::options().write(true).create_new(true).mode(FILE_MODE).open(&path);
-        let file = match file {
+        let file = match self.opened.create(name, OFlag::O_EXCL, FILE_MODE) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 return Err(self.wrong(&format!("it has checkpoint/{name} twice")));
             }
             file => file.map_err(failed)?,
         };
-        self.written.push(path.clone());
-        self.copy(entry, file, length, name)?.map_err(failed)?;
+        self.written.push(name.to_owned());
+        self.copy(entry, &file, length, name)?.map_err(failed)?;
         self.report.files += 1;
         self.report.bytes += length;
         Ok(())
     }
 
-    /// Copies the data of a file. The outer error is of the archive, the inner one of the file.
+    /// Copies the data of a file; pages of zeros become holes. The outer error is of the archive, the inner
+    /// one of the file.
     fn copy<R: Read>(
-        &self,
+        &mut self,
         entry: &mut Entry<'_, R>,
-        mut file: File,
+        file: &File,
         length: u64,
         name: &str,
     ) -> Result<io::Result<()>> {
-        let (mut left, mut buffer) = (length, vec![0; BUFFER]);
-        while left > 0 {
-            let read = match entry.read(&mut buffer) {
-                Ok(0) => return Err(self.wrong(&format!("it is cut in checkpoint/{name}"))),
-                Ok(read) => read,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+        if let Err(error) = file.set_len(length) {
+            return Ok(Err(error));
+        }
+        let limit = self.length.saturating_mul(RATIO).max(self.free.unwrap_or_default() / FREE_SHARE);
+        let (mut at, mut buffer) = (0, vec![0; BUFFER]);
+        while at < length {
+            let most = usize::try_from(length - at).unwrap_or(usize::MAX).min(BUFFER);
+            match entry.read_exact(&mut buffer[..most]) {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                    return Err(self.wrong(&format!("it is cut in checkpoint/{name}")));
+                }
                 Err(error) => return Err(self.damaged(&error)),
-            };
-            if let Err(error) = file.write_all(&buffer[..read]) {
-                return Ok(Err(error));
             }
-            left = left.saturating_sub(read as u64);
+            for (offset, run) in runs(&buffer[..most]) {
+                self.filled += run.len() as u64;
+                if self.filled > limit {
+                    let (archive, length) = (self.archive.to_owned(), self.length);
+                    return Err(ArchiveError::Expands {
+                        archive,
+                        length,
+                        limit,
+                        ratio: RATIO,
+                        share: FREE_SHARE,
+                    });
+                }
+                if let Err(error) = file.write_all_at(run, at + offset) {
+                    return Ok(Err(error));
+                }
+            }
+            at += most as u64;
         }
         Ok(Ok(()))
     }
@@ -226,6 +280,21 @@ impl Extraction<'_> {
     }
 }
 
+/// Finds the pages that are not zeros, with their offsets. Pages that follow each other are one run.
+fn runs(bytes: &[u8]) -> impl Iterator<Item = (u64, &[u8])> {
+    let is_zero = |start: usize| {
+        let page = &bytes[start..bytes.len().min(start + PAGE.len())];
+        page == &PAGE[..page.len()]
+    };
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let pages = |from: usize| (from..bytes.len()).step_by(PAGE.len());
+        let start = pages(next).find(|start| !is_zero(*start))?;
+        next = pages(start).find(|start| is_zero(*start)).unwrap_or(bytes.len());
+        Some((start as u64, &bytes[start..next]))
+    })
+}
+
 /// A path of an archive, for messages.
 fn shown(path: &[u8]) -> String {
     const MOST: usize = 200;
@@ -235,6 +304,7 @@ fn shown(path: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::unix::fs::MetadataExt as _;
 
     use flate2::Compression;
     use flate2::write::GzEncoder;
@@ -306,6 +376,68 @@ mod tests {
             let expected = [("inventory.img", b"inventory".to_vec()), ("pages-1.img", vec![7; 10_000])];
             assert_eq!(files, expected.map(|(name, bytes)| (name.to_owned(), bytes)));
         }
+    }
+
+    #[test]
+    fn pages_of_zeros_become_holes() {
+        let mut memory = vec![0; 8 << 20];
+        // A page at a border of what is copied at once, and the last byte.
+        memory[BUFFER - 1..=BUFFER].fill(7);
+        *memory.last_mut().unwrap() = 7;
+        memory.push(0);
+        let tar = archive(&[
+            ("checkpoint/inventory.img", EntryType::Regular, b"inventory"),
+            ("checkpoint/pages-1.img", EntryType::Regular, &memory),
+        ]);
+        let folder = tempfile::tempdir().unwrap();
+        let (archive, directory) = (folder.path().join("archive"), folder.path().join("image"));
+        fs::write(&archive, zstd::encode_all(&*tar, 1).unwrap()).unwrap();
+        extract(&archive, &directory).unwrap();
+        let path = directory.join("pages-1.img");
+        assert!(fs::read(&path).unwrap() == memory);
+        let stored = fs::metadata(&path).unwrap().blocks() * 512;
+        assert!(stored <= 64 << 10, "{stored} bytes of the file system");
+    }
+
+    /// Extracts an archive into a file system that has this space.
+    fn extracted_into(free: u64, bytes: &[u8]) -> Result<u64> {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, directory) = (folder.path().join("archive"), folder.path().join("image"));
+        fs::write(&path, bytes).unwrap();
+        let mut extraction = Extraction {
+            archive: &path,
+            length: bytes.len() as u64,
+            directory: &directory,
+            opened: make(&directory).unwrap().0,
+            free: Some(free),
+            written: Vec::new(),
+            filled: 0,
+            report: ExtractReport::default(),
+        };
+        let input = decompressed(BufReader::new(File::open(&path).unwrap())).unwrap();
+        extraction.all(input).map(|()| extraction.report.bytes)
+    }
+
+    #[test]
+    fn a_short_archive_does_not_fill_a_file_system() {
+        let tar = archive(&[
+            ("checkpoint/inventory.img", EntryType::Regular, b"inventory"),
+            ("checkpoint/pages-1.img", EntryType::Regular, &[7; 8 << 20]),
+        ]);
+        let zstd = zstd::encode_all(&*tar, 1).unwrap();
+        let refused = extracted_into(24 << 20, &zstd).unwrap_err();
+        assert!(matches!(refused, ArchiveError::Expands { limit: 0x60_0000, .. }), "{refused}");
+        // Where it leaves space, and where it is not short.
+        for (free, bytes) in [(64 << 20, &zstd), (9 << 20, &tar)] {
+            assert_eq!(extracted_into(free, bytes).unwrap(), (8 << 20) + 9);
+        }
+    }
+
+    #[test]
+    fn files_whose_sum_has_no_space_are_refused() {
+        assert_eq!(extracted_into(10_009, &podman()).unwrap(), 10_009);
+        let refused = extracted_into(10_008, &podman()).unwrap_err();
+        assert!(matches!(refused, ArchiveError::Space { length: 10_009, free: 10_008, .. }), "{refused}");
     }
 
     #[test]
@@ -386,6 +518,8 @@ mod tests {
             ("checkpoint/a", EntryType::Fifo, "expected a regular file"),
             ("checkpoint/a", EntryType::Directory, "expected a regular file"),
             ("checkpoint/parent", EntryType::Symlink, "an incremental checkpoint"),
+            ("checkpoint/parent/secret.img", EntryType::Regular, "a folder in the checkpoint"),
+            ("checkpoint/parent", EntryType::Link, "expected a regular file"),
             ("checkpoint", EntryType::Symlink, "expected a regular file"),
             ("/etc/a", EntryType::Regular, "an absolute path"),
             ("checkpoint/../../a", EntryType::Regular, "a path with `..`"),

@@ -4,8 +4,8 @@
 /// The folder with CRIU's files.
 const FOLDER: &str = "checkpoint";
 
-/// How the names of files begin that `rewake` writes into an image's directory. Those of an archive would say how the
-/// image was sealed, or that it is arriving.
+/// How the names of files begin that `rewake` writes into an image's directory. Such a file from an archive
+/// would claim that the image was sealed, or that it is arriving.
 const OWN: &str = "rewake-";
 
 /// Where a file of an archive belongs.
@@ -13,7 +13,7 @@ const OWN: &str = "rewake-";
 pub(crate) enum ArchivePlace {
     /// A file of the checkpoint, by its name; none: the folder itself.
     Checkpoint(Option<String>),
-    /// Elsewhere: what a container engine keeps beside the checkpoint.
+    /// Elsewhere: what a container engine keeps in addition to the checkpoint.
     Elsewhere,
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The list of files with GPU memory that arrive while an image is restored: `rewake-arriving`, a name a line.
+//! The list of files with GPU memory that arrive while an image is restored: `rewake-arriving`, a name a
+//! line.
 //!
-//! A migration's destination writes it before the restore begins. These files have their length, and zeros in the place
-//! of what has not arrived. A number names each file to the other host: that of its line.
+//! A migration's destination writes it before the restore begins. These files have their length, and zeros in
+//! the place of what has not arrived. A number names each file to the other host: that of its line.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -15,12 +16,12 @@ use crate::memory_files::is_gpu_pages_file;
 
 /// The name of the list.
 pub const ARRIVING_NAME: &str = "rewake-arriving";
-/// Bytes of a list at most: 8192 files of GPUs.
+/// The most bytes of a list: enough for 8192 files of GPUs.
 const MAX_LIST: u64 = 1 << 20;
 
 impl ImageDir {
-    /// Reads the names of the files that arrive, in the order of their numbers: the first is 0. Empty: all files are
-    /// whole.
+    /// Reads the names of the files that arrive, in the order of their numbers: the first is 0. Empty: all
+    /// files are whole.
     ///
     /// # Errors
     /// The list cannot be read, is too long, or names a file that has no GPU memory.

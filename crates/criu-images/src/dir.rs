@@ -9,9 +9,11 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
+use rewake_process::beneath::{Beneath, leads_out};
 
 use crate::digest::{Digest, HashingReader, ParsedFiles};
 use crate::error::{ImageError, Result};
@@ -38,6 +40,8 @@ pub struct ImageDir {
     /// Device and inode of this directory and of its descendants, whose `parent` links led here.
     lineage: Vec<(u64, u64)>,
     parsed: ParsedFiles,
+    /// No link of this image and of its parents leads out of here.
+    root: Option<Arc<Beneath>>,
 }
 
 impl AsFd for ImageDir {
@@ -56,6 +60,21 @@ impl ImageDir {
         let fd =
             open_dir(nix::fcntl::AT_FDCWD, &path).map_err(|errno| io_error("open", &path, errno.into()))?;
         Self::from_fd(fd, path, Vec::new(), ParsedFiles::default())
+    }
+
+    /// Opens a directory below another one. No link on the way, of this image or of its parents leads out of
+    /// that one.
+    ///
+    /// # Errors
+    /// As for [`ImageDir::open`]. Or the name leads out.
+    pub fn open_beneath(root: &Arc<Beneath>, name: impl AsRef<Path>) -> Result<Self> {
+        let (name, flags) = (name.as_ref(), OFlag::O_RDONLY | OFlag::O_DIRECTORY);
+        let fd = root.at(name, flags).map_err(|error| match leads_out(&error) {
+            true => ImageError::SymbolicLink { file: name.to_owned(), refusal: LinkRefusal::LeadsOut },
+            false => io_error("open", name, error),
+        })?;
+        let dir = Self::from_fd(fd, name.to_owned(), Vec::new(), ParsedFiles::default())?;
+        Ok(Self { root: Some(Arc::clone(root)), ..dir })
     }
 
     /// Takes a directory's descriptor; `path` is for messages.
@@ -82,7 +101,7 @@ impl ImageDir {
             return Err(ImageError::TooManyParents { file: path, limit: MAX_PARENTS });
         }
         lineage.push(id);
-        Ok(Self { fd: dir.into(), path, lineage, parsed })
+        Ok(Self { fd: dir.into(), path, lineage, parsed, root: None })
     }
 
     /// The path for messages.
@@ -97,28 +116,30 @@ impl ImageDir {
         self.lineage.last().copied().unwrap_or_default()
     }
 
-    /// Opens the directory of the `parent` link, that one's, and so on, up to the first that cannot be opened.
+    /// Opens the directory of the `parent` link, that one's, and so on, up to the first that cannot be
+    /// opened.
     #[must_use]
     pub fn ancestors(&self) -> Vec<Self> {
         let parent = |dir: &Self| dir.parent().ok().flatten();
         std::iter::successors(parent(self), parent).collect()
     }
 
-    /// Opens the directory `parent`, or the one that a link of this name leads to; `None` without one, or with a
-    /// dangling link.
+    /// Opens the directory `parent`, or the one that a link of this name leads to; `None` without one, or
+    /// with a dangling link.
     ///
     /// # Errors
     /// The link leads back to a descendant, exceeds [`MAX_PARENTS`], or is not followed.
     pub fn parent(&self) -> Result<Option<Self>> {
         let path = self.path.join("parent");
-        let found = match open::find(self, OsStr::new("parent")) {
+        let found = match open::find_within(self, OsStr::new("parent"), self.root.as_deref()) {
             Err(OpenError::Link(LinkRefusal::Dangling)) => Ok(None),
             found => found.map_err(|error| named(error, "open", &path)),
         };
         let Some(found) = found? else { return Ok(None) };
         let fd = open_dir(found.into_path(), Path::new("."))
             .map_err(|errno| io_error("open", &path, errno.into()))?;
-        Self::from_fd(fd, path, self.lineage.clone(), self.parsed.clone()).map(Some)
+        let parent = Self::from_fd(fd, path, self.lineage.clone(), self.parsed.clone())?;
+        Ok(Some(Self { root: self.root.clone(), ..parent }))
     }
 
     /// Returns a digest of every file of CRIU that this directory and its parents have parsed so far, with
@@ -129,14 +150,14 @@ impl ImageDir {
         self.parsed.digest()
     }
 
-    /// Returns a digest that identifies the dump: copies of an image have the same. It covers the inventory, in
-    /// which CRIU writes the time of the dump since boot and, from version 4.1, the id of its run.
+    /// Returns a digest that identifies the dump: copies of an image have the same. It covers the inventory,
+    /// in which CRIU writes the time of the dump since boot and, from version 4.1, the id of its run.
     ///
     /// # Errors
     /// As for [`ImageDir::inventory`].
     pub fn dump_id(&self) -> Result<Digest> {
         let fd = self.fd.try_clone().map_err(|error| io_error("open", &self.path, error))?;
-        let alone = Self::of(fd, &self.path)?;
+        let alone = Self { root: self.root.clone(), ..Self::of(fd, &self.path)? };
         alone.inventory()?;
         Ok(alone.digest())
     }
@@ -203,7 +224,8 @@ impl ImageDir {
         self.pagemap_of(PagemapId::Task(pid))
     }
 
-    /// Reads the pagemap of a task or of a shared memory object; `None` where this directory has no pages of it.
+    /// Reads the pagemap of a task or of a shared memory object; `None` where this directory has no pages of
+    /// it.
     ///
     /// # Errors
     /// The file is damaged.
@@ -218,21 +240,26 @@ impl ImageDir {
     /// It is a symbolic link that is not followed, or no regular file, or cannot be opened.
     pub fn file(&self, name: &str) -> Result<Option<(PathBuf, File, u64)>> {
         let path = self.path.join(name);
-        let opened = open::open(self, OsStr::new(name)).map_err(|error| named(error, "open", &path));
+        let opened = self.open_file(OsStr::new(name)).map_err(|error| named(error, "open", &path));
         let Some(file) = opened? else { return Ok(None) };
         let meta = file.metadata().map_err(|error| io_error("stat", &path, error))?;
         Ok(Some((path, file, meta.len())))
     }
 
-    /// Opens the files that symbolic links of this directory lead to, one after the other; none for links that are not
-    /// followed. A process that confines itself asks for these first: they may lie in any directory.
+    /// Opens the files that symbolic links of this directory lead to, one after the other; none for links
+    /// that are not followed. A process that confines itself asks for these first: they may lie in any
+    /// directory.
     ///
     /// # Errors
     /// The directory cannot be listed.
     pub fn linked_files(&self) -> Result<impl Iterator<Item = File>> {
         let links = self.entries()?.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
         // The reader of a file that is not opened reports why.
-        Ok(links.filter_map(move |link| open::open(self, &link.file_name()).ok().flatten()))
+        Ok(links.filter_map(move |link| self.open_file(&link.file_name()).ok().flatten()))
+    }
+
+    fn open_file(&self, name: &OsStr) -> Result<Option<File>, OpenError> {
+        open::open_within(self, name, self.root.as_deref())
     }
 
     /// The files of this directory.

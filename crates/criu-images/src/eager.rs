@@ -12,8 +12,8 @@ use crate::pagemap::{PageFlags, PagemapReader};
 use crate::plan::pages_name;
 
 impl ImageDir {
-    /// Returns the pages that are not lazy, by pages file: ranges of bytes in ascending order. `names` are the files of
-    /// this directory. A pages file that no pagemap names is not in it.
+    /// Returns the pages that are not lazy, by pages file: ranges of bytes in ascending order. `names` are
+    /// the files of this directory. A pages file that no pagemap names is not in it.
     ///
     /// # Errors
     /// A pagemap is damaged or cannot be read.

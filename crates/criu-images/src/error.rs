@@ -163,8 +163,8 @@ pub enum ImageError {
     },
     /// The chain of parents is longer than [`crate::MAX_PARENTS`].
     #[error(
-        "{image}: more than {limit} parent images in a row (MAX_PARENTS), each by the link `parent` of the one before: \
-         expected at most {limit}; dump again in full, without --prev-images-dir",
+        "{image}: more than {limit} parent images in a row (MAX_PARENTS), each by the link `parent` of the \
+         one before: expected at most {limit}; dump again in full, without --prev-images-dir",
         image = first_of_line(file).display()
     )]
     TooManyParents {
@@ -182,7 +182,8 @@ fn first_of_line(path: &Path) -> &Path {
 }
 
 impl ImageError {
-    /// Whether files of the image are wrong, as opposed to those that this program cannot read now, or not at all.
+    /// Whether files of the image are wrong, as opposed to those that this program cannot read now, or not at
+    /// all.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         match self {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Who reads an image, by locks that end with their holder.
 //!
-//! A reader leases the image: a shared lock (`flock(2)`) of its `inventory.img`, which stays where it is when the
-//! directory gets another name. The lock belongs to the open file, so it lasts until the last process has closed its
-//! copy of the descriptor. A dump that replaces the image keeps its files until then.
+//! A reader leases the image: a shared lock (`flock(2)`) of its `inventory.img`, which stays where it is when
+//! the directory gets another name. The lock belongs to the open file, so it lasts until the last process has
+//! closed its copy of the descriptor. A dump that replaces the image keeps its files until then.
 
 use std::ffi::OsStr;
 use std::fs::{File, TryLockError};

@@ -3,7 +3,8 @@
 //!
 //! [`ImageDir`] is the entry point: it reads the inventory, the tasks, their mappings and their pages, and
 //! checks each. [`ImageDir::lazy_plan`] returns where the bytes of every lazy page are, in the image or in
-//! its parents. [`mod@write`] makes pagemaps, and whole images for tests.
+//! its parents. With the feature `testing`, `write` makes whole images, and `fuzz` feeds bytes to the
+//! parsers.
 //!
 //! Sources for the formats: CRIU 4.1.1 and 4.2.1; this crate reads both.
 #![forbid(unsafe_code)]
@@ -17,6 +18,7 @@ mod eager;
 mod error;
 mod files;
 mod frame;
+#[cfg(feature = "testing")]
 pub mod fuzz;
 mod generated;
 mod inventory;
@@ -31,6 +33,7 @@ pub mod rewake;
 mod stats;
 mod tasks;
 mod user_namespace;
+#[cfg(feature = "testing")]
 pub mod write;
 
 pub use arriving::{ARRIVING_NAME, add_arriving_file};
@@ -43,7 +46,10 @@ pub use lease::ImageLease;
 pub use memory_files::{CHUNK, GPU_HEADER, MemoryFiles, MemoryPlace, is_gpu_pages_file};
 pub use mm::{MAX_VMAS, Mm, Vma};
 pub use overcommit::{LazyMappings, Overcommit};
-pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry, PagemapId};
+pub use pagemap::{
+    Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry, PagemapId, pagemap_head,
+    pagemap_record,
+};
 pub use plan::{LazyExtent, LazyPlan, PagesFile, RemotePlan, pages_name};
 pub use stats::PageStats;
 pub use tasks::{MAX_TASKS, Task, TaskState};
@@ -52,8 +58,9 @@ pub use user_namespace::user_namespace_refusal;
 /// Bytes in a page of an image: CRIU writes only base pages.
 pub const PAGE: u64 = 4096;
 
-/// The mode of an image's file, from which the umask takes. A task in a user namespace opens files of its image itself,
-/// as that namespace's root, so it must be able to read what another user has written. CRIU makes them so, too.
+/// The mode of an image's file, from which the umask takes. A task in a user namespace opens files of its
+/// image itself, as that namespace's root, so it must be able to read what another user has written. CRIU
+/// makes them so, too.
 pub const FILE_MODE: u32 = 0o644;
 /// [`PAGE`] as a buffer length.
 const PAGE_LEN: usize = 4096;

@@ -88,8 +88,8 @@ impl Vma {
             && self.status & (STATUS_VDSO | STATUS_VVAR | STATUS_VSYSCALL) == 0
     }
 
-    /// Whether a lazy restore maps this writable before it makes the rest of the process: private memory, no huge
-    /// pages.
+    /// Whether a lazy restore maps this writable before it makes the rest of the process: private memory, no
+    /// huge pages.
     pub(crate) fn is_premapped(&self) -> bool {
         self.flags & MAP_PRIVATE != 0
             && self.flags & MAP_HUGETLB == 0

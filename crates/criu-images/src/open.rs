@@ -1,19 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Finds the files of an image directory. Every reader of images finds them here, so all of them follow the same
-//! symbolic links.
+//! Finds the files of an image directory. Every reader of images finds them here, so all of them follow the
+//! same symbolic links.
 //!
-//! People keep images as directories of links, for example into a store that has equal files once. A reader often
-//! has more rights than the user who made a link, so a link is followed only if one of these users owns it:
+//! People keep images as directories of links, for example into a store that has equal files once. A reader
+//! often has more rights than the user who made a link, so a link is followed only if one of these users owns
+//! it:
 //!
 //! * root, or the user of this process: neither gains anything by a link.
-//! * The owner of the directory that the link is in. That user could not open every file that this process can, so
-//!   such a link may only lead to a file of the same user. That all users may read a file is not enough: it may be in a
-//!   directory that its owner has closed to others, as images of other programs are.
+//! * The owner of the directory that the link is in. That user could not open every file that this process
+//!   can, so such a link may only lead to a file of the same user. That all users may read a file is not
+//!   enough: it may be in a directory that its owner has closed to others, as images of other programs are.
 //!
-//! This is the kernel's own rule for directories that all users can write (`fs.protected_symlinks`), with the second
-//! condition added. The same holds for each link that a link leads to, and for the link `parent`. Directories on the
-//! way are found as the kernel finds them. What a link leads to is opened only once it is known to be a regular file,
-//! because to open a device can have effects. Nothing is written through a link: writers use `O_NOFOLLOW`.
+//! This is the kernel's own rule for directories that all users can write (`fs.protected_symlinks`), with the
+//! second condition added. The same holds for each link that a link leads to, and for the link `parent`.
+//! Directories on the way are found as the kernel finds them. What a link leads to is opened only once it is
+//! known to be a regular file, because to open a device can have effects. Nothing is written through a link:
+//! writers use `O_NOFOLLOW`.
+//!
+//! A server of images gives a [`Beneath`], too. Then no link leads out of the directory that is served,
+//! because the server's rights are not the rights of the links' owners.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -26,6 +31,7 @@ use nix::fcntl::{OFlag, openat, readlinkat};
 use nix::libc;
 use nix::sys::stat::{FileStat, Mode, fstat};
 use nix::unistd::geteuid;
+use rewake_process::beneath::{Beneath, leads_out};
 
 /// Links to follow from one name: as many as the kernel follows (`MAXSYMLINKS`).
 const MAX_LINKS: usize = 40;
@@ -49,8 +55,8 @@ pub enum OpenError {
 pub enum LinkRefusal {
     /// Another user made the link.
     #[error(
-        "of user {owner} in a directory of user {directory}: it is followed only if it belongs to that user, to \
-         root or to the user of this process; replace it with the file"
+        "of user {owner} in a directory of user {directory}: it is followed only if it belongs to that user, \
+         to root or to the user of this process; replace it with the file"
     )]
     Owner {
         /// The link's owner.
@@ -69,6 +75,9 @@ pub enum LinkRefusal {
     /// There is no file at its end.
     #[error("that leads to no file; restore the file, or remove the link")]
     Dangling,
+    /// It leads out of the directory with the images.
+    #[error("that leads out of the directory with the images; copy what it leads to into that directory")]
+    LeadsOut,
     /// There are too many links on the way.
     #[error("to more than {MAX_LINKS} others")]
     TooMany,
@@ -100,6 +109,15 @@ impl FoundFile {
 /// # Errors
 /// It is a link that is not followed, or the kernel refuses.
 pub fn find(folder: impl AsFd, name: &OsStr) -> Result<Option<FoundFile>, OpenError> {
+    find_within(folder, name, None)
+}
+
+/// [`find`], for links that must not lead out of `root`.
+pub(crate) fn find_within(
+    folder: impl AsFd,
+    name: &OsStr,
+    root: Option<&Beneath>,
+) -> Result<Option<FoundFile>, OpenError> {
     let Some(mut found) = look(folder.as_fd(), name)? else { return Ok(None) };
     let caller = geteuid().as_raw();
     let mut at = folder.as_fd().try_clone_to_owned()?;
@@ -120,22 +138,32 @@ pub fn find(folder: impl AsFd, name: &OsStr) -> Result<Option<FoundFile>, OpenEr
         let target = readlinkat(&found.path, "").map_err(io::Error::from)?;
         let target = Path::new(&target);
         let Some(name) = target.file_name() else { return Err(OpenError::NotRegular) };
-        let next = match target.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-            Some(parent) => {
-                openat(&at, parent, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
-            }
-            None => {
-                at.try_clone().map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)))
-            }
-        };
-        at = match next {
-            Ok(next) => next,
-            Err(Errno::ENOENT) => return Err(OpenError::Link(LinkRefusal::Dangling)),
-            Err(errno) => return Err(OpenError::Io(errno.into())),
+        at = match target.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            Some(parent) => follow(&at, parent, root)?,
+            None => at,
         };
         found = look(&at, name)?.ok_or(OpenError::Link(LinkRefusal::Dangling))?;
     }
     Err(OpenError::Link(LinkRefusal::TooMany))
+}
+
+/// Opens the directory that a link leads through, from the directory that the link is in.
+fn follow(at: &OwnedFd, path: &Path, root: Option<&Beneath>) -> Result<OwnedFd, OpenError> {
+    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
+    let followed = match root {
+        // No `openat2(2)`: the planner's filter of system calls could not see its flags.
+        None => openat(at, path, flags | OFlag::O_CLOEXEC, Mode::empty()).map_err(io::Error::from),
+        // The kernel holds a lookup below the directory where it begins, so it begins at the root.
+        Some(root) => match root.place(at)? {
+            Some(place) => root.at(place.join(path), flags),
+            None => Err(Errno::EXDEV.into()),
+        },
+    };
+    followed.map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => OpenError::Link(LinkRefusal::Dangling),
+        _ if leads_out(&error) => OpenError::Link(LinkRefusal::LeadsOut),
+        _ => OpenError::Io(error),
+    })
 }
 
 /// Opens a regular file of a directory for reading; `None` where it does not exist.
@@ -143,11 +171,20 @@ pub fn find(folder: impl AsFd, name: &OsStr) -> Result<Option<FoundFile>, OpenEr
 /// # Errors
 /// As for [`find`]. Or it is another kind of file.
 pub fn open(folder: impl AsFd, name: &OsStr) -> Result<Option<File>, OpenError> {
+    open_within(folder, name, None)
+}
+
+/// [`open`], for links that must not lead out of `root`.
+pub(crate) fn open_within(
+    folder: impl AsFd,
+    name: &OsStr,
+    root: Option<&Beneath>,
+) -> Result<Option<File>, OpenError> {
     let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOCTTY | OFlag::O_NONBLOCK;
     // Most files are no links. O_NONBLOCK: to open a FIFO by mistake must be refused below, not block here.
     let opened = match openat(folder.as_fd(), name, flags | OFlag::O_NOFOLLOW, Mode::empty()) {
         Err(Errno::ELOOP) => {
-            let Some(found) = find(folder, name)? else { return Ok(None) };
+            let Some(found) = find_within(folder, name, root)? else { return Ok(None) };
             if !found.is_regular() {
                 return Err(OpenError::NotRegular);
             }
@@ -180,8 +217,8 @@ fn look(folder: impl AsFd, name: &OsStr) -> io::Result<Option<FoundFile>> {
     }
 }
 
-/// Checks that the file is that of the users who made the links. That all users may read a file says nothing: it may be
-/// in a directory that its user has not opened to others, as images of other programs are.
+/// Checks that the file is that of the users who made the links. That all users may read a file says nothing:
+/// it may be in a directory that its user has not opened to others, as images of other programs are.
 fn check_target(file: &FileStat, owners: &[u32]) -> Result<(), OpenError> {
     match owners.iter().find(|owner| **owner != file.st_uid) {
         None => Ok(()),

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Whether this kernel lets `criu restore --lazy-pages` map the memory of an image.
 //!
-//! CRIU maps private memory in two ways. A plain restore maps it with the rights that it had. A lazy one maps all of it
-//! writable first, and takes the right away later. The kernel counts writable private memory as memory that may be
-//! needed. So a reservation without access, of any length, can be restored plainly, and may be refused lazily (source:
-//! `premap_private_vma` of CRIU's mem.c; the kernel's `Documentation/mm/overcommit-accounting.rst`).
+//! CRIU maps private memory in two ways. A plain restore maps it with the rights that it had. A lazy one maps
+//! all of it writable first, and takes the right away later. The kernel counts writable private memory as
+//! memory that may be needed. So a reservation without access, of any length, can be restored plainly, and
+//! may be refused lazily (source: `premap_private_vma` of CRIU's mem.c; the kernel's
+//! `Documentation/mm/overcommit-accounting.rst`).
 
 use std::fs;
 use std::io;
@@ -115,15 +116,15 @@ impl Overcommit {
         }
     }
 
-    /// Returns why the kernel refuses these mappings to a lazy restore, and not to a plain one; `None` where it permits
-    /// them.
+    /// Returns why the kernel refuses these mappings to a lazy restore, and not to a plain one; `None` where
+    /// it permits them.
     #[must_use]
     pub fn refusal(self, all: &LazyMappings) -> Option<String> {
         match (self, all.longest) {
             (Self::Guess(most), Some(Reservation { pid, start, length })) if length > most => Some(format!(
-                "process {pid} has {} without write access at {:#x}; `criu restore --lazy-pages` makes it writable for \
-                 a moment, and this kernel permits that up to the machine's {} of memory and swap (vm.overcommit_memory \
-                 is 0, and 1 permits it)",
+                "process {pid} has {} without write access at {:#x}; `criu restore --lazy-pages` makes it \
+                 writable for a moment, and this kernel permits that up to the machine's {} of memory and \
+                 swap (vm.overcommit_memory is 0, and 1 permits it)",
                 gib(length),
                 start,
                 gib(most)

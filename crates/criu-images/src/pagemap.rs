@@ -3,9 +3,11 @@
 
 use std::io::Read;
 
+use prost::Message;
+
 use crate::PAGE;
 use crate::error::{ImageError, Result};
-use crate::frame::Records;
+use crate::frame::{self, Records, file_of};
 use crate::generated::{PagemapEntry as Raw, PagemapHead};
 
 /// The most entries that one pagemap may have: each takes 32 bytes of memory.
@@ -231,4 +233,27 @@ fn show(raw: &Raw) -> String {
         (Some(vaddr), Some(pages)) => format!("{pages} pages at {vaddr:#x}"),
         (vaddr, pages) => format!("address {vaddr:x?}, pages {pages:?}"),
     }
+}
+
+/// Encodes the start of a pagemap's file: the magic numbers, and the number of the pages file.
+#[must_use]
+pub fn pagemap_head(pages_id: u32) -> Vec<u8> {
+    file_of(&frame::PAGEMAP, [PagemapHead { pages_id: Some(pages_id) }.encode_to_vec()])
+}
+
+/// Encodes one entry as the record that follows the others; `None` when it is too long for the generation.
+#[must_use]
+pub fn pagemap_record(entry: &PagemapEntry, generation: Generation) -> Option<Vec<u8>> {
+    let (narrow, wide) = match generation {
+        Generation::Narrow => (u32::try_from(entry.pages).ok()?, None),
+        Generation::Wide => (0, Some(entry.pages)),
+    };
+    let raw = Raw {
+        vaddr: Some(entry.vaddr),
+        compat_nr_pages: Some(narrow),
+        in_parent: None,
+        flags: Some(entry.flags.0),
+        nr_pages: wide,
+    };
+    Some(frame::record(&raw.encode_to_vec()))
 }

@@ -59,15 +59,16 @@ pub struct LazyPlan {
 /// The lazy pages of a task, for a restore that gets all of them from a page server.
 #[derive(Debug)]
 pub struct RemotePlan {
-    /// The lazy pages in ascending order of address, wherever the image has them. `file_offset` counts them from 0,
-    /// without gaps; `file` is 0. No extent crosses a border between mappings.
+    /// The lazy pages in ascending order of address, wherever the image has them. `file_offset` counts them
+    /// from 0, without gaps; `file` is 0. No extent crosses a border between mappings.
     pub extents: Vec<LazyExtent>,
     /// The age of the CRIU that wrote the pagemap; none without pages.
     pub generation: Option<Generation>,
 }
 
 impl ImageDir {
-    /// Finds a task's lazy pages, for a restore that gets all of them from a page server. No pages file is needed.
+    /// Finds a task's lazy pages, for a restore that gets all of them from a page server. No pages file is
+    /// needed.
     ///
     /// # Errors
     /// A file is missing or damaged; or a lazy page lies where lazy restore cannot put it.

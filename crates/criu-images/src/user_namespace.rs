@@ -5,14 +5,17 @@ use std::fs;
 
 use crate::dir::ImageDir;
 
-/// How the names of images of user namespaces begin (source: `images/userns.proto` of CRIU, and its `imgset.c`).
+/// How the names of images of user namespaces begin (source: `images/userns.proto` of CRIU, and its
+/// `imgset.c`).
 const USER_NAMESPACE: &[u8] = b"userns-";
-/// Whether tasks without CAP_SYS_PTRACE in the first user namespace get a userfaultfd for faults of the kernel, too.
+/// Whether tasks without CAP_SYS_PTRACE in the first user namespace get a userfaultfd for faults of the
+/// kernel, too.
 const UNPRIVILEGED: &str = "/proc/sys/vm/unprivileged_userfaultfd";
 
 impl ImageDir {
-    /// Returns why this kernel gives tasks of the image no userfaultfd, which `criu restore --lazy-pages` needs; `None`
-    /// where it does. CRIU asks for it in the restored task, when that is in its user namespace.
+    /// Returns why this kernel gives tasks of the image no userfaultfd, which `criu restore --lazy-pages`
+    /// needs; `None` where it does. CRIU asks for it in the restored task, when that is in its user
+    /// namespace.
     #[must_use]
     pub fn userfaultfd_refusal(&self) -> Option<String> {
         // A directory that cannot be listed is reported by its reader.

@@ -82,6 +82,15 @@ impl Host {
         abi::image_dir()?.ok_or(HostError::Failed("criu_get_image_dir"))
     }
 
+    /// Makes this restore a lazy one, as `--lazy-pages` does: CRIU connects to `lazy-pages.socket` in its
+    /// work directory. Only [`crate::Plugin::init`] may call it, because CRIU looks at the option after that.
+    ///
+    /// # Errors
+    /// [`HostError`]: CRIU restores as it would have done.
+    pub fn restore_lazily(&self) -> Result<(), HostError> {
+        if abi::add_option(c"--lazy-pages")? { Ok(()) } else { Err(HostError::Failed("parse_options")) }
+    }
+
     /// Adds the plugin's name to the image: a restore then requires the plugin. It may be called any number
     /// of times in one dump; the name is added once.
     ///

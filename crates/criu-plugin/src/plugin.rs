@@ -27,7 +27,8 @@ pub enum Stage {
 /// Two hooks never run at the same time. Hooks marked *task* run in the process that is being restored: a
 /// fork of CRIU with a copy of the plugin, in the namespaces of the task, with its pid. No other process sees
 /// what a task writes into `self`. No thread of it may outlive the hook. Descriptors that stay open must not
-/// have a number that the task uses (CRIU's `find_unused_fd_pid`). All other hooks run in CRIU's main process.
+/// have a number that the task uses (CRIU's `find_unused_fd_pid`). All other hooks run in CRIU's main
+/// process.
 ///
 /// Start no thread before [`Plugin::post_forking`]: CRIU forks with plain `clone`, which copies only one
 /// thread but also locks that other threads hold.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! This crate in a program without TLS: `--tls` is refused before any connection is made. There is no value of the
-//! types that TLS needs, so nothing can be done with one.
+//! This crate in a program without TLS: `--tls` is refused before any connection is made. There is no value
+//! of the types that TLS needs, so nothing can be done with one.
 
 use std::convert::Infallible;
 use std::io::{self, IoSlice, Read, Write};
@@ -15,8 +15,8 @@ use crate::error::HandshakeError;
 use crate::options::TlsOptions;
 
 /// Why `--tls` is refused, and what to do.
-const NOT_BUILT: &str = "this rewake was built without TLS, which --tls needs: `cargo build --release -p rewake` builds one \
-     that has it";
+const NOT_BUILT: &str = "this rewake was built without TLS, which --tls needs: `cargo build --release -p \
+     rewake` builds one that has it";
 
 /// No error is one of TLS.
 pub(crate) fn explained(_error: &io::Error) -> Option<HandshakeError> {
@@ -209,8 +209,8 @@ mod tests {
         for refusal in refusals {
             assert_eq!(
                 refusal.to_string(),
-                "this rewake was built without TLS, which --tls needs: `cargo build --release -p rewake` builds one that \
-                 has it"
+                "this rewake was built without TLS, which --tls needs: `cargo build --release -p rewake` \
+                 builds one that has it"
             );
         }
     }

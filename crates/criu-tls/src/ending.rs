@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 /// Bytes that are dropped at a time.
 const DROPPED: usize = 4 << 10;
 
-/// Ends a connection so that the peer gets what was sent last. A socket that is closed while it has bytes that were not
-/// read resets the connection: the peer reports the reset, and what was lost on the way is not sent again. So this side
-/// ends its direction, and drops what arrives until the peer closes the connection, or the limit has passed.
+/// Ends a connection so that the peer gets what was sent last. A socket that is closed while it has bytes
+/// that were not read resets the connection: the peer reports the reset, and what was lost on the way is not
+/// sent again. So this side ends its direction, and drops what arrives until the peer closes the connection,
+/// or the limit has passed.
 pub fn end_after_answer(mut socket: &TcpStream, limit: Duration) {
     let deadline = Instant::now() + limit;
     // The peer may have closed the connection, or is lost: then there is nothing to wait for.

@@ -80,13 +80,14 @@ pub enum HandshakeError {
     OldVersion,
     /// The certificate has a key of a kind that this side cannot use.
     #[error(
-        "the peer's certificate has a key of the kind {0}: expected {KNOWN_KINDS}; issue a certificate for such a key"
+        "the peer's certificate has a key of the kind {0}: expected {KNOWN_KINDS}; issue a certificate for \
+         such a key"
     )]
     UnknownKey(&'static str),
     /// The certificate, or one of its CAs, was signed in a way that this side cannot verify.
     #[error(
-        "the peer's certificate, or that of a CA between, has a signature of a kind that this side does not know: \
-         expected CAs with keys of {KNOWN_KINDS}, which sign with SHA-256 or SHA-384"
+        "the peer's certificate, or that of a CA between, has a signature of a kind that this side does not \
+         know: expected CAs with keys of {KNOWN_KINDS}, which sign with SHA-256 or SHA-384"
     )]
     UnknownSignature,
     /// The peer does not accept this side's certificate.

@@ -2,13 +2,13 @@
 //! TLS as CRIU's page server and its clients speak it: both sides show a certificate of the same CA.
 //!
 //! * [`TlsOptions`]: the files and rules that the options `--tls-*` name, with CRIU's defaults.
-//! * [`TlsServer`] and [`TlsClient`]: make an encrypted stream of a connected one. Towards CRIU, a client's is an
-//!   [`EncryptedStream`] over a blocking socket. Between Rewakes, both sides have a [`TlsLink`], whose other side is a
-//!   [`PeerCertificate`].
-//! * `tls`: all that needs the feature `tls`. `absent`: the same names in a program without it, where `--tls` is
-//!   refused, with what to build.
-//! * [`HandshakeError`]: why a connection was not made, and what to do. [`end_after_answer`]: so that the peer gets the
-//!   reason.
+//! * [`TlsServer`] and [`TlsClient`]: make an encrypted stream of a connected one. Towards CRIU, a client's
+//!   is an [`EncryptedStream`] over a blocking socket. Between Rewakes, both sides have a [`TlsLink`], whose
+//!   other side is a [`PeerCertificate`].
+//! * `tls`: all that needs the feature `tls`. `absent`: the same names in a program without it, where `--tls`
+//!   is refused, with what to build.
+//! * [`HandshakeError`]: why a connection was not made, and what to do. [`end_after_answer`]: so that the
+//!   peer gets the reason.
 //!
 //! What CRIU's own side needs (measured with 4.1.1 and 4.2.1, GnuTLS 3.8):
 //! - A server sends no session tickets. `criu dump` takes one for an answer that did not arrive, and fails. A

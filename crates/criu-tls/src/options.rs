@@ -10,7 +10,7 @@ pub struct TlsOptions {
     pub ca: Option<PathBuf>,
     /// Revocation lists of these CAs [default: `/etc/pki/CA/cacrl.pem`, if it exists].
     pub crl: Option<PathBuf>,
-    /// This side's certificate, and after it those of CAs between it and the peer's CA [default:
+    /// This side's certificate, and after it the certificates of CAs between it and the peer's CA [default:
     /// `/etc/pki/criu/cert.pem`].
     pub certificate: Option<PathBuf>,
     /// Its key [default: `/etc/pki/criu/private/key.pem`].

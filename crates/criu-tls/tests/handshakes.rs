@@ -45,7 +45,7 @@ fn pair() -> (UnixStream, UnixStream) {
     (near, far)
 }
 
-/// Reads exactly so many bytes; none at the end.
+/// Reads exactly `len` bytes, or no byte at the end of the stream.
 fn read(stream: &mut EncryptedStream<UnixStream>, len: usize) -> Result<Vec<u8>, HandshakeError> {
     let (mut bytes, mut filled) = (vec![0; len], 0);
     let deadline = Instant::now() + LIMIT;
@@ -262,7 +262,7 @@ fn no_record_is_sent_after_a_handshake_or_with_another_write() {
     records(&mut raw, &[24, 4096, 32]);
 }
 
-/// Reads records with so many bytes inside.
+/// Reads records, and expects these numbers of bytes inside them.
 fn records(raw: &mut UnixStream, expected: &[usize]) {
     raw.set_read_timeout(Some(LIMIT)).unwrap();
     for len in expected {

@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use rewake_image_io::FetchRequest;
 
-/// Readers that a fetcher wakes at most: one bit of a word for each.
+/// The most readers that a fetcher wakes, because each has one bit of a word.
 pub const MAX_READERS: usize = 64;
 /// Files of a message at most.
 const MAX_FILES: usize = 64;
@@ -40,12 +40,12 @@ pub enum FetchOrder {
     },
     /// Write into these files. The next messages bring more of them, until the plan has all.
     Files(Vec<OwnedFd>),
-    /// Wake these readers from now on: eventfds.
+    /// Wake these readers from now on: [senders](rewake_process::wake_socket).
     Readers(Vec<OwnedFd>),
     /// Serve another streamer, too: at the other end of this socket. It may send requests and readers.
     Client(OwnedFd),
-    /// All memory is resident: send the last message to a page server, or fetch the rest of an image. Then end. While
-    /// other streamers share the fetcher, the rest waits for their requests.
+    /// All memory is resident: send the last message to a page server, or fetch the rest of an image. Then
+    /// end. While other streamers share the fetcher, the rest waits for their requests.
     Finish,
 }
 
@@ -63,7 +63,7 @@ pub enum FetchReport {
     },
     /// The peer has received the last message, or all has arrived.
     Closed,
-    /// It does not serve a streamer any more that shares it: this is what that has sent.
+    /// It does not serve a streamer any more that shares it, because of what that streamer has sent.
     Refused(String),
 }
 

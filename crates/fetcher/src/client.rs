@@ -1,71 +1,30 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The streamers that a fetcher serves: its owner, if that is one, and those that share it.
 
-use std::fs::File;
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use anyhow::{Context as _, bail, ensure};
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{Shutdown, shutdown};
 use rewake_image_io::FetchRequest;
+use rewake_process::wake_socket;
 
 use crate::channel::{self, FetchOrder, MAX_READERS};
 use crate::queue::FetchQueue;
+use crate::readers::{ClientNumber, OWNER};
 
 /// Streamers that share a fetcher at most.
 pub const MAX_FETCH_CLIENTS: usize = 64;
 /// Orders of one streamer that are taken before another one's.
 const ORDERS: usize = 64;
 
-/// The number of a streamer: no two of a fetcher have the same.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ClientNumber(pub(crate) u32);
-
-/// The streamer that started the fetcher.
-pub(crate) const OWNER: ClientNumber = ClientNumber(0);
-
-/// Readers that wait for pages.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct ReaderSet(Vec<(ClientNumber, u64)>);
-
-impl ReaderSet {
-    /// One reader of a streamer.
-    pub(crate) fn one(client: ClientNumber, reader: u8) -> Self {
-        Self(vec![(client, 1 << (reader % 64))])
-    }
-
-    /// Adds the readers of another set.
-    pub(crate) fn add(&mut self, other: &Self) {
-        for (client, readers) in &other.0 {
-            match self.0.iter_mut().find(|(of, _)| of == client) {
-                Some((_, own)) => *own |= readers,
-                None => self.0.push((*client, *readers)),
-            }
-        }
-    }
-
-    /// Removes the readers of a streamer. Returns whether the set had only those.
-    pub(crate) fn remove(&mut self, client: ClientNumber) -> bool {
-        let before = self.0.len();
-        self.0.retain(|(of, _)| *of != client);
-        before > 0 && self.0.is_empty()
-    }
-
-    /// Returns one bit for each reader of a streamer.
-    pub(crate) fn of(&self, client: ClientNumber) -> u64 {
-        self.0.iter().find(|(of, _)| *of == client).map_or(0, |(_, readers)| *readers)
-    }
-}
-
 /// A streamer that shares the fetcher, and the readers that it wants to be woken.
 #[derive(Debug)]
 struct FetchClient {
     number: ClientNumber,
     socket: OwnedFd,
-    readers: Vec<File>,
+    readers: Vec<OwnedFd>,
 }
 
 /// The streamers that share a fetcher with its owner.
@@ -95,7 +54,7 @@ impl FetchClient {
             match channel::receive_order(self.socket.as_fd()).context("its socket")? {
                 None => break,
                 Some(FetchOrder::Request(pages)) => request(self.number, &pages)?,
-                Some(FetchOrder::Readers(readers)) => self.readers = reader_files(readers)?,
+                Some(FetchOrder::Readers(readers)) => self.readers = checked_readers(readers)?,
                 Some(other) => bail!("an order of the owner: {other:?}"),
             }
         }
@@ -156,7 +115,7 @@ impl FetchClients {
     }
 
     /// Wakes the readers of all streamers, and the owner's `readers`, whose pages have arrived.
-    pub(crate) fn wake_all(&self, readers: &[File], queue: &mut FetchQueue) {
+    pub(crate) fn wake_all(&self, readers: &[OwnedFd], queue: &mut FetchQueue) {
         let which = std::mem::take(&mut queue.to_wake);
         wake(readers, which.of(OWNER));
         self.all.iter().for_each(|client| wake(&client.readers, which.of(client.number)));
@@ -174,37 +133,20 @@ fn has_ended(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() != io::ErrorKind::InvalidData)
 }
 
-/// Takes readers: eventfds, which are made non-blocking, so that none holds up the others.
+/// Takes readers: senders of [`wake_socket`], because to wake one by another descriptor may take for ever.
 ///
 /// # Errors
-/// One is a pipe, a socket or a file.
-pub(crate) fn reader_files(readers: Vec<OwnedFd>) -> anyhow::Result<Vec<File>> {
-    let file = |reader: OwnedFd| {
-        ensure!(is_anonymous(&reader)?, "a reader that is no eventfd");
-        let flags = OFlag::from_bits_retain(fcntl(&reader, FcntlArg::F_GETFL)?);
-        fcntl(&reader, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-        Ok(File::from(reader))
-    };
-    readers.into_iter().take(MAX_READERS).map(file).collect()
-}
-
-/// Whether a descriptor is of no kind that has a name: an eventfd is not.
-fn is_anonymous(descriptor: &OwnedFd) -> io::Result<bool> {
-    let mut found = MaybeUninit::<libc::stat>::uninit();
-    // The C library's function makes another system call, which could follow a path.
-    // SAFETY: the kernel writes its `stat`, which is the C library's on 64-bit hosts, into memory of that size.
-    let result = unsafe { libc::syscall(libc::SYS_fstat, descriptor.as_raw_fd(), found.as_mut_ptr()) };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has written it.
-    Ok(unsafe { found.assume_init() }.st_mode & libc::S_IFMT == 0)
+/// One is something else.
+pub(crate) fn checked_readers(mut readers: Vec<OwnedFd>) -> anyhow::Result<Vec<OwnedFd>> {
+    readers.truncate(MAX_READERS);
+    let all = readers.iter().all(|reader| wake_socket::is_sender(reader.as_fd()));
+    ensure!(all, "a reader that is no unix stream socket");
+    Ok(readers)
 }
 
 /// Wakes readers: one bit for each.
-fn wake(readers: &[File], which: u64) {
+fn wake(readers: &[OwnedFd], which: u64) {
     for (_, reader) in readers.iter().enumerate().filter(|(number, _)| which & 1 << number != 0) {
-        // An eventfd whose counter is full is readable all the same.
-        let _ = nix::unistd::write(reader, &1u64.to_ne_bytes());
+        wake_socket::wake(reader.as_fd());
     }
 }

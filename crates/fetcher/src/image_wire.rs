@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A connection to an image server, whose replies are taken as they arrive: whole blocks of them, before the rest of a
-//! reply has come. Requests are sent before the server has said hello. A reply that is not the next one is an error.
+//! A connection to an image server, whose replies are taken as they arrive: whole blocks of them, before the
+//! rest of a reply has come. Requests are sent before the server has said hello. A reply that is not the next
+//! one is an error.
 
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt as _;
@@ -10,19 +11,21 @@ use std::rc::Rc;
 use anyhow::{Context as _, bail, ensure};
 use rewake_criu_images::{Digest, PAGE};
 use rewake_image_io::BLOCK;
-use rewake_image_protocol::client::form_of;
-use rewake_image_protocol::compressed::{self, COMPRESSED_BLOCK, STORED_LENGTH};
-use rewake_image_protocol::message::{MessageError, printable, receive, send};
-use rewake_image_protocol::reply::What as Reply;
-use rewake_image_protocol::request::What as Request;
-use rewake_image_protocol::stored_parts::{self, PartReader};
-use rewake_image_protocol::{Data, DataForm, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VERSION, hello};
+use rewake_image_transfer::protocol::client::form_of;
+use rewake_image_transfer::protocol::compressed::{self, COMPRESSED_BLOCK, STORED_LENGTH};
+use rewake_image_transfer::protocol::message::{MessageError, printable, receive, send};
+use rewake_image_transfer::protocol::reply::What as Reply;
+use rewake_image_transfer::protocol::request::What as Request;
+use rewake_image_transfer::protocol::stored_parts::{self, PartReader};
+use rewake_image_transfer::protocol::{
+    Data, DataForm, MAX_MESSAGE, MAX_READ, Open, Opened, Read, VERSION, hello,
+};
 
+use crate::ended::explained;
 use crate::plan::SparseFile;
 use crate::queue::FlightPages;
 use crate::received::ReceivedBytes;
 use crate::stream::PageStream;
-use crate::wire::explained;
 
 /// Bytes of the length before a message.
 const LENGTH: usize = 4;
@@ -41,7 +44,7 @@ enum DueReply {
     Hello,
     Opened,
     Data,
-    /// The rest of the data: so many bytes.
+    /// The rest of the data, in bytes.
     Rest(u64),
     /// The same, where the data travels compressed.
     Compressed(u64),
@@ -83,7 +86,8 @@ impl ImageWire {
         Ok(Self { stream, id, files, due, received, block, parts, restored: None })
     }
 
-    /// Returns the file of a page, the offset there, and the bytes of these pages: fewer at the end of the file.
+    /// Returns the file of a page, the offset there, and the bytes of these pages: fewer at the end of the
+    /// file.
     fn range(&self, flight: &FlightPages) -> anyhow::Result<(u32, u64, u64)> {
         let at = self.files.partition_point(|file| file.first + file.pages() <= flight.first);
         let file = self.files.get(at).context("pages of no file")?;
@@ -112,8 +116,8 @@ impl ImageWire {
         self.received.receive(&mut self.stream, "receiving a reply")
     }
 
-    /// Returns the next whole blocks of the reply to the oldest request, and their number of pages; none if the next
-    /// block has not been received. `expected` is what is left of that request.
+    /// Returns the next whole blocks of the reply to the oldest request, and their number of pages, or `None`
+    /// if the next block has not been received. `expected` is what is left of that request.
     ///
     /// # Errors
     /// It is no reply to that request, or the server has another image by now.
@@ -249,7 +253,8 @@ impl ImageWire {
             return Ok(None);
         }
         let mut rest = received;
-        let reply: rewake_image_protocol::Reply = receive(&mut rest)?.ok_or(MessageError::Closed)?;
+        let reply: rewake_image_transfer::protocol::Reply =
+            receive(&mut rest)?.ok_or(MessageError::Closed)?;
         let used = received.len() - rest.len();
         self.received.used(used);
         Ok(Some(reply.what.context("an empty reply")?))
@@ -285,14 +290,14 @@ impl ImageWire {
     }
 }
 
-/// The length of the next block, where so many bytes are due.
+/// The length of the next block when `left` bytes of the reply are still to come.
 fn next_block(left: u64) -> usize {
     usize::try_from(left).unwrap_or(usize::MAX).min(COMPRESSED_BLOCK)
 }
 
 fn encoded(what: Request) -> Result<Vec<u8>, MessageError> {
     let mut bytes = Vec::new();
-    send(&mut bytes, &rewake_image_protocol::Request { what: Some(what) }, &[])?;
+    send(&mut bytes, &rewake_image_transfer::protocol::Request { what: Some(what) }, &[])?;
     Ok(bytes)
 }
 
@@ -303,13 +308,13 @@ mod tests {
     use std::time::Instant;
 
     use rewake_image_io::Class;
-    use rewake_image_protocol::reply_of;
-    use rewake_image_protocol::stored_parts::PartHeader;
+    use rewake_image_transfer::protocol::reply_of;
+    use rewake_image_transfer::protocol::stored_parts::PartHeader;
 
     use super::*;
-    use crate::client::ReaderSet;
+    use crate::ended::PeerEnded;
     use crate::peer::PeerSocket;
-    use crate::wire::PeerEnded;
+    use crate::readers::ReaderSet;
 
     const ID: Digest = Digest([9; 32]);
     /// A file of three blocks and 100 bytes, after one of a page.
@@ -330,7 +335,7 @@ mod tests {
     }
 
     fn opened(id: Digest) -> Reply {
-        Reply::Opened(Opened { image_id: id.0.to_vec(), manifest_length: 1, working_set_length: 0 })
+        Reply::Opened(Opened { image_id: id.0.to_vec(), manifest_length: 1, ..Opened::default() })
     }
 
     fn say(server: &mut UnixStream, replies: &[Reply]) {
@@ -351,8 +356,9 @@ mod tests {
     fn requests_are_those_of_the_files_in_the_manifest() {
         let (mut wire, mut server) = wire();
         wire.request(&[flight(0, 1), flight(32, 33)]).unwrap();
-        let mut next =
-            || receive::<rewake_image_protocol::Request>(&mut server).unwrap().unwrap().what.unwrap();
+        let mut next = || {
+            receive::<rewake_image_transfer::protocol::Request>(&mut server).unwrap().unwrap().what.unwrap()
+        };
         assert_eq!(next(), Request::Hello(hello()));
         assert_eq!(next(), Request::Open(Open { image: "web/1".into(), ancestor: 0, takes_stored: true }));
         assert_eq!(next(), Request::Read(Read { file: 5, offset: 0, length: 4096 }));
@@ -467,7 +473,7 @@ mod tests {
     fn replies_that_are_not_due_are_refused() {
         let hello = || Reply::Hello(hello());
         let data = |length| Reply::Data(Data { length, form: DataForm::Plain.into() });
-        let old = rewake_image_protocol::Hello { version: VERSION + 1, program: "other".into() };
+        let old = rewake_image_transfer::protocol::Hello { version: VERSION + 1, program: "other".into() };
         let wrong: [(&[Reply], &str); 9] = [
             (&[opened(ID)], "a reply that is not Hello"),
             (&[Reply::Hello(old)], "version"),

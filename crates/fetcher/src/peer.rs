@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The socket that is connected with the peer.
 //!
-//! A CRIU that dumped its program waits for the last message, and takes a plain end of the connection for it: it then
-//! kills the program. So a TCP connection is set to be reset when its last descriptor is closed, which CRIU takes for
-//! a failure, unless [`PeerSocket::end`] was called. The streamer has a duplicate, and closes it when the restored
-//! processes have ended.
+//! A CRIU that dumped its program waits for the last message, and takes a plain end of the connection for it:
+//! it then kills the program. So a TCP connection is set to be reset when its last descriptor is closed,
+//! which CRIU takes for a failure, unless [`PeerSocket::end`] was called. The streamer has a duplicate, and
+//! closes it when the restored processes have ended.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -20,14 +20,17 @@ use rewake_peer_stream::{PATIENT, watch_peer};
 
 use crate::plan::PagePeer;
 
-/// Time for one attempt to connect.
-const CONNECT_TIME: Duration = Duration::from_secs(10);
-/// Time in which a peer that was connected before must listen again.
-const RECONNECT_TIME: Duration = Duration::from_secs(5);
-/// Time between two attempts.
-const RECONNECT_PAUSE: Duration = Duration::from_millis(100);
-/// Time for one write: requests are short, and few are in flight.
-const SEND_TIME: Duration = Duration::from_secs(30);
+/// Time for one attempt to connect. It is long enough for three lost SYN packets, which the kernel repeats
+/// after 1, 3 and 7 s.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// Time in which a peer that was connected before must listen again, so that a restart of the server does not
+/// end the fetcher.
+const RECONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// Pause between two attempts to connect again.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
+/// Time for one write. Requests are short and few are in flight, so only a peer that reads nothing needs
+/// longer.
+const SEND_LIMIT: Duration = Duration::from_secs(30);
 
 /// What carries the bytes.
 #[derive(Debug)]
@@ -47,7 +50,7 @@ impl PeerSocket {
         if let Some(socket) = connected {
             return Self::given(socket);
         }
-        let deadline = Instant::now() + RECONNECT_TIME;
+        let deadline = Instant::now() + RECONNECT_LIMIT;
         loop {
             match connect() {
                 Ok(stream) => {
@@ -55,11 +58,11 @@ impl PeerSocket {
                     return Ok(stream);
                 }
                 Err(_) if again && *peer != PagePeer::Connected && Instant::now() < deadline => {
-                    sleep(RECONNECT_PAUSE);
+                    sleep(RECONNECT_INTERVAL);
                 }
                 Err(error) if again => bail!(
-                    "connecting again: {error}: pages can be fetched on only if the server serves several connections \
-                     (`rewake export`, `rewake page-server --lazy-pages --keep-listening`)"
+                    "connecting again: {error}: pages can be fetched on only if the server serves several \
+                     connections (`rewake export`, `rewake page-server --lazy-pages --keep-listening`)"
                 ),
                 Err(error) => return Err(error).context("connecting: does the server listen there?"),
             }
@@ -95,10 +98,10 @@ impl PeerSocket {
         match self {
             Self::Tcp(stream) => {
                 watch_peer(stream, PATIENT)?;
-                stream.set_write_timeout(Some(SEND_TIME))?;
+                stream.set_write_timeout(Some(SEND_LIMIT))?;
                 setsockopt(stream, sockopt::Linger, &linger { l_onoff: 1, l_linger: 0 })?;
             }
-            Self::Unix(stream) => stream.set_write_timeout(Some(SEND_TIME))?,
+            Self::Unix(stream) => stream.set_write_timeout(Some(SEND_LIMIT))?,
         }
         Ok(())
     }
@@ -118,7 +121,7 @@ impl PeerSocket {
 fn connect_tcp(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
     for address in addresses {
-        match TcpStream::connect_timeout(address, CONNECT_TIME) {
+        match TcpStream::connect_timeout(address, CONNECT_LIMIT) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }

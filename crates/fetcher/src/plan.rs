@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a fetcher fetches: the peer, and the memory there that each page of the presence map is.
 //!
-//! The streamer writes it into a memory file. A fetcher that is started again gets the same one. All numbers have the
-//! byte order of the machine:
+//! The streamer writes it into a memory file. A fetcher that is started again gets the same one. All numbers
+//! have the byte order of the machine:
 //!
 //! ```text
 //! MAGIC [8], bytes of the presence map's files u64, peer: length u32, bytes, TLS: length u32, bytes
@@ -54,8 +54,8 @@ pub enum PagePeer {
 
 /// How the connection is encrypted.
 ///
-/// A fetcher reads the files before it is confined, and again after a restart. The plan has their paths, not their
-/// contents: the restored processes hold the plan's descriptor, too.
+/// A fetcher reads the files before it is confined, and again after a restart. The plan has their paths, not
+/// their contents: the restored processes hold the plan's descriptor, too.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerTls {
     /// The files, with absolute paths, and the rules.
@@ -120,7 +120,8 @@ pub struct FetchPlan {
     pub peer: PagePeer,
     /// How the connection is encrypted; none: it is not.
     pub tls: Option<PeerTls>,
-    /// Bytes that the presence map is for: of the cache file, or of all files, each up to the border of a block.
+    /// Bytes that the presence map is for: of the cache file, or of all files, each up to the border of a
+    /// block.
     pub len: u64,
     /// What is fetched.
     pub memory: FetchedMemory,
@@ -227,7 +228,7 @@ impl FetchPlan {
     pub fn peer_name(&self) -> String {
         match &self.memory {
             FetchedMemory::Files { id, .. } if matches!(self.peer, PagePeer::Agent(_)) => {
-                format!("{}, image {id:.16}", self.peer)
+                format!("{}, image {id}", self.peer)
             }
             FetchedMemory::Pages { .. } => format!("page server {}", self.peer),
             FetchedMemory::Files { image, .. } => {
@@ -256,7 +257,8 @@ impl FetchPlan {
         extents.iter().copied().chain(files.iter().filter_map(of_file)).collect()
     }
 
-    /// Returns a checksum of where each file is in the presence map: streamers that share a map must agree on it.
+    /// Returns a checksum of where each file is in the presence map: streamers that share a map must agree on
+    /// it.
     #[must_use]
     pub fn layout(&self) -> u64 {
         let FetchedMemory::Files { files, .. } = &self.memory else { return 0 };

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The fetcher: one thread that waits for the streamer's requests and for the peer's answers.
 //!
-//! Standard input is the socket to the streamer. It connects to the peer when the first page is requested: a CRIU that
-//! dumped its program serves one connection, and takes its end for success. To an image server it has a connection for
-//! page faults, and one for the background, from its start on. It ends when the streamer has closed the
-//! socket, or after the last message.
+//! Standard input is the socket to the streamer. It connects to the peer when the first page is requested: a
+//! CRIU that dumped its program serves one connection, and takes its end for success. To an image server it
+//! has a connection for page faults, and one for the background, from its start on. Then it confines itself,
+//! and makes no other connection: it ends when it has lost one, and the streamer starts another fetcher. It
+//! also ends when the streamer has closed the socket, or after the last message.
 //!
-//! A fetcher of the node agent serves many streamers. The rest of the image is fetched while none of them is connected.
+//! A fetcher of the node agent serves many streamers. The rest of the image is fetched while none of them is
+//! connected.
 
 use std::fs::File;
 use std::io;
@@ -19,30 +21,33 @@ use anyhow::{Context as _, bail, ensure};
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
 use rewake_criu_tls::{HandshakeError, TlsClient};
 use rewake_image_io::PresenceWriter;
-use rewake_image_protocol::message::MessageError;
-use rewake_process::descriptors;
+use rewake_image_transfer::protocol::message::MessageError;
+use rewake_process::{descriptors, oom_score};
 
+use crate::answer_limits::{ANSWER_LIMIT, AnswerLimits};
 use crate::channel::{self, FetchOrder};
-use crate::client::{ClientNumber, FetchClients, OWNER, reader_files};
-use crate::confine::confine;
+use crate::client::{FetchClients, checked_readers};
+use crate::confine::{confine, without_core};
+use crate::ended::{LocalFailure, PeerEnded, WrongAnswer};
 use crate::image_wire::ImageWire;
 use crate::peer::PeerSocket;
 use crate::peer_wire::PeerWire;
 use crate::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, PeerTls, SparseFile, WritePlace};
 use crate::queue::{FetchQueue, FlightPages, LANES, OF_IMAGE_SERVER, OF_PAGE_SERVER};
+use crate::readers::{ClientNumber, OWNER};
 use crate::stream::PageStream;
 use crate::waiting::wait;
-use crate::wire::{PageWire, PeerEnded};
+use crate::wire::PageWire;
 
 /// The hidden command that is the fetcher.
 pub const COMMAND: &str = "fetcher";
 
-/// Time in which a streamer sends the first order.
-const START_TIME: Duration = Duration::from_secs(20);
-/// Time in which a peer sends a byte of an answer that is due.
-const ANSWER_TIME: Duration = Duration::from_secs(30);
-/// Time in which the first streamer connects: the rest of the image is requested after it, not in front of it.
-const CLIENT_TIME: Duration = Duration::from_secs(1);
+/// Time in which a streamer sends the first order. It sends that order at once, unless the machine is
+/// overloaded.
+const START_LIMIT: Duration = Duration::from_secs(20);
+/// Time in which the first streamer connects, because the rest of the image is requested after what it needs,
+/// and not in front of it.
+const CLIENT_LIMIT: Duration = Duration::from_secs(1);
 /// Orders that are taken before the peer's answers are looked at.
 const ORDERS: usize = 64;
 
@@ -53,6 +58,7 @@ const ORDERS: usize = 64;
 pub fn run() -> anyhow::Result<u8> {
     // SAFETY: this program has just started, and has opened nothing.
     unsafe { descriptors::close_inherited()? };
+    oom_score::be_killed_as_usual();
     // A terminal or a service manager signals whole groups. This process ends with its streamer.
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&SigSet::all()), None).context("blocking signals")?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
@@ -100,8 +106,7 @@ enum PeerMemory {
 #[derive(Debug)]
 struct Connection {
     wire: PeerWire,
-    /// When the last byte arrived, or the first request after it was sent.
-    alive: Instant,
+    limits: AnswerLimits,
 }
 
 /// The sockets of streamers that have orders.
@@ -122,7 +127,7 @@ struct Fetcher {
     presence: PresenceWriter,
     connected: Option<OwnedFd>,
     queue: FetchQueue,
-    readers: Vec<File>,
+    readers: Vec<OwnedFd>,
     /// Streamers that share this fetcher with its owner.
     clients: FetchClients,
     had_client: bool,
@@ -133,7 +138,7 @@ struct Fetcher {
 }
 
 fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
-    wait(&[socket], Some(START_TIME))?;
+    wait(&[socket], Some(START_LIMIT))?;
     let order = channel::receive_order(socket).context("the first order")?;
     let Some(FetchOrder::Start { again, plan, presence, connected }) = order else {
         bail!("expected the first order, found {order:?}")
@@ -149,8 +154,8 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
         };
         let queue = FetchQueue::new(plan.runs(), limits);
         let files = files(socket, plan.files()).context("the files to write")?;
+        without_core().context("without core dumps")?;
         let tls = plan.tls.as_ref().map(PeerTls::client).transpose()?;
-        confine(&plan).context("confining the fetcher")?;
         let (readers, clients) = (Vec::new(), FetchClients::default());
         let (connections, finishing, fetched) = ([None, None], false, 0);
         Ok(Fetcher {
@@ -174,14 +179,14 @@ fn start(socket: BorrowedFd<'_>) -> anyhow::Result<Result<Fetcher, FetchEnd>> {
     Ok(make().map_err(FetchEnd::from))
 }
 
-/// Receives so many files.
+/// Receives `count` files.
 fn files(socket: BorrowedFd<'_>, count: usize) -> anyhow::Result<Vec<File>> {
-    let deadline = Instant::now() + START_TIME;
+    let deadline = Instant::now() + START_LIMIT;
     let mut files: Vec<File> = Vec::new();
     while files.len() < count {
         match channel::receive_order(socket)? {
             Some(FetchOrder::Files(some)) => files.extend(some.into_iter().map(File::from)),
-            None if Instant::now() < deadline => drop(wait(&[socket], Some(START_TIME))?),
+            None if Instant::now() < deadline => drop(wait(&[socket], Some(START_LIMIT))?),
             other => bail!("expected {count} files, found {} and {other:?}", files.len()),
         }
     }
@@ -192,11 +197,8 @@ impl Fetcher {
     /// Fetches pages until the end.
     fn serve(&mut self, socket: BorrowedFd<'_>) -> Result<(), FetchEnd> {
         if let PeerMemory::Files(_) = self.memory {
-            // Now: an image that is replaced later is served to those that have opened it. The first
-            // connection is that of page faults.
-            for lane in 0..LANES {
-                self.connect(socket, lane)?;
-            }
+            // Now: an image that is replaced later is served to those that have opened it.
+            self.connect(socket, 0)?;
         }
         let mut ready = ReadySockets { owner: true, clients: Vec::new() };
         loop {
@@ -205,7 +207,8 @@ impl Fetcher {
             }
             self.clients.take_orders(socket, &ready.clients, &mut self.queue);
             let mut requests: [Vec<FlightPages>; LANES] = Default::default();
-            // Read once: if it were over only in the wait below, nothing would be requested, and nothing end the wait.
+            // Read once: if it were over only in the wait below, nothing would be requested, and nothing end
+            // the wait.
             let (now, for_client) = (Instant::now(), self.time_for_client());
             let with_rest = self.clients.is_empty() && for_client.is_zero();
             while let Some(flight) = self.queue.next(self.presence.map(), now, with_rest)? {
@@ -238,7 +241,7 @@ impl Fetcher {
             match channel::receive_order(socket) {
                 Ok(None) => return Ok(()),
                 Ok(Some(FetchOrder::Request(request))) => self.queue.add(OWNER, &request, Instant::now())?,
-                Ok(Some(FetchOrder::Readers(readers))) => self.readers = reader_files(readers)?,
+                Ok(Some(FetchOrder::Readers(readers))) => self.readers = checked_readers(readers)?,
                 Ok(Some(FetchOrder::Client(client))) => self.add_client(socket, client)?,
                 Ok(Some(FetchOrder::Finish)) => {
                     self.finishing = true;
@@ -247,7 +250,7 @@ impl Fetcher {
                     }
                 }
                 Ok(Some(FetchOrder::Start { .. } | FetchOrder::Files(_))) => {
-                    return Err(anyhow::anyhow!("a second first order of the streamer").into());
+                    return Err(anyhow::anyhow!("the streamer sent its start order twice").into());
                 }
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                     return Err(anyhow::Error::from(error).into());
@@ -264,7 +267,7 @@ impl Fetcher {
         if self.had_client || !self.readers.is_empty() {
             Duration::ZERO
         } else {
-            CLIENT_TIME.saturating_sub(self.started.elapsed())
+            CLIENT_LIMIT.saturating_sub(self.started.elapsed())
         }
     }
 
@@ -276,29 +279,38 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Returns a connection, which is made if there is none.
+    /// Returns a connection. If there is none, all of them are made: the first is that of page faults.
     fn connect(&mut self, socket: BorrowedFd<'_>, lane: usize) -> Result<&mut Connection, FetchEnd> {
-        if self.connections[lane].is_none() {
-            let connection = self.new_connection(socket)?;
-            self.connections[lane] = Some(connection);
+        if self.connections.iter().all(Option::is_none) {
+            let lanes = if let PeerMemory::Pages(_) = self.memory { 1 } else { LANES };
+            let peers = (0..lanes).map(|_| self.peer_socket(socket)).collect::<anyhow::Result<Vec<_>>>();
+            let peers = peers.with_context(|| self.plan.peer_name())?;
+            // Up to here this process has read orders of the streamer alone.
+            confine(self.plan.len).context("confining the fetcher")?;
+            for (lane, peer) in peers.into_iter().enumerate() {
+                self.connections[lane] = Some(self.begin(peer)?);
+            }
         }
         self.connections[lane].as_mut().context("a connection").map_err(FetchEnd::from)
     }
 
-    fn new_connection(&mut self, socket: BorrowedFd<'_>) -> Result<Connection, FetchEnd> {
-        let mut connect = || -> anyhow::Result<PeerSocket> {
-            let peer = PeerSocket::connect(&self.plan.peer, self.connected.take(), self.again)?;
-            channel::report_connected(socket, peer.as_fd()).context("reporting the connection")?;
-            Ok(peer)
-        };
-        let peer = connect().with_context(|| self.plan.peer_name())?;
+    /// Connects to the peer, and gives the streamer a duplicate.
+    fn peer_socket(&mut self, socket: BorrowedFd<'_>) -> anyhow::Result<PeerSocket> {
+        let peer = PeerSocket::connect(&self.plan.peer, self.connected.take(), self.again)?;
+        channel::report_connected(socket, peer.as_fd()).context("reporting the connection")?;
         if let PagePeer::Tcp(addresses) = &mut self.plan.peer
             && let Some(reached) = peer.address()
         {
             // The next connection is made to the same address: another one may not answer for long.
             addresses.sort_by_key(|address| *address != reached);
         }
-        // The streamer has a duplicate by now: a peer that is refused sees an end only when the targets have ended.
+        Ok(peer)
+    }
+
+    /// Begins the protocol on a connection.
+    fn begin(&self, peer: PeerSocket) -> Result<Connection, FetchEnd> {
+        // The streamer has a duplicate by now: a peer that is refused sees an end only when the targets have
+        // ended.
         let stream = PageStream::begin(peer, self.tls.as_ref()).map_err(|error| self.failed(error.into()))?;
         let wire = match (&self.plan.memory, &self.memory) {
             (FetchedMemory::Files { image, id, .. }, PeerMemory::Files(files)) => {
@@ -310,20 +322,19 @@ impl Fetcher {
             }
             _ => return Err(anyhow::anyhow!("the plan and its memory are of two kinds").into()),
         };
-        Ok(Connection { wire, alive: Instant::now() })
+        Ok(Connection { wire, limits: AnswerLimits::new(Instant::now()) })
     }
 
-    /// Waits for streamers and the peer, and takes what the peer has sent. `for_client` is left for the first streamer
-    /// to connect. Returns which streamers have sent orders.
+    /// Waits for streamers and the peer, and takes what the peer has sent. `for_client` is left for the first
+    /// streamer to connect. Returns which streamers have sent orders.
     fn wait(&mut self, socket: BorrowedFd<'_>, for_client: Duration) -> Result<ReadySockets, FetchEnd> {
         let mut limit = Some(for_client).filter(|left| self.finishing && !left.is_zero());
         let (mut descriptors, mut lanes) = (vec![socket], Vec::new());
-        for (lane, connection) in self.connections.iter().enumerate() {
+        let now = Instant::now();
+        for (lane, connection) in self.connections.iter_mut().enumerate() {
             let Some(connection) = connection else { continue };
-            if self.queue.expected(lane).is_some() {
-                let left = ANSWER_TIME.saturating_sub(connection.alive.elapsed());
-                limit = Some(limit.map_or(left, |limit: Duration| limit.min(left)));
-            }
+            connection.limits.expects(self.queue.expected(lane), now);
+            limit = limit.into_iter().chain(connection.limits.left(now)).min();
             descriptors.push(connection.wire.as_fd());
             lanes.push(lane);
         }
@@ -334,13 +345,12 @@ impl Fetcher {
         for (lane, _) in lanes.into_iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
             self.receive(lane).map_err(|error| self.failed(error))?;
         }
+        let now = Instant::now();
         for (lane, connection) in self.connections.iter_mut().enumerate() {
             let Some(connection) = connection else { continue };
-            if self.queue.expected(lane).is_none() {
-                connection.alive = Instant::now();
-            } else if connection.alive.elapsed() >= ANSWER_TIME {
-                let error = anyhow::anyhow!("no byte of an answer for {} s", ANSWER_TIME.as_secs());
-                return Err(self.failed(error));
+            connection.limits.expects(self.queue.expected(lane), now);
+            if let Err(late) = connection.limits.check(now) {
+                return Err(self.failed(late.into()));
             }
         }
         Ok(ReadySockets { owner: ready[0], clients })
@@ -351,7 +361,7 @@ impl Fetcher {
         loop {
             let Some(connection) = &mut self.connections[lane] else { return Ok(()) };
             connection.wire.receive()?;
-            connection.alive = Instant::now();
+            connection.limits.heard(Instant::now());
             self.take_answers(lane)?;
             if !self.connections[lane].as_mut().is_some_and(|connection| connection.wire.stream().is_ready())
             {
@@ -362,7 +372,7 @@ impl Fetcher {
 
     /// Writes the answers that have arrived into the files.
     fn take_answers(&mut self, lane: usize) -> anyhow::Result<()> {
-        let Some(Connection { wire, alive }) = &mut self.connections[lane] else { return Ok(()) };
+        let Some(Connection { wire, limits }) = &mut self.connections[lane] else { return Ok(()) };
         if !wire.is_opened().map_err(|error| error.context(WrongAnswer))? {
             return Ok(());
         }
@@ -379,12 +389,12 @@ impl Fetcher {
             // The other connection may have brought them.
             if !(expected.first..expected.first + pages).all(|page| self.presence.map().has_page(page)) {
                 file.write_all_at(bytes, offset).context("writing what has arrived").context(LocalFailure)?;
-                self.presence.set(expected.first, pages);
+                self.presence.arrived(expected.first, pages, bytes);
             }
             match wire {
                 PeerWire::Pages(wire) => {
                     wire.used(pages);
-                    self.queue.answered(lane, pages, *alive);
+                    self.queue.answered(lane, pages, limits.alive());
                 }
                 PeerWire::Image(wire) => {
                     wire.used(pages);
@@ -427,14 +437,14 @@ impl Fetcher {
         self.clients.wake_all(&self.readers, &mut self.queue);
     }
 
-    /// Says where it failed. Wrong answers, failures of this host and certificates that are not accepted are not tried
-    /// again.
+    /// Says where it failed. Wrong answers, failures of this host and certificates that are not accepted are
+    /// not tried again.
     fn failed(&self, error: anyhow::Error) -> FetchEnd {
         let again = !error.is::<WrongAnswer>() && !error.is::<LocalFailure>() && self.may_be_accepted(&error);
         let error = if !again && error.is::<PeerEnded>() {
             anyhow::anyhow!(
-                "the peer ended the connection before its first answer: it may not accept this side's certificate, \
-                 and its log says why"
+                "the peer ended the connection before its first answer: it may not accept this side's \
+                 certificate, and its log says why"
             )
         } else {
             error
@@ -443,8 +453,8 @@ impl Fetcher {
         FetchEnd::Failed { again, error: error.context(text) }
     }
 
-    /// Returns whether both sides may accept each other's certificates over another connection. CRIU's server looks at
-    /// a certificate after the handshake, and only closes the connection if it does not accept it.
+    /// Returns whether both sides may accept each other's certificates over another connection. CRIU's server
+    /// looks at a certificate after the handshake, and only closes the connection if it does not accept it.
     fn may_be_accepted(&self, error: &anyhow::Error) -> bool {
         let is_first = self.tls.is_some() && !self.again && self.fetched == 0;
         match error.downcast_ref::<HandshakeError>() {
@@ -458,33 +468,13 @@ impl Fetcher {
 /// Sends the last message to a page server, and waits for its answer.
 fn end_session(wire: &mut PageWire, forced: bool) -> anyhow::Result<()> {
     wire.close(forced)?;
-    let deadline = Instant::now() + ANSWER_TIME;
+    let deadline = Instant::now() + ANSWER_LIMIT;
     while !wire.is_closed()? {
         let left = deadline.saturating_duration_since(Instant::now());
-        ensure!(!left.is_zero(), "no answer to the last message for {} s", ANSWER_TIME.as_secs());
+        ensure!(!left.is_zero(), "no answer to the last message for {} s", ANSWER_LIMIT.as_secs());
         if wait(&[wire.stream.as_fd()], Some(left))? == [true] {
             wire.receive()?;
         }
     }
     Ok(())
-}
-
-/// Marks an error: the peer violates the protocol.
-#[derive(Debug, Clone, Copy)]
-struct WrongAnswer;
-
-impl std::fmt::Display for WrongAnswer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "a wrong answer")
-    }
-}
-
-/// Marks an error of this host.
-#[derive(Debug, Clone, Copy)]
-struct LocalFailure;
-
-impl std::fmt::Display for LocalFailure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "this host")
-    }
 }

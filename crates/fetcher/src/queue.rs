@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Decides which pages are requested next. It does no I/O.
 //!
-//! CRIU's protocol has one connection, and answers have the order of the requests. So a demand request waits for the
-//! answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in flight for
-//! the background load. An image server has a connection for each class. A demand waits for no answer of the
-//! other connection: its block is requested again. But both share the link.
+//! CRIU's protocol has one connection, and answers have the order of the requests. So a demand request waits
+//! for the answers to all requests that were sent before it. [`BackgroundWindow`] bounds what may be in
+//! flight for the background load. An image server has a connection for each class. A demand waits for no
+//! answer of the other connection: its block is requested again. But both share the link.
 //!
-//! A page fault requests a block at most, and GPU memory that is demanded a chunk. Larger demand requests are on the
-//! connection of page faults, so the smaller ones are first.
+//! A page fault requests a block at most, and GPU memory that is demanded a chunk. Larger demand requests are
+//! on the connection of page faults, so the smaller ones are first.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,26 +16,27 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use rewake_image_io::{Class, FetchRequest, PresenceMap};
 
-use crate::client::{ClientNumber, OWNER, ReaderSet};
+use crate::readers::{ClientNumber, OWNER, ReaderSet};
+use crate::turns::{TurnQueue, WantedPages};
 use crate::window::{BUSY_PAGES, BackgroundWindow, NEAR_PAGES};
 
 /// Pages of a block: a part of one cannot be checked.
 pub(crate) const BLOCK_PAGES: u64 = rewake_image_io::BLOCK as u64 / rewake_criu_images::PAGE;
-/// Pages of one request to a page server at most: 256 KiB, a background read of a streamer. CRIU's server needs some
-/// 100 µs for a request, whatever its length, and limits it to 1024 pages.
+/// The most pages of one request to a page server: 256 KiB, a background read of a streamer. CRIU's server
+/// needs some 100 µs for a request, whatever its length, and limits it to 1024 pages.
 pub(crate) const MAX_PAGES: u64 = 64;
 
 /// What may be in flight.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FlightLimits {
-    /// Requests are whole multiples of so many pages, from a border of such units on.
+    /// A request's start and length are multiples of this number of pages.
     unit: u64,
     /// Pages of one background request at most.
     request: u64,
     /// Pages of background requests while no thread waits.
     quiet: u64,
-    /// Pages of background requests while threads wait, and [`QUIET_AFTER`] longer. Small requests cost as much as
-    /// large ones: less than this is not requested while others are in flight.
+    /// Pages of background requests while threads wait, and [`QUIET_AFTER`] longer. Small requests cost as
+    /// much as large ones: less than this is not requested while others are in flight.
     busy: u64,
     /// Whether the background has a connection of its own.
     separate: bool,
@@ -46,7 +47,8 @@ pub(crate) struct FlightLimits {
 pub(crate) const OF_PAGE_SERVER: FlightLimits =
     FlightLimits { unit: 1, request: MAX_PAGES, quiet: NEAR_PAGES, busy: BUSY_PAGES, separate: false };
 
-/// For an image server: 8 MiB keep 10 Gbit/s busy over 6 ms, in chunks; 128 KiB take 1 ms of a link of 1 Gbit/s.
+/// For an image server: 8 MiB keep 10 Gbit/s busy over 6 ms, in chunks; 128 KiB take 1 ms of a link of 1
+/// Gbit/s.
 pub(crate) const OF_IMAGE_SERVER: FlightLimits =
     FlightLimits { unit: BLOCK_PAGES, request: 512, quiet: 2048, busy: 32, separate: true };
 
@@ -59,17 +61,18 @@ const QUIET_AFTER: Duration = Duration::from_millis(5);
 const PLACES: usize = 4;
 /// Pages after such a place that are still in order: the background load has some of those between.
 const IN_ORDER_PAGES: u64 = 2048;
-/// After this time without a demand elsewhere, threads read in order. Background requests for pages after them are for
-/// what they need next.
+/// If no random demand came for this time, threads are taken to read in order. Background requests for the
+/// pages after such a place are then for what they need next.
 const IN_ORDER_AFTER: Duration = Duration::from_millis(100);
-/// Requests of page faults in flight at most: a thread waits for each.
+/// The most requests of page faults in flight. A thread waits for each.
 const MAX_DEMANDS: usize = 64;
-/// Pages of larger demand requests in flight at most while page faults wait, and [`QUIET_AFTER`] longer: 256
+/// The most pages of larger demand requests in flight while page faults wait, and [`QUIET_AFTER`] longer: 256
 /// KiB take 2 ms of a link of 1 Gbit/s.
 const MAX_LARGE_PAGES: u64 = MAX_PAGES;
-/// Requests that wait at most: a streamer has a few for each reactor, and one for each thread that waits.
+/// The most requests of a class that the fetcher's owner has waiting: a streamer has a few for each reactor,
+/// and one for each thread that waits.
 const MAX_QUEUED: usize = 1 << 16;
-/// Requests of one streamer that wait at most, if it shares the fetcher.
+/// The same of each streamer that shares the fetcher: what one queues takes no room of another.
 const MAX_CLIENT_QUEUED: usize = 1 << 13;
 
 /// The queues of a fetcher.
@@ -94,15 +97,6 @@ impl Waiting {
     }
 }
 
-/// Pages that readers wait for.
-#[derive(Debug)]
-struct WantedPages {
-    pages: Range<u64>,
-    readers: ReaderSet,
-    /// Whether it is a demand that follows no other.
-    elsewhere: bool,
-}
-
 /// A request in flight: of pages of the presence map.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FlightPages {
@@ -122,7 +116,7 @@ pub(crate) struct FlightPages {
 }
 
 impl FlightPages {
-    fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> u64 {
         self.first + self.pages
     }
 }
@@ -134,12 +128,12 @@ pub(crate) struct FetchQueue {
     runs: Vec<Range<u64>>,
     limits: FlightLimits,
     /// Of a block at most.
-    demand: VecDeque<WantedPages>,
+    demand: TurnQueue,
     /// Demands for more.
-    large: VecDeque<WantedPages>,
-    background: VecDeque<WantedPages>,
+    large: TurnQueue,
+    background: TurnQueue,
     /// What no reader waits for: it is requested when nothing else is.
-    rest: VecDeque<WantedPages>,
+    rest: TurnQueue,
     /// By connection.
     in_flight: [VecDeque<FlightPages>; LANES],
     last_demand: Option<Instant>,
@@ -156,7 +150,7 @@ pub(crate) struct FetchQueue {
 
 impl FetchQueue {
     pub(crate) fn new(runs: Vec<Range<u64>>, limits: FlightLimits) -> Self {
-        let [demand, large, background, rest] = [(); 4].map(|()| VecDeque::new());
+        let [demand, large, background, rest] = [(); 4].map(|()| TurnQueue::default());
         Self {
             runs,
             limits,
@@ -216,30 +210,25 @@ impl FetchQueue {
             }
             Class::Background => &mut self.background,
         };
-        ensure!(queue.len() < MAX_QUEUED, "MAX_QUEUED = {MAX_QUEUED} requests of the streamer wait");
-        queue.push_back(wanted);
-        let own = |wanted: &&WantedPages| wanted.readers.of(client) != 0;
-        let is_flood = client != OWNER
-            && queue.len() > MAX_CLIENT_QUEUED
-            && queue.iter().filter(own).count() > MAX_CLIENT_QUEUED;
-        ensure!(!is_flood, "MAX_CLIENT_QUEUED = {MAX_CLIENT_QUEUED} of its requests wait");
+        let most = if client == OWNER { MAX_QUEUED } else { MAX_CLIENT_QUEUED };
+        ensure!(queue.len_of(client) < most, "{most} requests of the streamer wait, and it may have no more");
+        queue.push(client, wanted);
         Ok(())
     }
 
     /// Adds all pages, for when no reader waits for others.
     pub(crate) fn add_all(&mut self) {
-        let all = self.runs.iter().map(|run| WantedPages {
-            pages: run.clone(),
-            readers: ReaderSet::default(),
-            elsewhere: false,
-        });
-        self.rest = all.collect();
+        self.rest = TurnQueue::default();
+        for run in &self.runs {
+            let (pages, readers) = (run.clone(), ReaderSet::default());
+            self.rest.push(OWNER, WantedPages { pages, readers, elsewhere: false });
+        }
     }
 
     /// Forgets a streamer that has ended. What only its readers waited for is not requested any more.
     pub(crate) fn forget(&mut self, client: ClientNumber) {
         for queue in [&mut self.demand, &mut self.large, &mut self.background] {
-            queue.retain_mut(|wanted| !wanted.readers.remove(client));
+            queue.retain(|wanted| !wanted.readers.remove(client));
         }
         for flight in self.in_flight.iter_mut().flatten() {
             flight.readers.remove(client);
@@ -257,8 +246,8 @@ impl FetchQueue {
         self.in_flight[lane].front()
     }
 
-    /// Returns the request to send next; none if nothing is to be sent before an answer arrives. `with_rest`: of what
-    /// [`FetchQueue::add_all`] has added, too.
+    /// Returns the request to send next, or `None` if nothing is to be sent before an answer arrives.
+    /// `with_rest`: of what [`FetchQueue::add_all`] has added, too.
     ///
     /// # Errors
     /// The streamer requests a page that is not in the plan.
@@ -307,7 +296,8 @@ impl FetchQueue {
         };
         // On one connection two are in flight at least, where the window is larger than the smallest.
         let largest = if separate { request } else { (window / 2).clamp(busy, request) };
-        // The last block of a file has fewer pages: without this, the next request would end in the midst of a block.
+        // The last block of a file has fewer pages: without this, the next request would end in the midst of
+        // a block.
         let room = window.saturating_sub(background).min(largest) / unit * unit;
         if background > 0 && room < busy {
             return Ok(None);
@@ -329,7 +319,7 @@ impl FetchQueue {
             && !self.in_flight.iter().flatten().any(|flight| flight.elsewhere)
             && self
                 .background
-                .front()
+                .peek()
                 .is_some_and(|wanted| self.places.iter().any(|place| is_after(place, wanted.pages.start)))
     }
 
@@ -352,11 +342,11 @@ impl FetchQueue {
         };
         // A thread does not wait for the background's connection.
         let looked_at = if limits.separate && class == Class::Demand { 1 } else { LANES };
-        while let Some(wanted) = queue.front_mut() {
+        while let Some(wanted) = queue.first() {
             skip(wanted, presence, &mut in_flight[..looked_at]);
             if wanted.pages.is_empty() {
                 to_wake.add(&wanted.readers);
-                queue.pop_front();
+                queue.pop();
                 continue;
             }
             let first = wanted.pages.start;
@@ -366,9 +356,9 @@ impl FetchQueue {
                 !presence.has_page(*page) && !flying.iter().flatten().any(|of| covers(of, *page))
             };
             let limit = (first + most).min(run.end);
-            let (mut readers, mut elsewhere) = (ReaderSet::default(), false);
+            let (mut readers, mut elsewhere, mut has_more) = (ReaderSet::default(), false, true);
             let mut end = first;
-            while let Some(wanted) = queue.front_mut().filter(|wanted| wanted.pages.start == end) {
+            while let Some(wanted) = queue.first().filter(|wanted| wanted.pages.start == end) {
                 end += (end..limit.min(wanted.pages.end)).take_while(needed).count() as u64;
                 readers.add(&wanted.readers);
                 elsewhere |= wanted.elsewhere;
@@ -376,7 +366,13 @@ impl FetchQueue {
                 if !wanted.pages.is_empty() {
                     break;
                 }
-                queue.pop_front();
+                has_more = queue.pop();
+                if !has_more {
+                    break;
+                }
+            }
+            if has_more {
+                queue.next_turn();
             }
             let flight =
                 FlightPages { first, pages: end - first, class, large, elsewhere, readers, sent: now };
@@ -386,7 +382,8 @@ impl FetchQueue {
         Ok(None)
     }
 
-    /// Takes the answer to the first request in flight, of its first `pages` pages. The others are requested again.
+    /// Takes the answer to the first request in flight, of its first `pages` pages. The others are requested
+    /// again.
     pub(crate) fn answered(&mut self, lane: usize, pages: u64, now: Instant) {
         let Some(flight) = self.in_flight[lane].pop_front() else { return };
         self.window.note(now - flight.sent, flight.class == Class::Background || flight.large);
@@ -402,11 +399,12 @@ impl FetchQueue {
                 Class::Demand => &mut self.demand,
                 Class::Background => &mut self.background,
             };
-            queue.push_front(rest);
+            queue.push_first(rest);
         }
     }
 
-    /// Takes the next part of the answer to the first request in flight: its first `pages` pages. The others follow.
+    /// Takes the next part of the answer to the first request in flight: its first `pages` pages. The others
+    /// follow.
     pub(crate) fn arrived(&mut self, lane: usize, pages: u64) {
         let Some(flight) = self.in_flight[lane].front_mut() else { return };
         self.to_wake.add(&flight.readers);
@@ -643,8 +641,8 @@ mod tests {
         assert_eq!([scene.next(), scene.next()], [192..256, 256..320].map(Some));
     }
 
-    /// A page fault on a block, so long after the last act. Returns how many pages are requested for the background
-    /// then. All of it arrives.
+    /// A page fault on a block, so long after the last act. Returns how many pages are requested for the
+    /// background then. All of it arrives.
     fn background_beside(scene: &mut Scene, page: u64, after: Duration) -> Option<u64> {
         scene.now += after;
         scene.add(Class::Demand, 1, page..page + 1);
@@ -814,7 +812,23 @@ mod tests {
         let mut add = |client| scene.queue.add(ClientNumber(client), &request, scene.now);
         (0..MAX_CLIENT_QUEUED).for_each(|_| add(1).unwrap());
         let error = add(1).unwrap_err().to_string();
-        assert!(error.contains("MAX_CLIENT_QUEUED"), "{error}");
-        add(2).unwrap();
+        assert!(error.contains("it may have no more"), "{error}");
+        // Others have all of their room, however many are greedy.
+        (2..40).for_each(|client| (0..MAX_CLIENT_QUEUED).for_each(|_| add(client).unwrap()));
+        add(40).unwrap();
+        (0..MAX_QUEUED).for_each(|_| scene.queue.add(OWNER, &request, scene.now).unwrap());
+    }
+
+    #[test]
+    fn a_streamer_waits_for_few_requests_of_a_greedy_one() {
+        let mut scene = scene_with(vec![0..1 << 19, 1 << 19..1 << 20], OF_IMAGE_SERVER);
+        let request =
+            |block: u64| FetchRequest { class: Class::Demand, reader: 0, pages: 16, first: block * 32 };
+        let mut add =
+            |client, block| scene.queue.add(ClientNumber(client), &request(block), scene.now).unwrap();
+        (0..8000).for_each(|block| add(1, block));
+        (2..9).for_each(|client| add(client, 20_000 + u64::from(client)));
+        let next: Vec<_> = (0..14).map(|_| scene.next().unwrap().start).collect();
+        assert!((20_002..20_009).all(|block| next.contains(&(block * 32))), "{next:?}");
     }
 }

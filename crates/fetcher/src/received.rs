@@ -5,8 +5,8 @@ use std::io::ErrorKind;
 
 use anyhow::{Context as _, ensure};
 
+use crate::ended::{PeerEnded, explained};
 use crate::stream::PageStream;
-use crate::wire::{PeerEnded, explained};
 
 /// A buffer of a fixed size: what is received is used from its start.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl ReceivedBytes {
         &self.buffer[self.start..self.end]
     }
 
-    /// Drops so many of them, or all.
+    /// Drops the first `count` bytes, or all if there are fewer.
     pub(crate) fn used(&mut self, count: usize) {
         self.start = self.end.min(self.start.saturating_add(count));
     }

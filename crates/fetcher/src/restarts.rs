@@ -5,20 +5,24 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-/// How many fetchers may end within [`WINDOW`] before no other one is started: none helps if each fails at once.
+/// How many fetchers may end within [`WINDOW`] before no other one is started: none helps if each fails at
+/// once.
 const MAX_FETCHERS: usize = 8;
+/// The time in which the ends are counted: longer than all pauses together, so that a fetcher that fails at
+/// once reaches [`MAX_FETCHERS`].
 const WINDOW: Duration = Duration::from_secs(10);
-/// How many fetchers in a row may end without a page that has arrived. Each waits 30 s for an answer: a migration's
-/// link may be cut for 300 s, and this limit is longer.
+/// How many fetchers in a row may end without a page that has arrived. Each waits 30 s for an answer: a
+/// migration's link may be cut for 300 s, and this limit is longer.
 const MAX_FRUITLESS: u32 = 16;
-/// The pause before the second fetcher of those in [`WINDOW`]; the first is started at once, and each further pause is
-/// twice as long: 3 s in all.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// The pause before the second fetcher within [`WINDOW`]. The first is started at once, and each further
+/// pause is twice as long, 3 s in all, so that a peer that restarts has time for that.
+const FIRST_INTERVAL: Duration = Duration::from_millis(50);
+const _: () = assert!(FIRST_INTERVAL.as_millis() * ((1 << (MAX_FETCHERS - 2)) - 1) < WINDOW.as_millis());
 
 /// The ends of the fetchers of a session, or of an image in the node's cache.
 #[derive(Debug, Default)]
 pub struct FetcherRestarts {
-    /// Those within [`WINDOW`].
+    /// The ends within [`WINDOW`].
     ends: Vec<Instant>,
     /// What had arrived when the last one ended.
     arrived: u64,
@@ -27,7 +31,7 @@ pub struct FetcherRestarts {
 }
 
 impl FetcherRestarts {
-    /// Notes that a fetcher has ended. So many pages have arrived by now. Returns the pause until another one
+    /// Notes that a fetcher has ended after `arrived` pages had arrived. Returns the pause until another one
     /// is started.
     ///
     /// # Errors
@@ -46,7 +50,7 @@ impl FetcherRestarts {
         ensure!(earlier + 1 < MAX_FETCHERS, "{MAX_FETCHERS} fetchers ended within {} s", WINDOW.as_secs());
         Ok(match earlier {
             0 => Duration::ZERO,
-            _ => FIRST_PAUSE * (1 << (earlier - 1)),
+            _ => FIRST_INTERVAL * (1 << (earlier - 1)),
         })
     }
 }

@@ -9,8 +9,8 @@ use rewake_criu_tls::{EncryptedStream, HandshakeError, TlsClient};
 
 use crate::peer::PeerSocket;
 
-/// Time in which a peer announces its end after the last message.
-const END_TIME: Duration = Duration::from_secs(10);
+/// Time in which a peer announces its end after the last message. It has nothing else to do then.
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// A connection.
 #[derive(Debug)]
@@ -46,8 +46,8 @@ impl PageStream {
         }
     }
 
-    /// Receives bytes, 0 at the end. It is called when the socket has something to read. Encrypted bytes may be too few
-    /// to decrypt any: [`io::ErrorKind::WouldBlock`].
+    /// Receives bytes, 0 at the end. It is called when the socket has something to read. Encrypted bytes may
+    /// be too few to decrypt any: [`io::ErrorKind::WouldBlock`].
     pub(crate) fn receive(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Plain(socket) => socket.read(buffer),
@@ -67,7 +67,7 @@ impl PageStream {
     pub(crate) fn end(self) -> io::Result<()> {
         match self {
             Self::Plain(socket) => socket.end(),
-            Self::Encrypted(stream) => stream.end(END_TIME)?.end(),
+            Self::Encrypted(stream) => stream.end(END_LIMIT)?.end(),
         }
     }
 }

@@ -12,11 +12,11 @@ use rewake_page_protocol::{PageMessage, PageRun};
 use crate::plan::{FetchPlan, FetchedMemory};
 
 /// Time that the peer has to answer, in milliseconds.
-const ANSWER_TIME: u16 = 1000;
+const ANSWER_LIMIT_MS: u16 = 1000;
 
-/// Has a connection be reset when its last descriptor is closed. Its fetcher must have ended. A unix socket is reset if
-/// bytes arrived that were not read, so one page is requested. Others are left as they are: TCP is set to be reset when
-/// it is made, and an image server or an encrypted connection is not one with CRIU.
+/// Has a connection be reset when its last descriptor is closed. Its fetcher must have ended. A unix socket
+/// is reset if bytes arrived that were not read, so one page is requested. Others are left as they are: TCP
+/// is set to be reset when it is made, and an image server or an encrypted connection is not one with CRIU.
 ///
 /// # Errors
 /// The peer has ended, or does not answer.
@@ -34,8 +34,8 @@ pub fn leave_unread(connection: BorrowedFd<'_>, plan: &File) -> anyhow::Result<(
     let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
     let sent = send(connection.as_raw_fd(), &bytes, flags).context("requesting a page")?;
     ensure!(sent == bytes.len(), "{sent} of {} bytes of a request were sent", bytes.len());
-    let arrived = poll(&mut [PollFd::new(connection.as_fd(), PollFlags::POLLIN)], ANSWER_TIME)?;
-    ensure!(arrived > 0, "no answer for {ANSWER_TIME} ms");
+    let arrived = poll(&mut [PollFd::new(connection.as_fd(), PollFlags::POLLIN)], ANSWER_LIMIT_MS)?;
+    ensure!(arrived > 0, "no answer for {ANSWER_LIMIT_MS} ms");
     Ok(())
 }
 

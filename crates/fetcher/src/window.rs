@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How many pages of background requests, and of demands for more than a block, may be in flight.
 //!
-//! Answers have the order of the requests, so a demand request waits for all that were sent before it. A link is busy
-//! with as many bytes as it delivers in one round trip. More of them wait in front of it, and delay a demand.
+//! Answers have the order of the requests, so a demand request waits for all that were sent before it. A link
+//! is busy with as many bytes as it delivers in one round trip. More of them wait in front of it, and delay a
+//! demand.
 
 use std::time::Duration;
 
-/// Pages in flight at most while threads wait and the peer is near: 64 KiB. There the time of a demand is that of
-/// processors, which the background load uses, too.
+/// Pages in flight at most while threads wait and the peer is near: 64 KiB. There the time of a demand is
+/// that of processors, which the background load uses, too.
 pub(crate) const BUSY_PAGES: u64 = 16;
 /// Pages in flight at most if the peer is near, and before the first answer: 512 KiB.
 pub(crate) const NEAR_PAGES: u64 = 128;
@@ -16,7 +17,7 @@ const FAR_PAGES: u64 = 512;
 /// A peer whose fastest answer took at least this long is far.
 const FAR: Duration = Duration::from_micros(300);
 /// Time that a background request may wait for those before it. A block takes 0.5 ms of a link of 1 Gbit/s.
-const QUEUE_TIME: Duration = Duration::from_micros(750);
+const QUEUE_LIMIT: Duration = Duration::from_micros(750);
 
 /// The window of background requests: it grows while answers come at once, and shrinks while they queue.
 #[derive(Debug)]
@@ -48,7 +49,7 @@ impl BackgroundWindow {
             return;
         }
         let most = if self.is_far() { FAR_PAGES } else { NEAR_PAGES };
-        self.pages = if took - fastest > QUEUE_TIME {
+        self.pages = if took - fastest > QUEUE_LIMIT {
             (self.pages - BUSY_PAGES).max(BUSY_PAGES)
         } else {
             (self.pages + BUSY_PAGES).min(most)
@@ -62,7 +63,8 @@ mod tests {
 
     const MICROSECOND: Duration = Duration::from_micros(1);
 
-    /// Answers over a link: `pages` in flight each time, of which one takes `page`. Returns the window afterwards.
+    /// Answers over a link: `pages` in flight each time, of which one takes `page`. Returns the window
+    /// afterwards.
     fn settled(round_trip: Duration, page: Duration) -> BackgroundWindow {
         let mut window = BackgroundWindow::new();
         window.note(round_trip + page, false);

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Requests and answers on a connection. An answer that is not the next one, or has other pages than its request, is
-//! an error: no byte of it is used.
+//! Requests and answers on a connection. An answer that is not the next one, or has other pages than its
+//! request, is an error: no byte of it is used.
 
-use std::io::ErrorKind;
 use std::rc::Rc;
 
 use anyhow::{Context as _, ensure};
 use rewake_criu_images::PAGE;
-use rewake_criu_tls::HandshakeError;
 use rewake_page_protocol::{CLOSED, HeaderLayout, PageMessage, PageRun, WIDE_LEN, answer_header};
 
+use crate::ended::explained;
 use crate::plan::FetchExtent;
 use crate::queue::{FlightPages, MAX_PAGES};
 use crate::received::ReceivedBytes;
@@ -26,16 +25,6 @@ pub(crate) struct PageWire {
     layout: HeaderLayout,
     extents: Rc<[FetchExtent]>,
     received: ReceivedBytes,
-}
-
-/// Marks an error: the peer has ended the connection, or another host between has.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PeerEnded;
-
-impl std::fmt::Display for PeerEnded {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "the peer ended the connection")
-    }
 }
 
 impl PageWire {
@@ -75,8 +64,8 @@ impl PageWire {
         self.received.receive(&mut self.stream, "receiving an answer")
     }
 
-    /// Returns the number of pages of the next answer, and their bytes, if all of it was received. `expected` is the
-    /// request.
+    /// Returns the number of pages of the next answer, and their bytes, if all of it was received. `expected`
+    /// is the request.
     ///
     /// # Errors
     /// It is no answer to that request.
@@ -90,14 +79,14 @@ impl PageWire {
         let (vaddr, wanted) = (run.vaddr(), run.pages());
         let pages = header.pages;
         let right = PageRun::new(vaddr, pages).is_ok_and(|run| {
-            // CRIU may leave its padding as it is; the other fields must be those of the request.
+            // CRIU may not set the padding. The other fields must equal the request's.
             pages <= wanted && header == answer_header(pid, run)
         });
         ensure!(
             right,
-            "{pages} pages at {:#x} of task {} (command {:#x}) where 1 to {wanted} pages at {vaddr:#x} of task {} were \
-             to come: no page of this answer is used; is it a page server of CRIU, and of the version that made the \
-             image?",
+            "unexpected answer: {pages} pages at {:#x} of task {} (command {:#x}), requested 1 to {wanted} \
+             pages at {vaddr:#x} of task {}: no page of this answer is used. Is the peer a CRIU page server \
+             of the version that made the image?",
             header.vaddr,
             header.id,
             header.command,
@@ -129,16 +118,5 @@ impl PageWire {
             "{received:?} in answer to the last message: expected {CLOSED:?}"
         );
         Ok(received.len() >= CLOSED.len())
-    }
-}
-
-/// Says what an error of the connection means.
-pub(crate) fn explained(error: std::io::Error) -> anyhow::Error {
-    match (HandshakeError::of(&error), error.kind()) {
-        (Some(explained), _) => explained.into(),
-        (None, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
-            anyhow::Error::from(error).context(PeerEnded)
-        }
-        (None, _) => error.into(),
     }
 }

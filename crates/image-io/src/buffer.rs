@@ -53,7 +53,8 @@ impl BufferPool {
 }
 
 /// An owned buffer of the pool: only its owner can access its memory. It moves into a
-/// [`Request`](crate::Request), and a [`Completion`](crate::Completion) returns it. A drop returns it to the pool.
+/// [`Request`](crate::Request), and a [`Completion`](crate::Completion) returns it. A drop returns it to the
+/// pool.
 ///
 /// It is page-aligned. Before it is filled it has arbitrary old bytes (never uninitialised ones).
 pub struct BufferSlice {

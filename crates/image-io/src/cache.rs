@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Keeps blocks of pages files in bounded memory; each is read once for all sessions.
+//! Keeps blocks of pages files in bounded memory. Of threads that need a block which is being read, one reads
+//! it, and all others wait for that read.
 
 use std::fmt;
 use std::ops::Deref;
@@ -14,8 +15,7 @@ use crate::units::{BLOCK, PAGE};
 use rewake_process::Notifier;
 
 /// Default budget in bytes: 511 blocks and the demand buffers. It keeps one engine's queue full
-/// ([`crate::DEPTH`]) while as many blocks are being copied and some stay for a second
-/// session.
+/// ([`crate::DEPTH`]) while as many blocks are being copied.
 pub const DEFAULT_BUDGET: usize = 32 * 1024 * 1024;
 
 /// A bounded cache of blocks, shared by all threads.

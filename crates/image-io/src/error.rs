@@ -65,9 +65,9 @@ pub enum TransferError {
     },
     /// A block is not what was sealed.
     #[error(
-        "reading {length} bytes at offset {offset} of {}: some are not those that were sealed, also when they are \
-         read past the page cache; run `rewake verify` on the image directory for all that is damaged, and restore \
-         from another copy",
+        "reading {length} bytes at offset {offset} of {}: some are not those that were sealed, also when \
+         they are read past the page cache; run `rewake verify` on the image directory for all that is \
+         damaged, and restore from another copy",
         file.display()
     )]
     Damaged {
@@ -76,6 +76,21 @@ pub enum TransferError {
         /// Byte offset in the file where the block begins.
         offset: u64,
         /// Bytes of the block.
+        length: usize,
+    },
+    /// A page is not what a page server sent and this host stored.
+    #[error(
+        "reading {length} bytes at offset {offset} of {}: they are not those that arrived, because the disk \
+         has lost what was written to it, or another program has written there; restore again, with another \
+         work directory",
+        file.display()
+    )]
+    Lost {
+        /// Name of the file.
+        file: PathBuf,
+        /// Byte offset in the file where the page begins.
+        offset: u64,
+        /// Bytes of the page.
         length: usize,
     },
     /// The contents of the file may have changed since it was opened.

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where the missing bytes of files come from: a fetcher, which another process is.
 //!
-//! A reader that needs bytes that have not arrived requests them ([`FetchSource::request`]). The fetcher writes them
-//! into the file, sets their bits in the [`PresenceMap`], and wakes the reader.
+//! A reader that needs bytes that have not arrived requests them ([`FetchSource::request`]). The fetcher
+//! writes them into the file, sets their bits in the [`PresenceMap`], and wakes the reader.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use nix::sys::socket::{MsgFlags, send};
-use rewake_process::Notifier;
+use rewake_process::wake_socket::WakeSocket;
 
 use crate::class::Class;
 use crate::presence::PresenceMap;
 use crate::units::PAGE;
+use crate::verification::block_checksum;
 
 /// Bytes of a request on the socket.
 pub const FETCH_REQUEST_LEN: usize = 16;
@@ -45,7 +46,7 @@ impl FetchRequest {
         bytes
     }
 
-    /// Reads a request; none if these bytes are no request.
+    /// Reads a request, or `None` if these bytes are no request.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; FETCH_REQUEST_LEN] = bytes.try_into().ok()?;
@@ -70,7 +71,7 @@ pub struct FetchReader {
     /// Its number in [`FetchRequest::reader`].
     pub number: u8,
     /// The fetcher wakes it by this.
-    pub waker: Notifier,
+    pub waker: WakeSocket,
 }
 
 /// A file whose missing bytes a source brings. Several files share one presence map.
@@ -93,6 +94,17 @@ impl FetchedFile {
         self.source.is_complete() || self.source.presence().has(self.place(offset), len)
     }
 
+    /// Returns the first of these bytes, which were read from an offset at the start of a page, whose page is
+    /// not as it arrived: as far as that is known.
+    pub(crate) fn first_wrong(&self, offset: u64, bytes: &[u8]) -> Option<usize> {
+        let presence = self.source.presence();
+        let is_wrong = |(page, bytes): (u64, &[u8])| {
+            presence.checksum(page).is_some_and(|arrived| arrived != block_checksum(bytes))
+        };
+        let wrong = (self.page(offset)..).zip(bytes.chunks(PAGE)).position(is_wrong)?;
+        Some(wrong * PAGE)
+    }
+
     /// Returns how many of these bytes have arrived, up to the first that has not.
     pub(crate) fn prefix(&self, offset: u64, len: usize) -> usize {
         if self.source.is_complete() { len } else { self.source.presence().prefix(self.place(offset), len) }
@@ -104,8 +116,8 @@ impl FetchedFile {
         self.place(offset) / PAGE as u64
     }
 
-    /// Requests the pages of these bytes, unless this fetcher has the request. Returns false if it must be called
-    /// again, as [`FetchSource::request`].
+    /// Requests the pages of these bytes, unless this fetcher has the request. Returns false if it must be
+    /// called again, as [`FetchSource::request`].
     pub fn request(
         &self,
         reader: u8,
@@ -153,7 +165,8 @@ impl FetchSource {
         Arc::clone(&self.presence.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Believes another map from now on. It is for the same files, and may lack pages that the earlier one had.
+    /// Believes another map from now on. It is for the same files, and may lack pages that the earlier one
+    /// had.
     pub fn use_presence(&self, presence: PresenceMap) {
         *self.presence.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(presence);
     }
@@ -193,8 +206,8 @@ impl FetchSource {
         sent.0 == Some(self.number.load(Ordering::Acquire))
     }
 
-    /// Sends a request, unless this fetcher has it. Returns false if it must be called again: the fetcher's queue is
-    /// full, or no fetcher lives.
+    /// Sends a request, unless this fetcher has it. Returns false if it must be called again: the fetcher's
+    /// queue is full, or no fetcher lives.
     pub fn request(&self, request: &FetchRequest, sent: &mut SentRequest) -> bool {
         let number = self.number.load(Ordering::Acquire);
         if sent.0 == Some(number) {

@@ -139,8 +139,8 @@ impl ImageFile {
         };
         let direct = if source.is_some() { None } else { open(libc::O_DIRECT) };
         if source.is_some() {
-            // What has arrived is in the page cache. Readahead would fill it with zeros of what has not. Only the time
-            // depends on this advice.
+            // What has arrived is in the page cache. Readahead would fill it with zeros of what has not. Only
+            // the time depends on this advice.
             let _ = posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
         }
         let exact =
@@ -203,8 +203,8 @@ impl ImageFile {
     /// [`TransferError::Changed`], with what changed. Bytes read since the last check must not be used.
     pub fn check_unchanged(&self) -> Result<(), TransferError> {
         if self.is_written() {
-            // The presence map says what of it may be used. A cache file has no name by which other programs could
-            // open it, and the blocks of a sealed image's file are checked.
+            // The presence map says what of it may be used. A cache file has no name by which other programs
+            // could open it, and the blocks of a sealed image's file are checked.
             return Ok(());
         }
         // The lock is not held over the system call, except after a change.
@@ -251,8 +251,8 @@ impl ImageFile {
         self.checksums.get()
     }
 
-    /// Returns the next range between `offset` and `end` that is not a hole. A hole in the place of sealed bytes
-    /// counts as data.
+    /// Returns the next range between `offset` and `end` that is not a hole. A hole in the place of sealed
+    /// bytes counts as data.
     ///
     /// # Errors
     /// The file system cannot say, or the file has changed since it was opened.
@@ -327,10 +327,10 @@ impl ImageFile {
             && self.cachestat(offset, len as u64).is_some_and(|(stat, pages)| stat.cached >= pages)
     }
 
-    /// Reads bytes that the page cache has, and never waits for the disk. Returns the number of bytes up to the first
-    /// page that it does not have: 0 also in a region that is mostly on the disk, or where bytes have not arrived. With
-    /// `ahead`, and where the file is kept in the page cache, the kernel then begins to read the others, and those
-    /// after them, but for a file whose bytes arrive.
+    /// Reads bytes that the page cache has, and never waits for the disk. Returns the number of bytes up to
+    /// the first page that it does not have: 0 also in a region that is mostly on the disk, or where bytes
+    /// have not arrived. With `ahead`, and where the file is kept in the page cache, the kernel then begins
+    /// to read the others, and those after them, but for a file whose bytes arrive.
     ///
     /// # Errors
     /// The file has changed since it was opened. The bytes must not be used then.
@@ -365,9 +365,10 @@ impl ImageFile {
         Ok(read)
     }
 
-    /// Chooses how to read these bytes. A range with dirty pages is read through the page cache: a direct read
-    /// would wait for the disk. All reads go through it where the file is kept there, and while other processes
-    /// read the file, so that the disk reads the bytes once. With `ahead` the kernel may read more there.
+    /// Chooses how to read these bytes. A range with dirty pages is read through the page cache: a direct
+    /// read would wait for the disk. All reads go through it where the file is kept there, and while other
+    /// processes read the file, so that the disk reads the bytes once. With `ahead` the kernel may read more
+    /// there.
     pub fn mode(&self, offset: u64, len: usize, ahead: bool) -> ReadMode {
         let buffered = if ahead { ReadMode::Buffered } else { ReadMode::Exact };
         let from_disk = || {
@@ -458,10 +459,10 @@ impl ImageFile {
     }
 }
 
-/// Decides whether the bytes of an image stay in the page cache when they are read from the disk, for the next
-/// restore. They do if that fills no more than half of the memory that is left: the restored program needs the
-/// other half, as its memory is as large as its image. Otherwise they are read past the page cache. Files that a
-/// fetcher writes are always read through it.
+/// Decides whether the bytes of an image stay in the page cache when they are read from the disk, for the
+/// next restore. They do if that fills no more than half of the memory that is left: the restored program
+/// needs the other half, as its memory is as large as its image. Otherwise they are read past the page cache.
+/// Files that a fetcher writes are always read through it.
 pub fn keep_in_page_cache<'a>(files: impl Iterator<Item = &'a ImageFile> + Clone) {
     let files = files.filter(|file| !file.is_written());
     // A sparse file takes less than its length.

@@ -25,7 +25,8 @@ fn host_memory(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the least memory that is left in a control group and those that it is in. None: no group has a limit.
+/// Returns the least memory that is left in a control group and those that it is in. None: no group has a
+/// limit.
 fn group_memory(root: &Path, group: &Path) -> Option<u64> {
     group.ancestors().filter_map(|group| left(&root.join(group))).min()
 }

@@ -24,7 +24,7 @@ const BUSY_PIECES: usize = 8;
 /// After this time without a demand read, no further one is expected.
 const QUIET_AFTER: Duration = Duration::from_millis(5);
 /// After this time without a read, a lane counts as finished.
-const IDLE: Duration = Duration::from_millis(20);
+const IDLE_LIMIT: Duration = Duration::from_millis(20);
 /// Time that a lane has to take its turn, after the other lane has read a piece.
 const LANE_SLICE: Duration = Duration::from_millis(1);
 /// Bytes in one read of GPU memory.
@@ -184,8 +184,8 @@ impl IoBudget {
         Permit { budget: Arc::clone(self), background: None }
     }
 
-    /// Counts a background read until the permit is dropped. Returns None if the lane may not read so many
-    /// bytes more.
+    /// Counts a background read until the permit is dropped. Returns `None` if the lane may not read another
+    /// `bytes` bytes.
     #[must_use]
     pub fn background(self: &Arc<Self>, lane: Lane, bytes: usize) -> Option<Permit> {
         let now = Instant::now();
@@ -210,7 +210,7 @@ impl IoBudget {
         self.demands.load(Ordering::Acquire) > 0 || self.is_recent(&self.last_demand, now, QUIET_AFTER)
     }
 
-    /// Whether a lane may read so many bytes more.
+    /// Whether a lane may read another `bytes` bytes.
     #[must_use]
     pub fn allows(&self, lane: Lane, bytes: usize) -> bool {
         self.allows_at(lane, bytes, Instant::now())
@@ -234,7 +234,9 @@ impl IoBudget {
         let cpu_bytes = QUIET_PIECES * self.notifiers[Lane::Cpus as usize].len() * PIECE;
         match lane {
             Lane::Cpus => cpu_bytes,
-            Lane::Gpus if self.is_recent(&self.began[Lane::Cpus as usize], now, IDLE) => cpu_bytes.max(CHUNK),
+            Lane::Gpus if self.is_recent(&self.began[Lane::Cpus as usize], now, IDLE_LIMIT) => {
+                cpu_bytes.max(CHUNK)
+            }
             Lane::Gpus => self.readahead_bytes(),
         }
     }

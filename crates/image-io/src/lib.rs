@@ -5,17 +5,18 @@
 //! thread owns one. [`io_budget`] limits the background reads of all of them.
 //!
 //! CPU memory is read block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends. The cache
-//! then publishes each block as a [`BlockRef`] for every session that needs it. GPU memory is
+//! then publishes each block as a [`BlockRef`] for all that wait for it. GPU memory is
 //! transferred in chunks of 2 MiB, between files and staging memory that copy engines access. No other
-//! session needs a chunk after its copy, so the cache does not keep it.
+//! reader needs a chunk after its copy, so the cache does not keep it.
 //!
-//! A file may be a local copy some of whose pages have not arrived yet ([`FetchSource`]). Such pages are not read:
-//! they are requested, and read when they have arrived.
+//! A file may be a local copy some of whose pages have not arrived yet ([`FetchSource`]). Such pages are not
+//! read: they are requested, and read when they have arrived.
 //!
 //! Invariants:
 //! - *Never invented bytes*: only the owner of a buffer can publish it, and a read that is `Ok` has filled
 //!   all of it. A file that ends early is an error that names the file, never zeros. A file that may have
-//!   been written to since it was opened is an error, too. So is a block of a sealed file that has other bytes.
+//!   been written to since it was opened is an error, too. So is a block of a sealed file that has other
+//!   bytes.
 //! - *Bounded memory*: all buffers lie in one mapping whose size is the budget.
 //! - *Single flight*: a block that several callers need is read once.
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
@@ -51,7 +52,7 @@ pub use fetch_source::{FETCH_REQUEST_LEN, FetchReader, FetchRequest, FetchSource
 pub use file::{ImageFile, ReadMode, keep_in_page_cache};
 pub use identity::{FileKey, FileState};
 pub use memory::Memory;
-pub use presence::{PresenceMap, PresenceWriter, presence_file};
+pub use presence::{PresenceMap, PresenceWriter, checked_presence_file, presence_file};
 pub use slots::DEMAND_BUFFERS;
 pub use units::{BLOCK, PAGE};
 pub use verification::{BlockChecksums, ChecksumTable, block_checksum, checksum_of_zeros};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The page cache: which pages of a file it has (cachestat(2), Linux 6.5), and reads of them alone (RWF_NOWAIT).
+//! The page cache: which pages of a file it has (cachestat(2), Linux 6.5), and reads of them alone
+//! (RWF_NOWAIT).
 
 use std::fs::File;
 use std::io;

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The presence map: which pages of a cache file have their bytes.
 //!
-//! It is a memory file with one bit for each page, sealed against shrinking and growing. A fetcher writes the bytes
-//! of a page into the cache file first, and then sets its bit (release). A streamer that sees the bit (acquire)
-//! therefore reads these bytes. Bits are never cleared.
+//! It is a memory file with one bit for each page, sealed against shrinking and growing. A fetcher writes the
+//! bytes of a page into the cache file first, and then sets its bit (release). A streamer that sees the bit
+//! (acquire) therefore reads these bytes. Bits are never cleared.
 //!
 //! Pages, and not blocks, because answers of a page server have any number of pages. 1 GiB takes 32 KiB.
+//!
+//! The bytes of a page server have no manifest, and a disk may lose what was written to it: a write-back
+//! error drops a page of the page cache, and the next read finds the bytes from before. So the map for such
+//! bytes has a checksum of each page too, of the bytes that arrived. 1 GiB takes 2 MiB more.
 
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -14,9 +18,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::stat::{Mode, fchmod};
 use nix::unistd::ftruncate;
 
 use crate::units::PAGE;
+use crate::verification::{block_checksum, checksum_of_zeros};
 
 const WORD: usize = size_of::<u64>();
 const BITS: u64 = u64::BITS as u64;
@@ -24,22 +30,37 @@ const BITS: u64 = u64::BITS as u64;
 /// A presence map, for reading.
 #[derive(Debug)]
 pub struct PresenceMap {
-    /// Word 0 is the state, then one bit for each page.
+    /// Word 0 is the state, then one bit for each page, then perhaps one checksum for each page.
     map: MmapRaw,
     pages: u64,
+    has_checksums: bool,
 }
 
 /// A presence map, for the process that writes the cache file.
 #[derive(Debug)]
 pub struct PresenceWriter(PresenceMap);
 
-/// Makes the memory file of a presence map for a cache file of so many bytes: no page has arrived.
+/// Makes the memory file of a presence map for a cache file of `cache` bytes, of which no page has arrived.
 ///
 /// # Errors
 /// EMFILE, ENOMEM.
 pub fn presence_file(cache: u64) -> io::Result<OwnedFd> {
+    memory_file(length(cache))
+}
+
+/// [`presence_file`], with checksums of the pages.
+///
+/// # Errors
+/// EMFILE, ENOMEM.
+pub fn checked_presence_file(cache: u64) -> io::Result<OwnedFd> {
+    memory_file(checked_length(cache))
+}
+
+fn memory_file(length: u64) -> io::Result<OwnedFd> {
     let memory = memfd_create(c"rewake-presence", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
-    ftruncate(&memory, i64::try_from(length(cache)).map_err(io::Error::other)?)?;
+    // A process with a descriptor for reading could open the file again, for writing.
+    fchmod(&memory, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    ftruncate(&memory, i64::try_from(length).map_err(io::Error::other)?)?;
     let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
     fcntl(memory.as_fd(), FcntlArg::F_ADD_SEALS(seals))?;
     Ok(memory)
@@ -47,19 +68,32 @@ pub fn presence_file(cache: u64) -> io::Result<OwnedFd> {
 
 /// Returns the bytes of a presence map.
 fn length(cache: u64) -> u64 {
-    let words = 1 + cache.div_ceil(PAGE as u64).div_ceil(BITS);
-    words * WORD as u64
+    first_checksum(pages(cache)) * WORD as u64
+}
+
+/// Returns the bytes of a presence map with checksums.
+fn checked_length(cache: u64) -> u64 {
+    length(cache) + pages(cache) * WORD as u64
+}
+
+fn pages(cache: u64) -> u64 {
+    cache.div_ceil(PAGE as u64)
+}
+
+/// Returns the word with the checksum of page 0.
+fn first_checksum(pages: u64) -> u64 {
+    1 + pages.div_ceil(BITS)
 }
 
 impl PresenceMap {
-    /// Maps the presence map of a cache file of so many bytes.
+    /// Maps the presence map of a cache file of `cache` bytes.
     ///
     /// # Errors
     /// It has another length, or is not sealed: a process could cut it under this one.
     pub fn open(file: BorrowedFd<'_>, cache: u64) -> io::Result<Self> {
-        check(file, cache)?;
+        let has_checksums = check(file, cache)?;
         let map = MmapOptions::new().map_raw_read_only(file.as_raw_fd())?;
-        Ok(Self { map, pages: cache.div_ceil(PAGE as u64) })
+        Ok(Self { map, pages: pages(cache), has_checksums })
     }
 
     /// Returns whether all of these bytes have arrived.
@@ -84,10 +118,23 @@ impl PresenceMap {
         page < self.pages && self.bits(page).load(Ordering::Acquire) & 1 << (page % BITS) != 0
     }
 
+    /// Returns the checksum of a page that has arrived, as [`block_checksum`] makes it; none where the map
+    /// has no checksums.
+    #[must_use]
+    pub fn checksum(&self, page: u64) -> Option<u64> {
+        let is_known = self.has_checksums && self.has_page(page);
+        // It was written before the page's bit.
+        is_known.then(|| self.checksum_of(page).load(Ordering::Relaxed))
+    }
+
+    fn checksum_of(&self, page: u64) -> &AtomicU64 {
+        self.word(usize::try_from(first_checksum(self.pages) + page).unwrap_or(usize::MAX - 1))
+    }
+
     /// Returns the number of pages that have arrived.
     #[must_use]
     pub fn arrived(&self) -> u64 {
-        (1..self.map.len() / WORD)
+        (1..usize::try_from(first_checksum(self.pages)).unwrap_or(usize::MAX))
             .map(|word| u64::from(self.word(word).load(Ordering::Relaxed).count_ones()))
             .sum()
     }
@@ -105,21 +152,21 @@ impl PresenceMap {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < self.map.len() / WORD, "word {index} of a presence map of {} bytes", self.map.len());
-        // SAFETY: the mapping is aligned to pages, has the word, and is sealed against shrinking. All processes
-        // access it by atomic operations only; a mapping for reading is only read.
+        // SAFETY: the mapping is aligned to pages, has the word, and is sealed against shrinking. All
+        // processes access it by atomic operations only; a mapping for reading is only read.
         unsafe { &*self.map.as_ptr().cast::<AtomicU64>().add(index) }
     }
 }
 
 impl PresenceWriter {
-    /// Maps the presence map of a cache file of so many bytes.
+    /// Maps the presence map of a cache file of `cache` bytes.
     ///
     /// # Errors
     /// As for [`PresenceMap::open`].
     pub fn open(file: BorrowedFd<'_>, cache: u64) -> io::Result<Self> {
-        check(file, cache)?;
+        let has_checksums = check(file, cache)?;
         let map = MmapOptions::new().map_raw(file.as_raw_fd())?;
-        Ok(Self(PresenceMap { map, pages: cache.div_ceil(PAGE as u64) }))
+        Ok(Self(PresenceMap { map, pages: pages(cache), has_checksums }))
     }
 
     /// Returns the map for reading.
@@ -144,18 +191,42 @@ impl PresenceWriter {
         }
     }
 
+    /// Notes that no bytes of pages arrive: they are zeros in the cache file.
+    ///
+    /// # Panics
+    /// They are beyond the end of the file.
+    pub fn no_bytes(&self, first: u64, pages: u64) {
+        for page in (first..first + pages).filter(|_| self.0.has_checksums) {
+            self.0.checksum_of(page).store(checksum_of_zeros(PAGE), Ordering::Relaxed);
+        }
+        self.set(first, pages);
+    }
+
+    /// Notes that the bytes of pages have arrived, and are in the cache file.
+    ///
+    /// # Panics
+    /// They are beyond the end of the file.
+    pub fn arrived(&self, first: u64, pages: u64, bytes: &[u8]) {
+        for (page, bytes) in (first..first + pages).zip(bytes.chunks(PAGE)).filter(|_| self.0.has_checksums) {
+            assert!(page < self.0.pages, "page {page} of a cache of {} pages", self.0.pages);
+            self.0.checksum_of(page).store(block_checksum(bytes), Ordering::Relaxed);
+        }
+        self.set(first, pages);
+    }
+
     /// Notes that the peer has received the last message.
     pub fn close(&self) {
         self.0.word(0).store(1, Ordering::Release);
     }
 }
 
-fn check(file: BorrowedFd<'_>, cache: u64) -> io::Result<()> {
+/// Returns whether the map has checksums.
+fn check(file: BorrowedFd<'_>, cache: u64) -> io::Result<bool> {
     let len = nix::sys::stat::fstat(file)?.st_size.cast_unsigned();
     let seals = SealFlag::from_bits_truncate(fcntl(file, FcntlArg::F_GET_SEALS)?);
     let sealed = seals.contains(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW);
-    if sealed && len == length(cache) {
-        return Ok(());
+    if sealed && [length(cache), checked_length(cache)].contains(&len) {
+        return Ok(len != length(cache));
     }
     let text =
         format!("a presence map of {len} bytes (sealed: {sealed}): expected {}, sealed", length(cache));
@@ -164,6 +235,8 @@ fn check(file: BorrowedFd<'_>, cache: u64) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
 
     const PAGES: u64 = 200;
@@ -217,6 +290,28 @@ mod tests {
         let map = PresenceMap::open(read_only.as_fd(), PAGE as u64).unwrap();
         PresenceWriter::open(file.as_fd(), PAGE as u64).unwrap().set(0, 1);
         assert!(map.has_page(0));
+        // Nor does it to a process of another user that opens the file again.
+        assert_eq!(read_only.metadata().unwrap().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_checked_map_has_the_checksums_of_the_bytes_that_arrived() {
+        let cache = PAGES * PAGE as u64 - 100;
+        let bytes: Vec<u8> = (0..=255).cycle().take(3 * PAGE - 100).collect();
+        let sums = |file: OwnedFd| {
+            PresenceWriter::open(file.as_fd(), cache).unwrap().arrived(PAGES - 3, 3, &bytes);
+            let map = PresenceMap::open(file.as_fd(), cache).unwrap();
+            assert_eq!(map.arrived(), 3, "checksums are no pages");
+            (PAGES - 4..=PAGES).map(|page| map.checksum(page)).collect::<Vec<_>>()
+        };
+        let of = |page: &[u8]| Some(block_checksum(page));
+        let arrived: Vec<_> = bytes.chunks(PAGE).map(of).collect();
+        assert_eq!(sums(checked_presence_file(cache).unwrap()), [&[None][..], &arrived, &[None]].concat());
+        assert_eq!(sums(presence_file(cache).unwrap()), [None; 5]);
+        let file = checked_presence_file(cache).unwrap();
+        PresenceWriter::open(file.as_fd(), cache).unwrap().no_bytes(7, 1);
+        let map = PresenceMap::open(file.as_fd(), cache).unwrap();
+        assert_eq!(map.checksum(7), of(&[0; PAGE]));
     }
 
     #[test]

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Checks the blocks of sealed files before their bytes are used (docs/decisions/0022-checked-at-fill.md).
 //!
-//! A file whose image has a manifest gets the checksums of its blocks ([`ImageFile::verify_with`]). From then on
-//! an engine's reads of it are whole blocks, and each is checked in the memory that it was read into. So is what
-//! [`ImageFile::read_verified`] finds in the page cache. A hole that was not sealed as zeros is no hole
-//! ([`ImageFile::data`]): it is read, and found wrong.
+//! A file whose image has a manifest gets the checksums of its blocks ([`ImageFile::verify_with`]). From then
+//! on an engine's reads of it are whole blocks, and each is checked in the memory that it was read into. So
+//! is what [`ImageFile::read_verified`] finds in the page cache. A hole that was not sealed as zeros is no
+//! hole ([`ImageFile::data`]): it is read, and found wrong.
+//!
+//! Memory of a page server has no manifest: its pages are compared with the bytes that arrived
+//! ([`PresenceMap`](crate::PresenceMap)).
 
 use std::fmt;
 use std::ops::Range;
@@ -23,7 +26,7 @@ pub fn block_checksum(bytes: &[u8]) -> u64 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes)
 }
 
-/// Returns the checksum of a block of so many zeros, at most [`BLOCK`].
+/// Returns the checksum of a block of `length` zeros, which are at most [`BLOCK`].
 #[must_use]
 pub fn checksum_of_zeros(length: usize) -> u64 {
     static ZEROS: [u8; BLOCK] = [0; BLOCK];
@@ -38,7 +41,7 @@ pub type ChecksumTable = Arc<dyn AsRef<[u8]> + Send + Sync>;
 #[derive(Clone)]
 pub struct BlockChecksums {
     table: ChecksumTable,
-    /// Where those of this file begin, in bytes.
+    /// Where the checksums of this file begin, in bytes.
     start: usize,
     /// The number of blocks.
     blocks: u64,
@@ -51,8 +54,8 @@ impl fmt::Debug for BlockChecksums {
 }
 
 impl BlockChecksums {
-    /// Takes the checksums of a file of `length` bytes. The first one is at byte `start` of the table. Returns
-    /// none if the table ends before the last one.
+    /// Takes the checksums of a file of `length` bytes. The first one is at byte `start` of the table.
+    /// Returns `None` if the table ends before the last one.
     #[must_use]
     pub fn new(table: ChecksumTable, start: usize, length: u64) -> Option<Self> {
         let blocks = length.div_ceil(BLOCK as u64);
@@ -75,16 +78,16 @@ fn blocks_of(range: &Range<u64>) -> Range<u64> {
 }
 
 impl ImageFile {
-    /// What a read must begin and end at: a block of a sealed file, else a page. The end of the file ends a read,
-    /// too.
+    /// What a read must begin and end at: a block of a sealed file, else a page. The end of the file ends a
+    /// read, too.
     #[must_use]
     pub fn read_unit(&self) -> usize {
         if self.is_sealed() { BLOCK } else { PAGE }
     }
 
-    /// Reads bytes as [`ImageFile::read_cached`] does. Of a sealed file it reads the whole blocks that they lie
-    /// in, and returns bytes of right blocks only. The read from the disk that follows finds what is wrong with
-    /// the others.
+    /// Reads bytes as [`ImageFile::read_cached`] does. Of a sealed file it reads the whole blocks that they
+    /// lie in, and returns bytes of right blocks only. The read from the disk that follows finds what is
+    /// wrong with the others.
     ///
     /// Returns where the first of the bytes are in `buffer`, which has room for the range and two blocks.
     ///
@@ -99,7 +102,9 @@ impl ImageFile {
         let bytes = |length: u64| usize::try_from(length).unwrap_or(usize::MAX);
         if !self.is_sealed() {
             let into = &mut buffer[..bytes(range.end - range.start)];
-            return self.read_cached(range.start, into, ahead).map(|read| 0..read);
+            let read = self.read_cached(range.start, into, ahead)?;
+            let wrong = self.source().and_then(|source| source.first_wrong(range.start, &into[..read]));
+            return Ok(0..wrong.unwrap_or(read));
         }
         let blocks = blocks_of(&range);
         let start = blocks.start * BLOCK as u64;
@@ -118,14 +123,21 @@ impl ImageFile {
         Ok(at.min(right)..(at + bytes(range.end - range.start)).min(right))
     }
 
-    /// Checks bytes of a sealed file that were read: whole blocks from `offset` on. A part of a block counts as
-    /// wrong.
+    /// Checks bytes that were read: of a sealed file whole blocks from `offset` on, where a part of a block
+    /// counts as wrong, and of a page server's memory pages.
     ///
     /// # Errors
-    /// [`TransferError::Damaged`], with the first wrong block.
+    /// [`TransferError::Damaged`], with the first wrong block, or [`TransferError::Lost`], with the first
+    /// wrong page.
     pub fn verify(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
         if !self.is_sealed() {
-            return Ok(());
+            let wrong = self.source().and_then(|source| source.first_wrong(offset, bytes));
+            let lost = |wrong: usize| TransferError::Lost {
+                file: self.name().to_path_buf(),
+                offset: offset + wrong as u64,
+                length: PAGE.min(bytes.len() - wrong),
+            };
+            return wrong.map_or(Ok(()), |wrong| Err(lost(wrong)));
         }
         let first = offset / BLOCK as u64;
         if !offset.is_multiple_of(BLOCK as u64) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! This crate in a program without stores: each use of a store is refused before it begins. There is no value of the
-//! types that a store makes, so nothing can be done with one.
+//! This crate in a program without stores: each use of a store is refused before it begins. There is no value
+//! of the types that a store makes, so nothing can be done with one.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -9,8 +9,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use rewake_criu_images::Digest;
-use rewake_image_pull::{ChunkPlace, ChunkSource};
-use rewake_image_server::exports::{ImageFolder, OpenImage};
+use rewake_image_transfer::pull::{ChunkPlace, ChunkSource};
+use rewake_image_transfer::server::exports::{ImageFolder, OpenImage, PeerRights};
 use rewake_manifest::SealedChunk;
 use tokio::runtime::Handle;
 
@@ -161,6 +161,10 @@ impl StoreSource {
 }
 
 impl ChunkSource for StoreSource {
+    fn signature(&self) -> Option<&[u8]> {
+        match self.0 {}
+    }
+
     fn image_id(&self) -> Digest {
         match self.0 {}
     }
@@ -203,7 +207,7 @@ impl StoreFolder {
 }
 
 impl ImageFolder for StoreFolder {
-    fn open(&self, _name: &Path, _ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+    fn open(&self, _name: &Path, _ancestor: u32, _rights: &PeerRights) -> anyhow::Result<Box<dyn OpenImage>> {
         match self.0 {}
     }
 }
@@ -223,8 +227,8 @@ mod tests {
         for refusal in refusals {
             assert_eq!(
                 refusal.to_string(),
-                "s3://bucket/images: this rewake was built without stores: `cargo build --release -p rewake` builds one \
-                 that has them"
+                "s3://bucket/images: this rewake was built without stores: `cargo build --release -p rewake` \
+                 builds one that has them"
             );
         }
     }

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use rewake_criu_images::ImageError;
+use rewake_image_signature::SignatureError;
 use rewake_manifest::ManifestError;
 
 /// The folder of a store's packs: what helps against damage in it helps nowhere else.
@@ -33,7 +34,8 @@ pub enum ImageStoreError {
     },
     /// This program cannot use stores.
     #[error(
-        "{what}: this rewake was built without stores: `cargo build --release -p rewake` builds one that has them"
+        "{what}: this rewake was built without stores: `cargo build --release -p rewake` builds one that has \
+         them"
     )]
     NotBuilt {
         /// What needs a store.
@@ -54,7 +56,7 @@ pub enum ImageStoreError {
         url: String,
     },
     /// The store has no image of this name.
-    #[error("{url}: no image of this name: `rewake ls` shows those of the store")]
+    #[error("{url}: no image of this name: `rewake ls` lists the images of the store")]
     NoImage {
         /// The image.
         url: String,
@@ -69,8 +71,8 @@ pub enum ImageStoreError {
     },
     /// A push has given the name another image while this one was to be removed.
     #[error(
-        "{url}: another command has replaced or removed the image meanwhile, so this one has not changed it: repeat it for \
-         what has the name now"
+        "{url}: another command has replaced or removed the image meanwhile, so this one has not changed it: \
+         repeat it for what has the name now"
     )]
     Replaced {
         /// The image.
@@ -78,8 +80,8 @@ pub enum ImageStoreError {
     },
     /// A pack that the image needs was lost while the push ran.
     #[error(
-        "{object}: lost or cut while the push ran, so no image was stored: push again; `rewake gc --now` may not run \
-         beside a push"
+        "{object}: lost or cut while the push ran, so no image was stored: push again; `rewake gc --now` may \
+         not run during a push"
     )]
     LostPack {
         /// The pack.
@@ -105,7 +107,8 @@ pub enum ImageStoreError {
     },
     /// An object is of another version of the format.
     #[error(
-        "{object}: of version {found}, and this program reads version {expected}: use the release that wrote it"
+        "{object}: of version {found}, and this program reads version {expected}: use the release that wrote \
+         it"
     )]
     Version {
         /// The object.
@@ -127,8 +130,8 @@ pub enum ImageStoreError {
     },
     /// A file of the image is not as it was sealed.
     #[error(
-        "{file}: the {length} bytes from offset {offset} are not those that were sealed: nothing is pushed from such an \
-         image; `rewake verify` lists all that differs"
+        "{file}: the {length} bytes from offset {offset} are not those that were sealed: nothing is pushed \
+         from such an image; `rewake verify` lists all that differs"
     )]
     NotAsSealed {
         /// The file.
@@ -148,8 +151,8 @@ pub enum ImageStoreError {
     },
     /// A push took so long that `rewake gc` may remove what it uses.
     #[error(
-        "the push has taken more than {} hours, and `rewake gc` may remove what it has stored: push again, which stores \
-         only what is missing",
+        "the push has taken more than {} hours, and `rewake gc` may remove what it has stored: push again, \
+         which stores only what is missing",
         limit.as_secs() / 3600
     )]
     TooLong {
@@ -162,6 +165,9 @@ pub enum ImageStoreError {
     /// The manifest is missing or damaged.
     #[error(transparent)]
     Manifest(#[from] ManifestError),
+    /// The signature in the image directory cannot be read.
+    #[error(transparent)]
+    Signature(#[from] SignatureError),
 }
 
 /// What to do about a damaged object.

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A store of images in a bucket, a directory or an OCI registry: chunks once across images, in packs; an index for
-//! each image.
+//! A store of images in a bucket, a directory or an OCI registry: chunks once across images, in packs; an
+//! index for each image.
 //!
-//! * [`ImageStore`]: a store, its images, and their names. [`push`](push()) stores an image, [`verify`](verify())
-//!   compares one with its manifest, [`collect_garbage`] removes what no image uses.
-//! * [`StoreSource`]: where `rewake_image_pull` gets an image from. [`StoreFolder`]: what an image server serves.
-//!   [`PinnedImage`]: an image for both, whose name may get another one.
-//! * `stores`: all that needs the feature `stores`. `absent`: the same names in a program without it, where each use
-//!   of a store is refused, with what to build.
-//! * In `stores`, `blocks`: chunks in packs, readable by block. `format`: names and indexes. `connect`, `profile`:
-//!   credentials. `registry`: a repository of an OCI registry as a store, and an image as an OCI artifact.
+//! * [`ImageStore`]: a store, its images, and their names. [`push`](push()) stores an image,
+//!   [`verify`](verify()) compares one with its manifest, [`collect_garbage`] removes what no image uses.
+//! * [`StoreSource`]: where `rewake_image_transfer::pull` gets an image from. [`StoreFolder`]: what an image
+//!   server serves. [`PinnedImage`]: an image for both, whose name may get another one.
+//! * `stores`: all that needs the feature `stores`. `absent`: the same names in a program without it, where
+//!   each use of a store is refused, with what to build.
+//! * In `stores`, `blocks`: chunks in packs, readable by block. `format`: names and indexes. `connect`,
+//!   `profile`: credentials. `registry`: a repository of an OCI registry as a store, and an image as an OCI
+//!   artifact.
 //!
-//! No act needs a condition that the store checks. Two pushes write an object of the same name only where it names an
-//! image. What is removed waits for a day before its bytes go: `docs/store.md` says why that is enough.
+//! No act needs a condition that the store checks. Two pushes write an object of the same name only where it
+//! names an image. What is removed waits for a day before its bytes go: `docs/store.md` says why that is
+//! enough.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 

@@ -28,6 +28,8 @@ pub struct StoredImage {
     pub bytes: u64,
     /// The object with its recorded working set; none in an index, as a later push may bring another one.
     pub working_set: Option<String>,
+    /// The signature of its id; none in an index, as the image may be signed later.
+    pub signature: Option<Vec<u8>>,
 }
 
 /// What was stored.

@@ -59,8 +59,8 @@ impl FromStr for StoreUrl {
                 rest.split_once('/').ok_or_else(|| wrong("no repository of a registry"))?;
             if !is_registry(registry) || !is_repository(repository) {
                 return Err(wrong(
-                    "HOST or HOST:PORT make a registry, and small letters, digits, `.`, `_` and `-` the parts of a \
-                     repository",
+                    "HOST or HOST:PORT make a registry, and small letters, digits, `.`, `_` and `-` the \
+                     parts of a repository",
                 ));
             }
             return Ok(Self::Registry { registry: registry.to_owned(), repository: repository.to_owned() });
@@ -70,9 +70,7 @@ impl FromStr for StoreUrl {
         let prefix = prefix.trim_end_matches('/');
         let parts_are_names = prefix.is_empty() || prefix.split('/').all(is_image_name);
         if !is_image_name(bucket) || !parts_are_names {
-            return Err(wrong(
-                "letters, digits, `.`, `_` and `-` make a bucket's name, and those of folders",
-            ));
+            return Err(wrong("letters, digits, `.`, `_` and `-` make the names of buckets and folders"));
         }
         Ok(Self::S3 { bucket: bucket.to_owned(), prefix: prefix.to_owned() })
     }

@@ -29,8 +29,8 @@ pub enum AttachError {
 /// Until then the [`BlockList`] can block other calls.
 ///
 /// An entry for `/dev/kfd` covers a process. Its part is a GPU, by the id that the process uses, or 0 for the
-/// whole process. An entry for [`crate::ACCESS`] covers an open file of a render node, and its mappings. A caller
-/// that blocks a GPU also blocks [`crate::CREATE_PROCESS`] in part 0.
+/// whole process. An entry for [`crate::ACCESS`] covers an open file of a render node, and its mappings. A
+/// caller that blocks a GPU also blocks [`crate::CREATE_PROCESS`] in part 0.
 ///
 /// # Errors
 /// The driver does not exist, or the kernel cannot filter calls.
@@ -38,9 +38,9 @@ pub fn attach() -> Result<(Attached, BlockList), AttachError> {
     Ok(Loaded::new(&rules()?)?.attach()?)
 }
 
-/// Checks whether [`attach`] would succeed, without a change of this machine: it loads the programs, which the
-/// kernel verifies, and reads the kernel's list of active security modules. It cannot see whether the kernel
-/// has room for one more program at these hooks.
+/// Checks whether [`attach`] would succeed, without a change of this machine: it loads the programs, which
+/// the kernel verifies, and reads the kernel's list of active security modules. It cannot see whether the
+/// kernel has room for one more program at these hooks.
 ///
 /// # Errors
 /// As [`attach`].

@@ -2,8 +2,8 @@
 //! Rules for calls that must not happen while their memory is missing: they make it accessible to another
 //! process or to CPUs, or would remove such a rule.
 //!
-//! A part is compared with the argument. The driver uses that id to find the GPU among those of the process,
-//! as the process names them. Only EXPORT_DMABUF uses the machine's ids (`kfd_device_by_id`). So on GPUs with
+//! A part is compared with the argument. The driver uses that id to find the GPU among the process's GPUs, as
+//! the process names them. Only EXPORT_DMABUF uses the machine's ids (`kfd_device_by_id`). So on GPUs with
 //! other ids than the image's, the driver refuses a process's own handles there (EINVAL).
 
 use std::mem::offset_of;

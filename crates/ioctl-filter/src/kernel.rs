@@ -3,7 +3,7 @@
 //! of the struct fields that the programs read.
 
 use crate::Error;
-use crate::program::Offsets;
+use crate::offsets::Offsets;
 
 /// The file with the kernel's types.
 pub(crate) const PATH: &str = "/sys/kernel/btf/vmlinux";

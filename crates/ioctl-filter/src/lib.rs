@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes calls that pass missing memory to KFD or a render node wait, and blocks calls on buffers that are not
-//! resident.
+//! Makes calls that pass missing memory to KFD or a render node wait, and blocks calls on buffers that are
+//! not resident.
 //!
 //! A driver that accesses a program's pages does not wait for a userfaultfd (`mm/hmm.c` faults without
 //! FAULT_FLAG_ALLOW_RETRY). So an ioctl that names missing memory fails. [`attach`] runs a small sleepable
-//! program at the kernel's `file_ioctl` hook (BPF LSM). Before such an ioctl begins, the program looks at each
-//! mapping that the ioctl names. Where a userfaultfd watches one, it reads a byte of each page, which waits as
-//! the caller's own access would. The ioctl is not changed, and the caller does not matter.
+//! program at the kernel's `file_ioctl` hook (BPF LSM). Before such an ioctl begins, the program looks at
+//! each mapping that the ioctl names. Where a userfaultfd watches one, it reads a byte of each page, which
+//! waits as the caller's own access would. The ioctl is not changed, and the caller does not matter.
 //!
 //! Where no memory is missing, the same program makes an ioctl fail with EAGAIN while the file is blocked
 //! ([`BlockList`]). libhsakmt's `kmtIoctl` and libdrm's `drmIoctl` repeat a call at once after EINTR or
@@ -26,6 +26,7 @@ mod block_list;
 mod code;
 mod deny_rules;
 mod kernel;
+mod offsets;
 mod program;
 mod protect;
 mod range_walk;

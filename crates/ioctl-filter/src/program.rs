@@ -5,27 +5,9 @@
 use crate::abi::{Instruction, REQUEST_BYTES};
 use crate::code::BpfRegister::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::code::{AluOp, Code, Helper, Label, When, Width};
+use crate::offsets::Offsets;
 use crate::range_walk::{self, WALK};
 use crate::{DenyRule, MAX_ARGUMENT, WaitRule};
-
-/// The offsets of the kernel fields that the programs read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Offsets {
-    /// `f_inode` in `struct file`.
-    pub(crate) inode: i16,
-    /// `private_data` in `struct file`.
-    pub(crate) private: i16,
-    /// `i_rdev` in `struct inode`.
-    pub(crate) device: i16,
-    /// `vm_file` in `struct vm_area_struct`.
-    pub(crate) mapped: i16,
-    /// `vm_flags` in `struct vm_area_struct`.
-    pub(crate) flags: i16,
-    /// `vm_end` in `struct vm_area_struct`.
-    pub(crate) end: i16,
-    /// `pending.signal` in `struct task_struct`.
-    pub(crate) signals: i16,
-}
 
 /// The stack slot of the ioctl's argument.
 const ARGUMENT: i16 = WALK - MAX_ARGUMENT as i16;

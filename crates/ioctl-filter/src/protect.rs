@@ -5,7 +5,8 @@ use crate::CallClass;
 use crate::abi::Instruction;
 use crate::code::BpfRegister::{R1, R2, R3, R6, R7, R8, R10};
 use crate::code::{AluOp, Code, When, Width};
-use crate::program::{Offsets, PART, check_block_list};
+use crate::offsets::Offsets;
+use crate::program::{PART, check_block_list};
 
 /// PROT_READ, PROT_WRITE and PROT_EXEC, and VM_READ, VM_WRITE and VM_EXEC: the same bits.
 const RIGHTS: i32 = 7;

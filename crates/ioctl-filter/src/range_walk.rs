@@ -4,7 +4,7 @@
 
 use crate::code::BpfRegister::{R0, R1, R2, R3, R4, R5, R6, R7, R10};
 use crate::code::{AluOp, BpfRegister, Code, Helper, Label, When, Width};
-use crate::program::Offsets;
+use crate::offsets::Offsets;
 
 /// The most looks at mappings for one call. Distributions permit a process 65,530 to 1,048,576 mappings
 /// (`vm.max_map_count`). The driver gets a call that needs more, and refuses it if memory is missing.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a restore checks the memory of an image with: the checksums of all blocks, in 8 bytes for 64 KiB. The other
-//! files are compared at once: they say where memory belongs.
+//! What a restore checks the memory of an image with: the checksums of all blocks, in 8 bytes for 64 KiB. The
+//! other files are compared at once: they say where memory belongs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -17,8 +17,8 @@ use crate::format::{ManifestReader, ManifestRecord, SealedFile, SealedParent};
 use crate::names::PARTIAL_NAME;
 use crate::segment::{SealedChunk, SealedSegment};
 
-/// The longest file without memory that is compared: longer ones have contents of file systems, which CRIU reads.
-/// Pagemaps are compared whatever their length is.
+/// The longest file without memory that is compared: longer ones have contents of file systems, which CRIU
+/// reads. Pagemaps are compared whatever their length is.
 const MAX_COMPARED: u64 = 64 << 20;
 
 /// The checksums of a sealed image.
@@ -50,7 +50,7 @@ pub struct MemoryFile {
 }
 
 impl ImageChecksums {
-    /// Returns the checksums of a memory file; none if it was not sealed with this length.
+    /// Returns the checksums of a memory file, or `None` if it was not sealed with this length.
     #[must_use]
     pub fn of(&self, name: &str, length: u64) -> Option<BlockChecksums> {
         let memory = self.memory.get(name).filter(|memory| memory.length == length)?;
@@ -59,11 +59,12 @@ impl ImageChecksums {
     }
 }
 
-/// Reads the checksums of an image's memory, also those of a partial copy; `None` if the image is not sealed.
+/// Reads the checksums of an image's memory. The image may be a partial copy. Returns `None` if the image is
+/// not sealed.
 ///
 /// # Errors
-/// The manifest is damaged. Or the directory has other files than were sealed, files of another length, or another
-/// parent. Or a file that says where memory belongs has other bytes.
+/// The manifest is damaged. Or the directory has other files than were sealed, files of another length, or
+/// another parent. Or a file that says where memory belongs has other bytes.
 pub fn read_checksums(images: &ImageDir) -> Result<Option<ImageChecksums>> {
     match read_partial_checksums(images) {
         // The manifest of a copy that is complete by now has its name since then.
@@ -78,7 +79,8 @@ pub fn read_checksums(images: &ImageDir) -> Result<Option<ImageChecksums>> {
     Reading::of(images, manifest).map(Some)
 }
 
-/// Reads the checksums of an image of which some memory has not arrived: the manifest has its name of a partial copy.
+/// Reads the checksums of an image of which some memory has not arrived: the manifest has its name of a
+/// partial copy.
 ///
 /// # Errors
 /// As for [`read_checksums`]. Or the directory has no such manifest.
@@ -90,7 +92,8 @@ pub fn read_partial_checksums(images: &ImageDir) -> Result<ImageChecksums> {
     Ok(ImageChecksums { is_partial: true, ..read })
 }
 
-/// Reads the checksums of an image and of its parents: of each directory in `chain`, whose parent is the next one.
+/// Reads the checksums of an image and of its parents: of each directory in `chain`, whose parent is the next
+/// one.
 ///
 /// # Errors
 /// As for [`read_checksums`]. Or a parent is another image than the child was sealed with.
@@ -103,8 +106,7 @@ pub fn read_chain(chain: &[&ImageDir]) -> Result<Vec<Option<ImageChecksums>>> {
             return Err(ManifestError::AnotherParent {
                 child: chain[place].path().to_owned(),
                 sealed,
-                found: found
-                    .map_or_else(|| "an image without a manifest".to_owned(), |id| format!("{id:.16}")),
+                found: found.map_or_else(|| "an image without a manifest".to_owned(), |id| format!("{id}")),
             });
         }
     }

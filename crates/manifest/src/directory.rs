@@ -15,11 +15,8 @@ use rewake_criu_images::ImageDir;
 use crate::error::{ManifestError, Result, io};
 use crate::names::PARENT;
 
-/// A file that says which buffers have the same bytes, in images of earlier releases: their manifests name it.
-const DUPLICATES: &str = "rewake-duplicates.json";
-
-/// Returns the names of the files that are the image: those that a restore reads. Logs, statistics, sockets and
-/// what users put beside them are no part of it.
+/// Returns the names of the files that are the image, which are the files that a restore reads. Logs,
+/// statistics, sockets and files that users added are no part of it.
 pub(crate) fn covered_files(images: &ImageDir) -> Result<BTreeSet<String>> {
     // By the descriptor: the path may name another directory by now.
     let entries = fs::read_dir(format!("/proc/self/fd/{}", images.as_fd().as_raw_fd()));
@@ -39,7 +36,7 @@ pub(crate) fn covered_files(images: &ImageDir) -> Result<BTreeSet<String>> {
 /// Whether a manifest covers files of this name.
 #[must_use]
 pub fn is_covered(name: &[u8]) -> bool {
-    name.ends_with(b".img") || name == DUPLICATES.as_bytes()
+    name.ends_with(b".img")
 }
 
 /// Opens a covered file; `None` where it does not exist.
@@ -47,8 +44,8 @@ pub(crate) fn open(images: &ImageDir, name: &str) -> Result<Option<(File, u64)>>
     Ok(images.file(name)?.map(|(_, file, length)| (file, length)))
 }
 
-/// Returns where the parent image is, relative to this one: what the link says, or `parent` itself where that is a
-/// directory, as a copy that follows links makes it. `None` without one.
+/// Returns where the parent image is, relative to this one: what the link says, or `parent` itself where that
+/// is a directory, as a copy that follows links makes it. `None` without one.
 pub(crate) fn parent_place(images: &ImageDir) -> Result<Option<OsString>> {
     match readlinkat(images.as_fd(), PARENT) {
         Ok(target) => Ok(Some(target)),
@@ -59,8 +56,8 @@ pub(crate) fn parent_place(images: &ImageDir) -> Result<Option<OsString>> {
     }
 }
 
-/// Returns why the parent image is not where it was when its child was sealed; `None` where it is. A copy that follows
-/// links has the parent as a directory, which is as good: a sealed parent is known by its id.
+/// Returns why the parent image is not where it was when its child was sealed; `None` where it is. A copy
+/// that follows links has the parent as a directory, which is as good: a sealed parent is known by its id.
 pub(crate) fn moved_parent(sealed: Option<&[u8]>, found: Option<&OsStr>) -> Option<&'static str> {
     match (sealed, found) {
         (None, None) => None,

@@ -15,28 +15,30 @@ use crate::names::{MANIFEST_NAME, PARTIAL_NAME};
 pub enum ManifestError {
     /// The directory has no manifest.
     #[error(
-        "{}: not sealed: it has no {MANIFEST_NAME}, so its bytes cannot be checked; if you trust it as it is, run \
-         `rewake seal` on it, else dump or copy it again",
+        "{}: not sealed: it has no {MANIFEST_NAME}, so its bytes cannot be checked; if you trust it as it \
+         is, run `rewake seal` on it, else dump or copy it again",
         directory.display()
     )]
     NotSealed {
         /// The image directory.
         directory: PathBuf,
     },
-    /// The directory has the manifest of a partial copy: some of its bytes may be zeros that are not the image's.
+    /// The directory has the manifest of a partial copy: some of its bytes may be zeros that are not the
+    /// image's.
     #[error(
-        "{}: a copy of an image that is not complete ({PARTIAL_NAME}): `rewake pull` or `rewake restore --from` \
-         completes it",
+        "{}: a copy of an image that is not complete ({PARTIAL_NAME}): `rewake pull` or `rewake restore \
+         --from` completes it",
         directory.display()
     )]
     Partial {
         /// The image directory.
         directory: PathBuf,
     },
-    /// GPU memory of the image arrives from another host: files have zeros in the place of what has not arrived.
+    /// GPU memory of the image arrives from another host: files have zeros in the place of what has not
+    /// arrived.
     #[error(
-        "{}: the image of a migration, whose GPU memory was not copied ({ARRIVING_NAME}): only the migration can \
-         restore it",
+        "{}: the image of a migration, whose GPU memory was not copied ({ARRIVING_NAME}): only the migration \
+         can restore it",
         directory.display()
     )]
     Arriving {
@@ -45,7 +47,8 @@ pub enum ManifestError {
     },
     /// The directory has a manifest.
     #[error(
-        "{}: already sealed: `rewake verify` checks it; if it was changed on purpose, remove {MANIFEST_NAME} first",
+        "{}: already sealed: `rewake verify` checks it; if it was changed on purpose, remove {MANIFEST_NAME} \
+         first",
         directory.display()
     )]
     AlreadySealed {
@@ -54,8 +57,8 @@ pub enum ManifestError {
     },
     /// A byte of the manifest is wrong, or it is cut.
     #[error(
-        "{}: damaged: at offset {offset}, expected {expected}, found {found}; copy the image again, or seal it again \
-         if you trust its files",
+        "{}: damaged: at offset {offset}, expected {expected}, found {found}; copy the image again, or seal \
+         it again if you trust its files",
         file.display()
     )]
     Damaged {
@@ -70,7 +73,8 @@ pub enum ManifestError {
     },
     /// The manifest is of another version.
     #[error(
-        "{}: a manifest of version {found}, and this program reads version {expected}: use the release that wrote it",
+        "{}: a manifest of version {found}, and this program reads version {expected}: use the release that \
+         wrote it",
         file.display()
     )]
     Version {
@@ -94,8 +98,9 @@ pub enum ManifestError {
     },
     /// The image is not what was sealed.
     #[error(
-        "{}/{difference}: nothing is restored from an image that is not as it was sealed; `rewake verify` lists all \
-         that differs; copy the image again, or remove {MANIFEST_NAME} if it was changed on purpose",
+        "{}/{difference}: nothing is restored from an image that is not as it was sealed; `rewake verify` \
+         lists all that differs; copy the image again, or remove {MANIFEST_NAME} if it was changed on \
+         purpose",
         directory.display()
     )]
     Differs {
@@ -106,9 +111,10 @@ pub enum ManifestError {
     },
     /// The parent is another image than the one that a child was sealed with.
     #[error(
-        "{}: its parent is another image than when it was sealed: expected {sealed:.16}, found {found}; a dump into the \
-         parent's directory replaces what this image needs: restore with a copy of the old parent; if the parent is \
-         the right one and was sealed anew, remove {MANIFEST_NAME} here and run `rewake seal`",
+        "{}: its parent is another image than when it was sealed: expected {sealed}, found {found}; a \
+         dump into the parent's directory replaces what this image needs: restore with a copy of the old \
+         parent; if the parent is the right one and was sealed anew, remove {MANIFEST_NAME} here and run \
+         `rewake seal`",
         child.display()
     )]
     AnotherParent {
@@ -136,6 +142,20 @@ pub enum ManifestError {
         /// Its length in bytes.
         length: u64,
         /// [`crate::segment::MAX_FILE`]
+        limit: u64,
+    },
+    /// The directory has more files than an image may have.
+    #[error(
+        "{}: {files} files whose names end in .img, and an image has at most {limit}: remove what is not of \
+         the image",
+        directory.display()
+    )]
+    TooManyFiles {
+        /// The image directory.
+        directory: PathBuf,
+        /// How many it has.
+        files: u64,
+        /// [`crate::segment::MAX_FILES`]
         limit: u64,
     },
     /// CRIU's files cannot be read.

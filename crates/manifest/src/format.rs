@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The file `rewake-manifest`: written and read record by record. `proto/manifest.proto` has the format.
 //!
-//! A manifest is hostile input, as images are. The hash at its end proves that nothing was lost, not who wrote
-//! it. So each length is checked before it is used.
+//! A manifest is hostile input, as images are. The hash at its end proves that nothing was lost, not who
+//! wrote it. So each length is checked before it is used.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read as _, Write as _};
@@ -17,14 +17,15 @@ use crate::error::{ManifestError, Result, io};
 use crate::generated as raw;
 use crate::generated::{Record, record::What};
 use crate::names::MANIFEST_NAME;
-use crate::segment::{MAX_CHUNKS, MAX_FILE, SEGMENT, SealedChunk, SealedSegment, SegmentExtent};
+use crate::segment::{MAX_FILE, MAX_FILES, SEGMENT, SealedChunk, SealedSegment, SegmentExtent, most_pieces};
 
 const MAGIC: [u8; 8] = *b"RWKIMAGE";
 pub(crate) const VERSION: u32 = 1;
 /// Bytes of the hash at the end.
 const HASH: u64 = 32;
-/// The longest record: a segment of [`MAX_CHUNKS`] chunks and the checksums of its blocks.
-const MAX_RECORD: u32 = 256 << 10;
+/// The longest record. A segment of the shortest chunks has some 1030 of them, and with the checksums of its
+/// blocks less than 40 KiB.
+const MAX_RECORD: u32 = 64 << 10;
 
 /// The head of a file's segments.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -40,7 +41,8 @@ pub struct SealedFile {
 /// The parent image of an incremental one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SealedParent {
-    /// Where it is, relative to this image: what the link `parent` says, or `parent` where that is a directory.
+    /// Where it is, relative to this image: what the link `parent` says, or `parent` where that is a
+    /// directory.
     pub target: Vec<u8>,
     /// The parent image's id; `None` if it was not sealed.
     pub id: Option<Digest>,
@@ -125,12 +127,17 @@ pub struct ManifestReader {
     input: BufReader<File>,
     path: PathBuf,
     id: Digest,
+    /// The bytes that were read so far. At the end they must be those whose hash the id is: another program
+    /// may write to the file after they were hashed.
+    read: Box<blake3::Hasher>,
     offset: u64,
     /// Where the hash begins.
     end: u64,
     file: SealedFile,
     /// Bytes of the file that have had their segments.
     covered: u64,
+    /// Chunks, and segments without chunks, of these bytes.
+    pieces: u64,
     files: u64,
     bytes: u64,
     is_first: bool,
@@ -160,10 +167,12 @@ impl ManifestReader {
             input: BufReader::new(file),
             path: path.to_owned(),
             id,
+            read: Box::default(),
             offset: 0,
             end,
             file: SealedFile::default(),
             covered: 0,
+            pieces: 0,
             files: 0,
             bytes: 0,
             is_first: true,
@@ -193,7 +202,8 @@ impl ManifestReader {
         }
     }
 
-    /// Returns the image's id: the hash of the manifest, which has the hash of every byte of the image.
+    /// Returns the image's id: the hash of the manifest, which has the hash of every byte of the image. A
+    /// caller that gets the last record has read the manifest of this id.
     #[must_use]
     pub fn id(&self) -> Digest {
         self.id
@@ -218,6 +228,7 @@ impl ManifestReader {
                 let segment = self.segment(&segment);
                 let segment = segment.map_err(|found| self.damaged(start, "a segment of the file", found))?;
                 self.covered += u64::from(segment.length);
+                self.pieces += segment.chunks.len().max(1) as u64;
                 Ok(Some(ManifestRecord::Segment(segment)))
             }
             What::End(end) => self.conclude(start, &end),
@@ -243,9 +254,12 @@ impl ManifestReader {
         if length > MAX_FILE {
             return Err(self.damaged(start, format!("a length of at most {MAX_FILE}"), length.to_string()));
         }
+        if self.files == MAX_FILES {
+            return Err(self.damaged(start, format!("at most {MAX_FILES} files"), format!("{name:?}")));
+        }
         self.files += 1;
         self.bytes = self.bytes.saturating_add(length);
-        self.covered = 0;
+        (self.covered, self.pieces) = (0, 0);
         self.file = SealedFile { name, length, memory };
         Ok(ManifestRecord::File(self.file.clone()))
     }
@@ -258,9 +272,14 @@ impl ManifestReader {
             return Err(format!("{length} bytes, where {left} are left and {SEGMENT} are the most"));
         }
         let lengths = || raw.chunks.iter().copied().map(u64::from);
-        let fits = lengths().all(|chunk| (1..=CHUNK).contains(&chunk)) && raw.chunks.len() <= MAX_CHUNKS;
+        let fits = lengths().all(|chunk| (1..=CHUNK).contains(&chunk));
         if !raw.chunks.is_empty() && (!fits || lengths().sum::<u64>() != length) {
             return Err(format!("{} chunks that are not its {length} bytes", raw.chunks.len()));
+        }
+        let (pieces, most) = (self.pieces + raw.chunks.len().max(1) as u64, most_pieces(offset + length));
+        if pieces > most {
+            let bytes = offset + length;
+            return Err(format!("{pieces} chunks of the first {bytes} bytes, where {most} are the most"));
         }
         let (digests, rest) = raw.digests.as_chunks();
         if digests.len() != raw.chunks.len() || !rest.is_empty() {
@@ -296,6 +315,11 @@ impl ManifestReader {
                 format!("{} files of {} bytes, {left} bytes before the end", found.files, found.bytes);
             return Err(self.damaged(start, expected, found));
         }
+        let read = Digest(*self.read.finalize().as_bytes());
+        if read != self.id {
+            let expected = format!("the bytes whose hash is {}, as when it was opened", self.id);
+            return Err(self.damaged(0, expected, "other bytes, written meanwhile"));
+        }
         Ok(None)
     }
 
@@ -323,6 +347,7 @@ impl ManifestReader {
             return Err(self.damaged(self.offset, format!("{} bytes more", into.len()), "the end"));
         }
         self.input.read_exact(into).map_err(io("read", &self.path))?;
+        self.read.update(into);
         self.offset += into.len() as u64;
         Ok(())
     }

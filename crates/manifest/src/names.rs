@@ -10,8 +10,8 @@ pub const PARENT: &str = "parent";
 /// The name of the manifest in a directory that an image is being copied into: it has not all bytes yet.
 pub const PARTIAL_NAME: &str = "rewake-manifest.partial";
 
-/// The name of the recorded working set in an image directory. It is recorded after the image was sealed, and no
-/// manifest names it: it determines the order of a restore, and no bytes.
+/// The name of the recorded working set in an image directory. It is recorded after the image was sealed, and
+/// no manifest names it: it determines the order of a restore, and no bytes.
 pub const WORKING_SET_NAME: &str = "rewake-working-set.json";
 
 /// The most bytes of a working set.

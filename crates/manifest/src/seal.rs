@@ -21,11 +21,12 @@ use crate::error::{ManifestError, Result, io};
 use crate::format::{ManifestReader, ManifestWriter, SealedFile, SealedParent};
 use crate::names::{MANIFEST_NAME, PARTIAL_NAME};
 use crate::parallel::Workers;
-use crate::segment::{Cutter, MAX_FILE, SealedChunk, SealedSegment, SegmentExtent};
+use crate::segment::{Cutter, MAX_FILE, MAX_FILES, SealedChunk, SealedSegment, SegmentExtent};
 
 /// The manifest's name while it is written.
 const UNFINISHED: &str = "rewake-manifest.new";
-/// Hashes of chunks that are remembered to count duplicates: those of 2 TiB, in 32 MiB of memory.
+/// The number of chunk hashes that are remembered to count duplicates: the hashes of 2 TiB, in 32 MiB of
+/// memory.
 const MAX_REMEMBERED: usize = 1 << 20;
 
 /// What was sealed.
@@ -60,12 +61,21 @@ pub fn seal(directory: &Path) -> Result<SealReport> {
         return Err(ManifestError::AlreadySealed { directory: images.path().to_owned() });
     }
     let names = covered_files(&images)?;
+    check_number(images.path(), names.len() as u64)?;
     let sealed = write(&images, &names);
     if sealed.is_err() {
         // The first error is the one to report.
         let _ = unlinkat(images.as_fd(), UNFINISHED, UnlinkatFlags::NoRemoveDir);
     }
     sealed
+}
+
+/// Refuses more files than a reader of the manifest takes.
+fn check_number(directory: &Path, files: u64) -> Result<()> {
+    if files <= MAX_FILES {
+        return Ok(());
+    }
+    Err(ManifestError::TooManyFiles { directory: directory.to_owned(), files, limit: MAX_FILES })
 }
 
 /// Refuses a directory that an image is being copied into, also by a migration.
@@ -262,5 +272,18 @@ impl Sums {
     fn is_duplicate(&mut self, chunk: &SealedChunk) -> bool {
         let half = *chunk.digest.0.first_chunk().unwrap_or(&[0; 16]);
         if self.seen.len() == MAX_REMEMBERED { self.seen.contains(&half) } else { !self.seen.insert(half) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_that_no_reader_would_take_is_not_sealed() {
+        let check = |files| check_number(Path::new("/image"), files);
+        check(MAX_FILES).unwrap();
+        let refused = check(MAX_FILES + 1).unwrap_err();
+        assert!(matches!(refused, ManifestError::TooManyFiles { files: 1_048_577, .. }), "{refused}");
     }
 }

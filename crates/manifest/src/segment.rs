@@ -16,8 +16,12 @@ use rewake_image_io::{BLOCK, block_checksum};
 const BLOCK_BYTES: u64 = BLOCK as u64;
 /// The most bytes of a segment.
 pub(crate) const SEGMENT: u64 = 4 << 20;
-/// The most chunks of a segment: buffer objects of a few bytes would make a record of any length.
-pub(crate) const MAX_CHUNKS: usize = 4096;
+/// The fewest bytes of a chunk, except the first and the last one of a file: the header of a file of GPU
+/// memory is shorter, and what is left at the end may be. A reader of a manifest keeps some bytes for each
+/// chunk, so tiny chunks would let a short image fill the reader's memory.
+pub(crate) const MIN_CHUNK: u64 = 4 << 10;
+/// The most files of an image: CRIU makes some ten for each task.
+pub(crate) const MAX_FILES: u64 = 1 << 20;
 /// The longest file, in bytes: the most memory that one process can have is 16 TiB here.
 pub(crate) const MAX_FILE: u64 = 16 << 40;
 
@@ -186,9 +190,11 @@ impl<'a> Cutter<'a> {
         Self { at: 0, file_length, memory, starts }
     }
 
-    /// Returns the length of the chunk at `at`.
+    /// Returns the length of the chunk at `at`. A start that would make a chunk too short is passed over, so
+    /// that what begins there is in the chunk before.
     fn chunk(&mut self, at: u64) -> u64 {
-        let passed = self.starts.iter().take_while(|start| **start <= at).count();
+        let least = if at == 0 { 1 } else { MIN_CHUNK };
+        let passed = self.starts.iter().take_while(|start| **start < at + least).count();
         self.starts = &self.starts[passed..];
         let next = self.starts.first().copied().unwrap_or(u64::MAX);
         next.min(self.file_length).min(at + CHUNK) - at
@@ -205,7 +211,7 @@ impl Iterator for Cutter<'_> {
             file_length: self.file_length,
             memory: self.memory,
         };
-        while self.at < self.file_length && extent.chunks.len() < MAX_CHUNKS {
+        while self.at < self.file_length {
             let length = self.chunk(self.at);
             if self.at + length - extent.offset > SEGMENT {
                 break;
@@ -218,6 +224,11 @@ impl Iterator for Cutter<'_> {
     }
 }
 
+/// Returns how many chunks, and segments without chunks, the first `bytes` of a file may have.
+pub(crate) fn most_pieces(bytes: u64) -> u64 {
+    bytes / MIN_CHUNK + 2
+}
+
 /// Whether the file system has no bytes of this range. A range that it cannot say that of is read.
 fn is_hole(file: &File, start: u64, end: u64) -> io::Result<bool> {
     match lseek(file, start.cast_signed(), Whence::SeekData) {
@@ -228,7 +239,8 @@ fn is_hole(file: &File, start: u64, end: u64) -> io::Result<bool> {
     }
 }
 
-/// Whether all bytes are zero. A comparison of the bytes with themselves, one place on, runs at memory's speed.
+/// Whether all bytes are zero. A comparison of the bytes with themselves, one place on, runs at memory's
+/// speed.
 fn is_zero(bytes: &[u8]) -> bool {
     match bytes {
         [] => true,
@@ -266,14 +278,14 @@ mod tests {
         assert_eq!(lengths(0, &[]), [[0_u32; 0]; 0]);
         assert_eq!(lengths(5 << 20, &[]), [vec![two, two], vec![1 << 20]]);
         assert_eq!(lengths(5 << 20, &[8]), [vec![8, two], vec![two, (1 << 20) - 8]]);
-        assert_eq!(lengths(4096, &[0, 8, 8, 100, 4096, 9000]), [vec![8, 92, 3996]]);
+        assert_eq!(lengths(9000, &[0, 8, 8, 4104, 9000, 9999]), [vec![8, 4096, 4896]]);
     }
 
     #[test]
-    fn tiny_buffers_fill_a_segment_by_their_number() {
+    fn tiny_buffers_share_a_chunk_of_the_fewest_bytes() {
         let starts: Vec<u64> = (0..9000).collect();
-        let counts: Vec<usize> = Cutter::new(9000, true, &starts).map(|extent| extent.chunks.len()).collect();
-        assert_eq!(counts, [MAX_CHUNKS, MAX_CHUNKS, 9000 - 2 * MAX_CHUNKS]);
+        let chunks: Vec<u32> = Cutter::new(9000, true, &starts).flat_map(|extent| extent.chunks).collect();
+        assert_eq!(chunks, [1, 4096, 4096, 807]);
     }
 
     #[test]
@@ -338,13 +350,16 @@ mod tests {
         #[test]
         fn segments_tile_a_file_and_each_block_is_in_one(
             length in 0_u64..(20 << 20),
-            starts in proptest::collection::btree_set(0_u64..(20 << 20), 0..40),
+            starts in proptest::collection::btree_set(prop_oneof![0_u64..(20 << 20), 0_u64..9000], 0..40),
         ) {
             let starts: Vec<u64> = starts.into_iter().collect();
-            let (mut at, mut block) = (0, 0);
+            let (mut at, mut block, mut pieces) = (0, 0, 0);
             for extent in Cutter::new(length, true, &starts) {
                 prop_assert_eq!(extent.offset, at);
-                prop_assert!(extent.length() <= SEGMENT && extent.chunks.iter().all(|of| u64::from(*of) <= CHUNK));
+                prop_assert!(extent.length() <= SEGMENT);
+                prop_assert!(extent.chunks.iter().all(|of| u64::from(*of) <= CHUNK));
+                pieces += extent.chunks.len() as u64;
+                prop_assert!(pieces <= most_pieces(extent.end()));
                 prop_assert_eq!(extent.blocks().start, block);
                 at = extent.end();
                 block = extent.blocks().end;

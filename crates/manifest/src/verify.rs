@@ -33,8 +33,8 @@ pub struct VerifyReport {
     pub differences: u64,
 }
 
-/// Compares an image directory with its manifest, and gives each difference to `report`. A parent image is not
-/// read: only that it is the one that was sealed.
+/// Compares an image directory with its manifest, and gives each difference to `report`. A parent image is
+/// not read: only that it is the one that was sealed.
 ///
 /// # Errors
 /// The image is not sealed, or a partial copy; the manifest is damaged, or the directory cannot be read.
@@ -42,8 +42,8 @@ pub fn verify(directory: &Path, report: impl FnMut(&ImageDifference)) -> Result<
     compare(directory, true, report)
 }
 
-/// Compares the files of an image directory with its manifest by their names and lengths, and its link to a parent: no
-/// file but the manifest is read.
+/// Compares the files of an image directory with its manifest by their names and lengths, and its link to a
+/// parent: no file but the manifest is read.
 ///
 /// # Errors
 /// As for [`verify`].
@@ -156,7 +156,7 @@ struct VerifyJobs<'a> {
     /// The names of all files so far.
     sealed: BTreeSet<String>,
     has_parent: bool,
-    /// The file of the next segments; none if it cannot be read.
+    /// The file of the next segments, or `None` if it cannot be read.
     file: Option<Arc<(String, File)>>,
     /// Its sealed length.
     length: u64,
@@ -200,7 +200,7 @@ impl<'a> VerifyJobs<'a> {
         }
     }
 
-    /// The part of the file that a segment is about; none if the file ends before it, or is not read.
+    /// The part of the file that a segment is about, or `None` if the file ends before it, or is not read.
     fn part(&self, sealed: SealedSegment) -> Option<Part> {
         let extent = sealed.extent(self.length, self.memory);
         let file = self.file.clone().filter(|_| self.reads_files && extent.read_end() <= self.found)?;

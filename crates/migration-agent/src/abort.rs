@@ -8,10 +8,10 @@ use rewake_migration::record::SourceRecord;
 
 use crate::folder::{self, WrittenRecord};
 use crate::script;
-use crate::source_begin::start_of;
+use crate::start_time::start_of;
 
-/// Asks the agent that migrates a tree to end the migration. Returns whether the program runs here; false if it was
-/// given away.
+/// Asks the agent that migrates a tree to end the migration. Returns whether the program runs here; false if
+/// it was given away.
 ///
 /// # Errors
 /// No agent migrates it.

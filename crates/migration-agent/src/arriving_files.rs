@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files with GPU memory that a destination requests while the program runs there. At the source they are whole, and
-//! answered as pages of a [task](rewake_page_protocol::file_task). At the destination they have their length, and are
-//! listed for CRIU's plugin and the streamer ([`rewake_criu_images::ARRIVING_NAME`]).
+//! Files with GPU memory that a destination requests while the program runs there. At the source they are
+//! whole, and answered as pages of a [task](rewake_page_protocol::file_task). At the destination they have
+//! their length, and are listed for CRIU's plugin and the streamer ([`rewake_criu_images::ARRIVING_NAME`]).
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
@@ -29,7 +29,8 @@ const RESERVED_PIECE: i64 = 64 << 20;
 pub(crate) struct ArrivingFiles(Vec<(PathBuf, File)>);
 
 impl ArrivingFiles {
-    /// Opens those of an image. A later agent gives them the same numbers: those of the order of their names.
+    /// Opens the arriving files of an image. They are numbered in the order of their names, so a later agent
+    /// gives them the same numbers.
     pub(crate) fn open(images: &Path) -> anyhow::Result<Self> {
         let listing = || format!("listing {}", images.display());
         let mut paths = Vec::new();
@@ -76,8 +77,8 @@ impl ArrivingFiles {
     }
 }
 
-/// Makes a file of a destination's image that arrives later. The first one begins the list. A file that an earlier
-/// connection has made stays.
+/// Makes a file of a destination's image that arrives later. The first one begins the list. A file that an
+/// earlier connection has made stays.
 pub(crate) fn make(images: &Path, number: u32, len: u64, name: &str, head: &[u8]) -> anyhow::Result<()> {
     let path = place(images, name)?;
     ensure!(

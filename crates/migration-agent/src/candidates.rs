@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The blocks that a destination has stored: candidates, and bytes of the frozen program. They are in one file.
+//! The blocks that a destination has stored: candidates, and bytes of the frozen program. They are in one
+//! file.
 
 use std::fs::File;
 use std::ops::Range;
@@ -7,7 +8,8 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
+use rewake_image_io::block_checksum;
 use rewake_migration::blocks::{
     BLOCK, BLOCK_LEN, BlockDigest, BlockPlace, BlockSlot, DestinationBlocks, PageMask,
 };
@@ -24,6 +26,8 @@ static ZEROS: LazyLock<BlockDigest> = LazyLock::new(|| digest(&[0; BLOCK_LEN]));
 #[derive(Debug)]
 pub(crate) struct CandidateStore {
     file: File,
+    /// A checksum of each page that was written, because a disk may lose what was written to it.
+    checksums: Mutex<Vec<u64>>,
     /// Locked while the file is written.
     blocks: Mutex<DestinationBlocks>,
 }
@@ -33,7 +37,7 @@ impl CandidateStore {
         let path = folder.join("candidates");
         let file = File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(&path);
         let file = file.with_context(|| format!("making {}", path.display()))?;
-        Ok(Self { file, blocks: Mutex::default() })
+        Ok(Self { file, checksums: Mutex::default(), blocks: Mutex::default() })
     }
 
     /// Stores a candidate: the bytes of these pages, one after the other. Its other pages are zeros.
@@ -73,8 +77,8 @@ impl CandidateStore {
         (blocks.len(), blocks.pages())
     }
 
-    /// Compares a block with its digest after the freeze: its pages are those of the frozen program then. Returns false
-    /// if the block that is stored has another digest.
+    /// Compares a block with its digest after the freeze. If they match, the block's pages are the frozen
+    /// program's. Returns false if the block that is stored has another digest.
     pub(crate) fn confirm(&self, task: u32, run: PageRun, digest: BlockDigest) -> anyhow::Result<bool> {
         let (place, pages) = block_of(task, run.vaddr(), run.end());
         ensure!(pages.end - pages.start == run.pages(), "a digest for pages of more than one block");
@@ -94,13 +98,13 @@ impl CandidateStore {
         Ok(())
     }
 
-    /// Whether all pages of a run are those of the frozen program.
+    /// Whether all pages of a run are known to be the frozen program's.
     pub(crate) fn has(&self, task: u32, run: PageRun) -> bool {
         let blocks = self.blocks();
         pieces(task, run).all(|(place, pages)| blocks.resident(place, pages).is_some())
     }
 
-    /// Gives pages of a run, if all of them are those of the frozen program.
+    /// Returns the pages of a run, if all of them are known to be the frozen program's.
     pub(crate) fn resident(&self, task: u32, run: PageRun) -> anyhow::Result<Option<Vec<u8>>> {
         let mut bytes = Vec::new();
         for (place, pages) in pieces(task, run) {
@@ -120,13 +124,36 @@ impl CandidateStore {
                 let target = &mut bytes[(run.start - first) * PAGE_LEN..(run.end - first) * PAGE_LEN];
                 let offset = slot.number * BLOCK + (run.start * PAGE_LEN) as u64;
                 self.file.read_exact_at(target, offset).context("reading the candidates")?;
+                self.check(offset, target)?;
             }
         }
         Ok(bytes)
     }
 
     fn write(&self, bytes: &[u8], offset: u64) -> anyhow::Result<()> {
+        let first = usize::try_from(offset / PAGE)?;
+        let pages = bytes.chunks(PAGE_LEN);
+        {
+            let mut checksums = self.checksums.lock().unwrap_or_else(PoisonError::into_inner);
+            let end = checksums.len().max(first + pages.len());
+            checksums.resize(end, 0);
+            checksums[first..].iter_mut().zip(pages).for_each(|(of, page)| *of = block_checksum(page));
+        }
         self.file.write_all_at(bytes, offset).context("writing the candidates in the work directory")
+    }
+
+    /// Compares what was read with what was written.
+    fn check(&self, offset: u64, bytes: &[u8]) -> anyhow::Result<()> {
+        let first = usize::try_from(offset / PAGE)?;
+        let checksums = self.checksums.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pages = (first..).zip(bytes.chunks(PAGE_LEN));
+        let wrong = pages.find(|(number, page)| checksums.get(*number) != Some(&block_checksum(page)));
+        wrong.map_or(Ok(()), |(number, _)| {
+            bail!(
+                "the disk of the work directory has other bytes than were stored, in page {number} of \
+                 `candidates`: migrate again, with another work directory"
+            )
+        })
     }
 
     fn blocks(&self) -> MutexGuard<'_, DestinationBlocks> {
@@ -245,5 +272,27 @@ mod tests {
         assert!(store.confirm(3, run(0, 16), digest(&block)).unwrap());
         assert_eq!(store.resident(3, run(0, 16)).unwrap().unwrap(), block);
         assert_eq!(store.size(), (1, 2));
+    }
+
+    /// The disk loses what was written, or another program writes to the file.
+    #[test]
+    fn bytes_that_the_disk_has_lost_are_found() {
+        for keeps in [true, false] {
+            let folder = tempfile::tempdir().unwrap();
+            let store = CandidateStore::make(folder.path()).unwrap();
+            let bytes = [7; 3 * PAGE_LEN];
+            if keeps {
+                store.keep(3, 14 * PAGE, &bytes).unwrap();
+            } else {
+                let whole = [&[0; 14 * PAGE_LEN][..], &[7; 2 * PAGE_LEN]].concat();
+                store.candidate(3, 0, 0b11 << 14, &whole[14 * PAGE_LEN..]).unwrap();
+                assert!(store.confirm(3, run(14, 2), digest(&whole)).unwrap());
+            }
+            assert_eq!(store.resident(3, run(14, 2)).unwrap().unwrap(), bytes[..2 * PAGE_LEN]);
+            let disk = File::options().write(true).open(folder.path().join("candidates")).unwrap();
+            disk.write_all_at(&[0; PAGE_LEN], 15 * PAGE).unwrap();
+            let error = store.resident(3, run(14, 2)).unwrap_err().to_string();
+            assert!(error.contains("other bytes than were stored, in page 15"), "{error}");
+        }
     }
 }

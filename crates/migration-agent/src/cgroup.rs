@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 use crate::frame::new_name;
 use crate::text_path::TextPath;
 
-/// A flag in field 9 of `/proc/PID/stat`, proc(5), as Linux's sched.h names it: the process is ending, or has ended.
+/// A flag in field 9 of `/proc/PID/stat`, proc(5), as Linux's sched.h names it: the process is ending, or has
+/// ended.
 const PF_EXITING: u32 = 0x4;
 /// Tasks of a tree at most.
 const MAX_TASKS: usize = 4096;
@@ -33,7 +34,9 @@ const CHANGE_LIMIT: Duration = Duration::from_secs(10);
 const MAX_GROUPS: usize = 10;
 /// How the names of groups of restored trees begin.
 const RESTORED: &str = "rewake-destination";
-const POLL: Duration = Duration::from_millis(1);
+/// Pause between two looks at a group, whose processes freeze or end within milliseconds. A look reads a few
+/// files.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A group of version 2 that has the tasks of one tree, and no other process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,8 +47,8 @@ pub(crate) struct TreeCgroup {
 }
 
 impl TreeCgroup {
-    /// Finds the group that a tree has for itself; otherwise makes one below the tree's group, whose limits stay in
-    /// force.
+    /// Finds the group that a tree has for itself; otherwise makes one below the tree's group, whose limits
+    /// stay in force.
     ///
     /// # Errors
     /// The tree is spread over groups that have other processes, too, or there are no groups of version 2.
@@ -62,7 +65,7 @@ impl TreeCgroup {
         filled.map(|()| made)
     }
 
-    /// The group that a tree has for itself; none if one is to be made. Nothing is changed.
+    /// The group that a tree has for itself, or `None` if one is to be made. Nothing is changed.
     ///
     /// # Errors
     /// As [`TreeCgroup::of_tree`].
@@ -121,7 +124,8 @@ impl TreeCgroup {
                 let Ok(group) = group_of(task) else { continue };
                 ensure!(
                     group == parent || !lives(task),
-                    "process {task} of the tree is in cgroup /{}, its root in /{}: move the tree into one cgroup",
+                    "process {task} of the tree is in cgroup /{}, its root in /{}: move the tree into one \
+                     cgroup",
                     group.display(),
                     parent.display()
                 );
@@ -209,13 +213,14 @@ impl TreeCgroup {
         Ok(())
     }
 
-    /// Lets the tasks run. A group that was removed has none.
+    /// Lets the tasks run. A group that was removed has none, and CRIU's script may remove the group at the
+    /// same time.
     pub(crate) fn thaw(&self) -> anyhow::Result<()> {
-        if self.is_removed() { Ok(()) } else { self.write("cgroup.freeze", "0") }
+        self.write("cgroup.freeze", "0").or_else(|error| if self.is_removed() { Ok(()) } else { Err(error) })
     }
 
-    /// Kills every process, frozen or not, and returns when the group has none. There is no limit: what keeps missing
-    /// memory, or says that the tree must not run, must stay until then.
+    /// Kills every process, frozen or not, and returns when the group has none. There is no limit: what keeps
+    /// missing memory, or says that the tree must not run, must stay until then.
     pub(crate) fn kill(&self) {
         loop {
             let start = Instant::now();
@@ -252,7 +257,8 @@ impl TreeCgroup {
         Ok(())
     }
 
-    /// Whether the group does not exist, so that it has no process. A file system that is not mounted says nothing.
+    /// Whether the group does not exist, so that it has no process. A file system that is not mounted says
+    /// nothing.
     fn is_removed(&self) -> bool {
         let is_group = |path: &Path| path.join("cgroup.procs").exists();
         !self.path.exists() && self.path.ancestors().skip(1).any(is_group)
@@ -274,7 +280,7 @@ impl TreeCgroup {
                 Err(error) if error.kind() == ErrorKind::NotFound => return,
                 Err(error) => reason = reason.or(Some(error)),
             }
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
         let (path, tasks) = (self.path.display(), members(&self.path).unwrap_or_default());
         let reason = reason.map_or_else(|| "unknown".to_owned(), |error| error.to_string());
@@ -295,7 +301,7 @@ impl TreeCgroup {
             }
             let limit = CHANGE_LIMIT.as_secs();
             ensure!(start.elapsed() < CHANGE_LIMIT, "{}: not {event:?} within {limit} s", path.display());
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
     }
 }
@@ -310,14 +316,15 @@ pub(crate) fn tree(root: i32) -> anyhow::Result<BTreeSet<i32>> {
     Ok(tasks.into_iter().collect())
 }
 
-/// Whether a process exists, and is not ending. The kernel moves none that is ending, and its group may not list it,
-/// though it needs milliseconds to return its memory.
+/// Whether a process exists, and is not ending. The kernel moves none that is ending, and its group may not
+/// list it, though it needs milliseconds to return its memory.
 pub(crate) fn lives(pid: i32) -> bool {
     let flags = proc::stat(pid).ok().and_then(|fields| fields.get(6)?.parse::<u32>().ok());
     flags.is_some_and(|flags| flags & PF_EXITING == 0)
 }
 
-/// What this process's group and each one above it permit in addition, in bytes. One without a limit is left out.
+/// What this process's group and each one above it permit in addition, in bytes. One without a limit is left
+/// out.
 pub(crate) fn free_memory() -> anyhow::Result<Vec<(PathBuf, u64)>> {
     let group = group_of(std::process::id().cast_signed())?;
     let mount = mount()?;
@@ -430,7 +437,7 @@ mod tests {
         let mut forks = Command::new("python3").args(["-c", script]).spawn().unwrap();
         let root = forks.id().cast_signed();
         let has_children = |_| {
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
             !proc::children(root).is_empty()
         };
         assert!((0..10_000).any(has_children));
@@ -468,11 +475,11 @@ mod tests {
         sleeper.kill().unwrap();
         // Ended, and not collected.
         while lives(root) {
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
         let children = || proc::children(shell);
         while children().is_empty() {
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
         let child = children()[0];
         let parent = group.path.parent().unwrap().join("cgroup.procs");

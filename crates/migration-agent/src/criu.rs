@@ -16,14 +16,15 @@ use anyhow::{Context as _, ensure};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_process::names::printable;
+use rewake_process::criu;
 use serde::{Deserialize, Serialize};
 
 /// Error lines of a log that are shown.
 const SHOWN: usize = 4;
-/// Time between two log lines of a wait.
-const REPORT_PAUSE: Duration = Duration::from_secs(10);
-const POLL: Duration = Duration::from_millis(2);
+/// Time between two log lines of a wait, so that a user sees that it lasts and a log stays short.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+/// Pause between two looks at CRIU. The program may be frozen then, so that a longer pause would be downtime.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Which CRIU, and options of the user's for it.
 #[derive(Debug, Clone)]
@@ -60,7 +61,7 @@ impl CriuChoice {
     pub(crate) fn release(&self) -> anyhow::Result<CriuRelease> {
         let program = self.program.display();
         let output = Command::new(&self.program).arg("--version").stdin(Stdio::null()).output();
-        let output = output.with_context(|| format!("starting {program} (name it with --criu)"))?;
+        let output = output.with_context(|| criu::starting(&self.program))?;
         let text = String::from_utf8_lossy(&output.stdout);
         ensure!(output.status.success(), "{program} --version: {}", output.status);
         CriuRelease::parse(&text).with_context(|| format!("{program} --version shows no version"))
@@ -73,12 +74,8 @@ impl CriuChoice {
 
     /// A command with its images and its log in these folders.
     pub(crate) fn command(&self, act: &str, images: &Path, work: &Path) -> Command {
-        let mut command = Command::new(&self.program);
-        command.arg(act).arg("-D").arg(images).arg("-W").arg(work).args(["-o", &format!("{act}.log")]);
-        if let Some(folder) = &self.plugins {
-            command.arg("--libdir").arg(folder);
-        }
-        command
+        let log = format!("{act}.log");
+        criu::command(&self.program, act, &[], [images, work], Some(log.as_ref()), self.plugins.as_deref())
     }
 }
 
@@ -92,14 +89,14 @@ pub(crate) struct RunningCriu {
 }
 
 impl RunningCriu {
-    /// Starts a command, whose log is in `work`. It leaves the terminal's process group: Ctrl-C is for the agent.
+    /// Starts a command, whose log is in `work`. It leaves the terminal's process group: Ctrl-C is for the
+    /// agent.
     pub(crate) fn start(command: &mut Command, act: &'static str, work: &Path) -> anyhow::Result<Self> {
         let (log, words) = (work.join(format!("{act}.log")), work.join(format!("{act}.stderr")));
         let stderr = File::create(&words).with_context(|| format!("making {}", words.display()))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).process_group(0);
-        let program = command.get_program().to_owned();
-        let child = command.spawn();
-        let child = child.with_context(|| format!("starting {} (name it with --criu)", program.display()))?;
+        let program = PathBuf::from(command.get_program());
+        let child = command.spawn().with_context(|| criu::starting(&program))?;
         Ok(Self { child, act, logs: [log, words] })
     }
 
@@ -120,7 +117,7 @@ impl RunningCriu {
                 self.kill();
                 return;
             }
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
     }
 
@@ -129,7 +126,7 @@ impl RunningCriu {
         let mut reports = CriuReports::new(what);
         while matches!(self.ended(), Ok(None)) {
             reports.look();
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
     }
 
@@ -150,21 +147,11 @@ impl RunningCriu {
     pub(crate) fn failure(&self, status: ExitStatus) -> String {
         let texts = self.logs.each_ref().map(|log| fs::read(log).unwrap_or_default());
         let text = String::from_utf8_lossy(&texts.concat()).into_owned();
-        format!("{} failed ({status}): {}", self.act, last_errors(&text))
-    }
-}
-
-/// The last errors of a log, or else its last lines.
-fn last_errors(log: &str) -> String {
-    let mut lines: Vec<&str> =
-        log.lines().filter(|line| line.contains("Error") || line.contains("ERROR")).collect();
-    if lines.is_empty() {
-        lines = log.lines().filter(|line| !line.trim().is_empty()).collect();
-    }
-    match &lines[lines.len().saturating_sub(SHOWN)..] {
-        [] => "it has logged nothing".to_owned(),
-        // A log has names of the program's.
-        last => printable(last.join("; ").as_bytes()),
+        let last = match criu::error_or_last_lines(&text, SHOWN) {
+            lines if lines.is_empty() => "it has logged nothing".to_owned(),
+            lines => lines.join("; "),
+        };
+        format!("{} failed ({status}): {last}", self.act)
     }
 }
 
@@ -178,7 +165,7 @@ pub(crate) struct CriuReports {
 
 impl CriuReports {
     pub(crate) fn new(what: &'static str) -> Self {
-        Self { what, start: Instant::now(), next: REPORT_PAUSE }
+        Self { what, start: Instant::now(), next: REPORT_INTERVAL }
     }
 
     /// Logs a line when one is due.
@@ -186,7 +173,7 @@ impl CriuReports {
         let elapsed = self.start.elapsed();
         if elapsed >= self.next {
             tracing::warn!("{}, for {} s now", self.what, elapsed.as_secs());
-            self.next += REPORT_PAUSE;
+            self.next += REPORT_INTERVAL;
         }
     }
 }
@@ -202,14 +189,6 @@ pub(crate) fn page_socket() -> anyhow::Result<(UnixStream, UnixStream, String)> 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_failure_has_the_last_errors_or_the_last_lines() {
-        assert_eq!(last_errors("a\nError (x): one\nb\n"), "Error (x): one");
-        assert_eq!(last_errors("1\n2\n3\n\n4\n5\n"), "2; 3; 4; 5");
-        assert_eq!(last_errors("Error (x): a\u{1b}[2Jb"), "Error (x): a\\u{1b}[2Jb");
-        assert_eq!(last_errors(""), "it has logged nothing");
-    }
 
     #[test]
     fn a_failed_shell_says_why() {

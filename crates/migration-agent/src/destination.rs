@@ -36,15 +36,14 @@ use crate::lost_limit::{GIVE_UP_LIMIT, LOST_LIMIT, lost_limit};
 use crate::page_client::{ClientProcess, PageClient};
 use crate::relay::PageRelay;
 use crate::script::{self, AgentCall, CriuMoment, WaitingScript};
+use crate::source::LOOK_INTERVAL;
 use crate::strangers::Strangers;
+use crate::waiting_dump::CRIU_LIMIT;
 
 /// Time that the lazy-pages client has to listen, or to end.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
-/// Time that CRIU has to end once its tasks are killed.
-const CRIU_LIMIT: Duration = Duration::from_secs(10);
-const POLL: Duration = Duration::from_millis(1);
-/// Time between two looks at children and limits.
-const TICK: Duration = Duration::from_millis(20);
+/// Pause between two looks whether the lazy-pages client listens, which takes milliseconds.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// What a migration came to.
 #[derive(Debug)]
@@ -53,7 +52,7 @@ pub struct DestinationReport {
     pub outcome: DestinationOutcome,
 }
 
-/// Takes one program, of a source that is admitted. With `gpu_on_demand` its GPU memory arrives while it runs.
+/// Takes one program from an admitted source. With `gpu_on_demand` its GPU memory arrives while it runs.
 ///
 /// `aborts` receives the user's wish to end the migration.
 ///
@@ -187,8 +186,8 @@ impl DestinationAgent<'_> {
         DestinationReport { outcome }
     }
 
-    /// Ends what the program had here, and answers a source that may have given GRANT until it confirms that. False:
-    /// it may not have the answer.
+    /// Ends what the program had here, and answers a source that may have given GRANT until it confirms that.
+    /// False: it may not have the answer.
     fn answer_source(&mut self) -> bool {
         self.entry.cgroup.release();
         self.folder.remove_images();
@@ -211,7 +210,7 @@ impl DestinationAgent<'_> {
     }
 
     fn take_event(&mut self) {
-        match self.events.recv_timeout(TICK) {
+        match self.events.recv_timeout(LOOK_INTERVAL) {
             Ok(event) => self.handle(event),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
         }
@@ -343,7 +342,8 @@ impl DestinationAgent<'_> {
         }
     }
 
-    /// Compares in another thread: a file system may not answer, and an abort can end the migration meanwhile.
+    /// Compares in another thread: a file system may not answer, and an abort can end the migration
+    /// meanwhile.
     fn compare(&mut self, offer: String) {
         self.lost_limit = lost_limit(&offer);
         let (criu, sender) = (self.criu.clone(), self.sender.clone());
@@ -380,7 +380,8 @@ impl DestinationAgent<'_> {
         self.write(DestinationEntry { restore: process, ..self.entry.clone() }).map_err(anyhow::Error::msg)
     }
 
-    /// Reserves the space of files that arrive later, in another thread: that can take longer than a connection waits.
+    /// Reserves the space of files that arrive later, in another thread: that can take longer than a
+    /// connection waits.
     fn reserve(&mut self) {
         self.is_reserving = true;
         let (images, sender) = (self.folder.images(), self.sender.clone());
@@ -409,7 +410,7 @@ impl DestinationAgent<'_> {
                 bail!("{}", client.failure(status));
             }
             ensure!(start.elapsed() < CLIENT_LIMIT, "lazy-pages does not listen");
-            sleep(POLL);
+            sleep(POLL_INTERVAL);
         }
         let process = Some(ClientProcess::of(client.pid())?);
         self.client = Some(PageClient::Started(client));

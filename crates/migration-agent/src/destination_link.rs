@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Connections of a destination: the newest of the source's is used, others get an answer.
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,8 +27,9 @@ use crate::strangers::Strangers;
 
 /// Time that a connection has for its greeting.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
-/// Time after a connection that could not be accepted.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Pause after a connection that could not be accepted, because descriptors or memory are then used up for a
+/// moment.
+pub(crate) const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What an agent is waiting for.
 pub(crate) enum DestinationEvent {
@@ -54,8 +55,8 @@ pub(crate) struct ConnectionState {
     /// Migrations of agents that were killed.
     pub(crate) earlier: Mutex<Vec<EarlierMigration>>,
     pub(crate) strangers: Strangers,
-    /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is handled
-    /// after it.
+    /// The number of the newest connection. Locked while a frame is handled: none of an earlier connection is
+    /// handled after it.
     pub(crate) newest: Mutex<usize>,
     pub(crate) images: PathBuf,
     /// For comparisons.
@@ -111,19 +112,18 @@ pub(crate) fn accept(
     state: &Arc<ConnectionState>,
     sender: &SyncSender<DestinationEvent>,
 ) {
-    for stream in listener.incoming() {
-        let Ok(stream) = stream else {
-            sleep(ACCEPT_PAUSE);
+    loop {
+        let Ok((stream, peer)) = listener.accept() else {
+            sleep(ACCEPT_INTERVAL);
             continue;
         };
-        let Ok(stranger) = state.strangers.add(&stream) else { continue };
+        let Ok(stranger) = state.strangers.add(&stream, peer.ip()) else { continue };
         let (state, sender) = (Arc::clone(state), sender.clone());
         thread::spawn(move || {
-            let peer = stream
-                .peer_addr()
-                .map_or_else(|_| "a client".to_owned(), |peer: SocketAddr| peer.to_string());
-            if let Err(error) = connection(stream, stranger, &state, &sender) {
-                tracing::warn!("{peer}: {error:#}");
+            if let Err(error) = connection(stream, stranger, &state, &sender)
+                && let Some(line) = state.strangers.refusals.line(|| format!("{peer}: {error:#}"))
+            {
+                tracing::warn!("{line}");
             }
         });
     }
@@ -152,7 +152,8 @@ fn connection(
     ended
 }
 
-/// Admits a connection to the migration. None: it was a dry run, or of an earlier migration, and has its answer.
+/// Admits a connection to the migration. None: it was a dry run, or of an earlier migration, and has its
+/// answer.
 fn admit(socket: TcpStream, state: &ConnectionState) -> anyhow::Result<Option<PeerStream>> {
     set_limits(&socket)?;
     let (mut stream, _) = state.admission.admit(socket)?;
@@ -226,7 +227,6 @@ fn read_frames(
                 taken.and_then(|()| state.store.candidate(pid, vaddr, pages, &bytes))
             }
             Frame::RoundEnd(round) => writer.send(&Frame::RoundStored(round)),
-            Frame::Probe(_) => Ok(()),
             Frame::PagesLost(reason) => Err(anyhow::anyhow!("the source: {reason}")),
             Frame::Destination(_) | Frame::PageRequest { .. } | Frame::RoundStored(_) => {
                 bail!("the source sent a frame of a destination")

@@ -74,8 +74,8 @@ impl DestinationPlace {
     }
 
     /// Takes the place of an agent that was killed after RELEASE, whose program still runs, and is served or
-    /// has all its memory; none if none exists. All memory that is missing is at the source: its candidates
-    /// are forgotten.
+    /// has all its memory, or `None` if none exists. All memory that is missing is at the source: its
+    /// candidates are forgotten.
     pub(crate) fn left() -> anyhow::Result<Option<Self>> {
         for name in folder::destinations() {
             // Another agent uses it.

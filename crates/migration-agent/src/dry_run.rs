@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake migrate --dry-run`: both hosts compare, and touch nothing. The destination stays free for a migration.
+//! `rewake migrate --dry-run`: both hosts compare, and touch nothing. The destination stays free for a
+//! migration.
 
 use std::time::Duration;
 
@@ -14,15 +15,14 @@ use crate::file_look::FILES_LIMIT;
 use crate::frame::{Frame, FrameWriter, MigrationId};
 use crate::host::HostOffer;
 use crate::peer::DestinationPeer;
-use crate::source::SourceOptions;
-use crate::source_begin;
 use crate::source_link;
+use crate::source_options::SourceOptions;
 
 /// The id in the greeting of a connection that belongs to no migration.
 pub(crate) const DRY_RUN: MigrationId = [0; 16];
 /// Time that a peer has for each frame, also for its answer to an offer.
 const ANSWER_LIMIT: Duration = FILES_LIMIT.saturating_add(Duration::from_secs(10));
-/// Frames of a source at most: Hello, an offer, and its end.
+/// The most frames of a source: Hello, an offer, and its end.
 const MAX_FRAMES: usize = 3;
 
 /// Compares both hosts for a tree. Returns what a migration would be refused for.
@@ -31,7 +31,7 @@ const MAX_FRAMES: usize = 3;
 /// The options are wrong, the tree does not exist, or the destination cannot be asked.
 pub fn compare(options: &SourceOptions) -> anyhow::Result<Vec<String>> {
     let mut peer = DestinationPeer::of(options)?;
-    source_begin::start_of(options.tree)?;
+    crate::start_time::start_of(options.tree)?;
     let mut refusals = Vec::new();
     if let Err(error) = TreeCgroup::find(options.tree) {
         refusals.push(format!("{error:#}"));
@@ -72,7 +72,7 @@ fn ask(mut stream: PeerStream, writer: &FrameWriter, offer: String) -> anyhow::R
 pub(crate) fn answer(mut stream: PeerStream, criu: &CriuChoice, is_taken: bool) -> anyhow::Result<()> {
     stream.socket().set_read_timeout(Some(ANSWER_LIMIT))?;
     let writer = FrameWriter::new(stream.clone());
-    // A machine that is thrown away: its outputs beside messages are not carried out.
+    // A machine that is thrown away. Of its outputs, only messages are carried out.
     let mut machine = MigrationDestination::new();
     for _ in 0..=MAX_FRAMES {
         let Some(frame) = Frame::read(&mut stream)? else { return Ok(()) };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Migrations to this host whose agents were killed, or whose sources were not reached: their programs are ended, and
-//! their sources get an answer.
+//! Migrations to this host whose agents were killed, or whose sources were not reached: their programs are
+//! ended, and their sources get an answer.
 
 use std::fs;
 use std::time::Duration;
@@ -13,9 +13,10 @@ use rewake_peer_stream::PeerStream;
 use crate::folder::{self, DestinationEntry, MigrationFolder, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MigrationId};
 use crate::peer::CertificateDigest;
+use crate::source;
 
 /// Time after which no source is expected to ask for its program: twice as long as one waits for an answer.
-const SOURCE_LIMIT: Duration = Duration::from_secs(600);
+const SOURCE_LIMIT: Duration = source::GIVE_UP_LIMIT.saturating_mul(2);
 
 /// A migration whose source may still ask for its program.
 #[derive(Debug)]
@@ -28,7 +29,8 @@ pub(crate) struct EarlierMigration {
 }
 
 impl EarlierMigration {
-    /// Ends what agents that were killed have left. Programs that ran here lack memory that no process loads any more.
+    /// Ends what agents that were killed have left. Programs that ran here lack memory that no process loads
+    /// any more.
     pub(crate) fn end_all() -> Vec<Self> {
         folder::destinations().into_iter().filter_map(|name| Self::end(&name)).collect()
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Digests of files, for so long at most.
 //!
-//! A peer may name any path. So only a regular file is opened, on a file system that just keeps files: reading one of
-//! `/proc` may wait for ever, or take what another program waits for.
+//! A peer may name any path. So only a regular file is opened, on a file system that just keeps files:
+//! reading one of `/proc` may wait for ever, or take what another program waits for.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -65,8 +65,8 @@ impl FileHasher {
         Self { deadline: Instant::now() + limit, piece: vec![0; PIECE] }
     }
 
-    /// The digest of a file's first `size` bytes; none if the time has passed, or if its file system is not one of
-    /// [`HASHED`].
+    /// The digest of a file's first `size` bytes, or `None` if the time has passed, or if its file system is
+    /// not one of [`HASHED`].
     ///
     /// # Errors
     /// The file cannot be read.

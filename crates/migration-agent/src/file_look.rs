@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Looks at a program's files, in threads. A file system that does not answer holds such a thread, and no agent.
+//! Looks at a program's files, in threads. A file system that does not answer holds such a thread, and no
+//! agent.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};

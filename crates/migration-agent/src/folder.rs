@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The folder of one migration on one host, below `/run/rewake/migrations`: its record, the image, and the socket
-//! of CRIU's action script. It lives as long as the host runs, as the tree does.
+//! The folder of one migration on one host, below `/run/rewake/migrations`: its record, the image, and the
+//! socket of CRIU's action script. It lives as long as the host runs, as the tree does.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -20,7 +20,8 @@ use crate::frame::MigrationId;
 use crate::page_client::ClientProcess;
 use crate::peer::CertificateDigest;
 
-/// Where a destination's CRIU works: on a disk, because it has the candidates and the cache file of all lazy pages.
+/// Where a destination's CRIU works: on a disk, because it has the candidates and the cache file of all lazy
+/// pages.
 pub(crate) const WORK: &str = "/var/tmp";
 const MIGRATIONS: &str = "/run/rewake/migrations";
 /// How the names of folders of destinations begin.
@@ -61,7 +62,6 @@ pub(crate) struct DestinationEntry {
     /// CRIU's restore, once it is started.
     pub(crate) restore: Option<ClientProcess>,
     /// The program does not run here, and nothing of it is left: its source may ask for it.
-    #[serde(default)]
     pub(crate) has_ended: bool,
     pub(crate) cgroup: TreeCgroup,
 }
@@ -160,8 +160,8 @@ pub(crate) fn work(name: &str) -> PathBuf {
     Path::new(WORK).join(format!("rewake-{name}"))
 }
 
-/// Removes what agents that were killed have left: of sources whose trees do not exist any more, and of agents that had
-/// no record yet.
+/// Removes what agents that were killed have left: of sources whose trees do not exist any more, and of
+/// agents that had no record yet.
 pub(crate) fn remove_leftovers() {
     remove_leftovers_in(Path::new(MIGRATIONS));
 }
@@ -204,7 +204,7 @@ pub(crate) fn destinations() -> Vec<String> {
     names.filter(|name| name.starts_with(DESTINATION)).collect()
 }
 
-/// Takes the folder of a destination whose agent was killed; none if it has an agent.
+/// Takes the folder of a destination whose agent was killed, or `None` if it has an agent.
 pub(crate) fn left_destination(name: &str) -> Option<(MigrationFolder, DestinationEntry)> {
     let path = path(name);
     // An agent writes its first record when it has the lock.
@@ -233,7 +233,7 @@ pub(crate) fn socket(folder: &Path) -> PathBuf {
     folder.join("agent.sock")
 }
 
-/// Reads the record of a folder; none if no record was written, or the migration has ended.
+/// Reads the record of a folder, or `None` if no record was written, or the migration has ended.
 pub(crate) fn read_record(folder: &Path) -> anyhow::Result<Option<WrittenRecord>> {
     let path = folder.join(RECORD);
     match fs::read(&path) {

@@ -27,7 +27,7 @@ const MAX_BODY: usize = (4 << 20) + (4 << 10);
 /// Bytes of a file in one frame.
 pub(crate) const FILE_PIECE: usize = 1 << 20;
 const PAGE: usize = 4096;
-/// Pages of zeros in one part at most: as many as one answer has.
+/// The most pages of zeros in one part, which is as many as one answer has.
 const MAX_ZEROS: u64 = 1024;
 /// How a refusal of TLS begins. No message of an agent is as long as these bytes would say.
 const TLS_ALERT: [u8; 5] = [0x15, 3, 3, 0, 2];
@@ -35,7 +35,7 @@ const TLS_ALERT: [u8; 5] = [0x15, 3, 3, 0, 2];
 /// Time without room for a byte after which the connection is lost: the peer does not read.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
 
-/// Events that wait for an agent at most: then its connections and scripts wait.
+/// The most events that wait for an agent. When there are more, its connections and scripts wait.
 pub(crate) const MAX_EVENTS: usize = 64;
 
 /// Names a migration on every connection of it.
@@ -106,15 +106,13 @@ pub(crate) enum Frame {
     RoundEnd(u32),
     /// All candidates of a round are stored.
     RoundStored(u32),
-    /// Bytes that measure the link.
-    Probe(Vec<u8>),
 }
 
 /// Pages of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum PagePart {
     Bytes(Vec<u8>),
-    /// So many pages of zeros.
+    /// This number of pages of zeros.
     Zeros(u64),
     /// Pages of one block, which has this digest: that of the candidate that was sent last.
     Unchanged {
@@ -191,8 +189,7 @@ mod kind {
     pub(super) const CANDIDATE: u8 = 7;
     pub(super) const ROUND_END: u8 = 8;
     pub(super) const ROUND_STORED: u8 = 9;
-    pub(super) const PROBE: u8 = 10;
-    pub(super) const ARRIVING_FILE: u8 = 11;
+    pub(super) const ARRIVING_FILE: u8 = 10;
 }
 
 mod part {
@@ -230,7 +227,6 @@ impl Frame {
             }
             Self::RoundEnd(round) => (kind::ROUND_END, round.to_le_bytes().to_vec()),
             Self::RoundStored(round) => (kind::ROUND_STORED, round.to_le_bytes().to_vec()),
-            Self::Probe(bytes) => (kind::PROBE, bytes.clone()),
         };
         ensure!(body.len() <= MAX_BODY, "a frame of {} bytes: expected at most {MAX_BODY}", body.len());
         let len = u32::try_from(body.len())?;
@@ -301,8 +297,7 @@ impl Frame {
             }
             kind::ROUND_END => Self::RoundEnd(u32::from_le_bytes(take(&mut rest)?)),
             kind::ROUND_STORED => Self::RoundStored(u32::from_le_bytes(take(&mut rest)?)),
-            kind::PROBE => Self::Probe(body.to_vec()),
-            _ => bail!("a frame of kind {kind}: expected 1 to 11; is the peer a Rewake of another version?"),
+            _ => bail!("a frame of kind {kind}: expected 1 to 10; is the peer a Rewake of another version?"),
         })
     }
 }
@@ -418,7 +413,6 @@ mod tests {
             Frame::Candidate { pid: 9, vaddr: 0x10000, pages: 0x81, bytes: vec![1; 2 * PAGE] },
             Frame::RoundEnd(3),
             Frame::RoundStored(3),
-            Frame::Probe(vec![0; 9]),
         ];
         let bytes: Vec<u8> = frames.iter().flat_map(|frame| frame.encode().unwrap()).collect();
         let mut stream = &bytes[..];
@@ -437,7 +431,7 @@ mod tests {
         refused(&[0xff, 0xff, 0xff, 0xff, 1], "expected at most");
         refused(&[1, 0, 0, 0, 99, 0], "of kind 99");
         refused(&[3, 0, 0, 0, 3, 9, 0, b'x'], "its name is cut off");
-        refused(&[&[15, 0, 0, 0, 11][..], &[0; 12], &[9, 0, b'x']].concat(), "its name is cut off");
+        refused(&[&[15, 0, 0, 0, 10][..], &[0; 12], &[9, 0, b'x']].concat(), "its name is cut off");
         refused(&[&[12, 0, 0, 0, 5][..], &[0; 12]].concat(), "an answer without pages");
         refused(&[&[22, 0, 0, 0, 5][..], &[0; 12], &[1], &[0; 9]].concat(), "1 pages in 1 bytes");
         refused(&[&[21, 0, 0, 0, 5][..], &[0; 12], &[17, 0, 0, 0, 0, 0, 0, 0, 1]].concat(), "of one block");

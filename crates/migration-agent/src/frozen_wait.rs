@@ -22,7 +22,8 @@ pub(crate) struct FrozenWait {
 }
 
 impl FrozenWait {
-    /// Begins when the tree is frozen. So many bytes must be sent before GRANT, beside those that were sent `before`.
+    /// Begins when the tree is frozen. `bytes` bytes must be sent before GRANT, in addition to the ones that
+    /// were sent `before`.
     pub(crate) fn begin(bytes: u64, before: u64) -> Self {
         let now = Instant::now();
         Self { since: now, bytes, sent: before, sent_at: now, before }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the hosts compare before the program is touched: what it has here, and what the destination must have.
+//! What the hosts compare before the program is touched: what it has here, and what the destination must
+//! have.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,7 +21,7 @@ use crate::file_look::looked_at;
 use crate::program_files::{MAX_HASHED, ProgramFiles};
 use crate::room::{self, HugePages, TreeSize};
 use crate::sockets::{self, TreeSocket};
-use crate::source::SourceOptions;
+use crate::source_options::SourceOptions;
 use crate::text_path::TextPath;
 
 /// Names that a refusal shows.
@@ -41,7 +42,6 @@ pub(crate) struct HostOffer {
     /// Device files of GPUs that the tree has open.
     gpus: BTreeSet<TextPath>,
     /// Numbers of terminals whose other end the tree has (`/dev/pts/NUMBER`).
-    #[serde(default)]
     terminals: BTreeSet<u32>,
     /// What the destination must be able to bind: none of a tree that has its own network.
     sockets: BTreeSet<TreeSocket>,
@@ -50,15 +50,11 @@ pub(crate) struct HostOffer {
     connected: BTreeSet<SocketAddr>,
     pub(crate) size: TreeSize,
     /// What CRIU maps at the destination, which restores lazily always.
-    #[serde(default)]
     mappings: LazyMappings,
     /// Whether a process is in a user namespace of its own.
-    #[serde(default)]
     has_users: bool,
-    #[serde(default)]
     huge_pages: HugePages,
     /// Seconds without a connection that the source accepts before GRANT.
-    #[serde(default)]
     pub(crate) give_up_after: u64,
 }
 
@@ -99,8 +95,8 @@ impl HostOffer {
         let left_out = offer.files.hash(&mut FileHasher::new(HASH_LIMIT));
         if !left_out.is_empty() {
             tracing::warn!(
-                "executables and libraries are compared by their size alone, because {} MiB in {} s are hashed at \
-                 most, of disks, NFS and tmpfs: {}",
+                "executables and libraries are compared by their size alone, because {} MiB in {} s are \
+                 hashed at most, of disks, NFS and tmpfs: {}",
                 MAX_HASHED >> 20,
                 HASH_LIMIT.as_secs(),
                 shown(&left_out)
@@ -149,14 +145,16 @@ impl HostOffer {
     pub(crate) fn refused_here(&self, options: &SourceOptions) -> Vec<String> {
         let mut refusals = Vec::new();
         if options.goal.max_downtime.is_some() && self.uses_gpus() {
-            refusals
-                .push("--max-downtime: how long GPU memory needs is not predicted: leave it out".to_owned());
+            refusals.push(
+                "--max-downtime: a dump of GPU memory is not interrupted when the time is over: leave it out"
+                    .to_owned(),
+            );
         }
         let connected: Vec<_> = self.connected.iter().map(ToString::to_string).collect();
         if !connected.is_empty() && !options.criu.has("--tcp-established") {
             refusals.push(format!(
-                "the program has TCP connections (at {}): close them, or add -- --tcp-close on both hosts, or \
-                 -- --tcp-established if their address moves along",
+                "the program has TCP connections (at {}): close them, or add -- --tcp-close on both hosts, \
+                 or -- --tcp-established if their address moves along",
                 shown(&connected)
             ));
         }
@@ -209,7 +207,8 @@ impl HostOffer {
         refuse(files.different, "files that the program has mapped, and that are other files here");
         refuse(
             files.not_hashed,
-            "libraries of the program that could not be hashed here in time, or are on a file system of another kind",
+            "libraries of the program that could not be hashed here in time, or are on a file system of \
+             another kind",
         );
         // Others may have the GPU's place: CRIU's plugin finds one that fits.
         let has_gpu = Path::new(GPU_DEVICES[0]).exists();
@@ -381,7 +380,7 @@ mod tests {
         let limited = options(&closing, Some(Duration::from_secs(1)));
         assert_eq!(offer.refused_here(&limited), [""; 0]);
         offer.gpus.insert(PathBuf::from("/dev/kfd").into());
-        assert!(offer.refused_here(&limited)[0].starts_with("--max-downtime: how long GPU memory needs"));
+        assert!(offer.refused_here(&limited)[0].starts_with("--max-downtime: a dump of GPU memory"));
         assert_eq!(offer.refused_here(&options(&closing, None)), [""; 0]);
     }
 }

@@ -26,7 +26,8 @@ impl From<anyhow::Error> for SendFailure {
     }
 }
 
-/// Sends all files of a folder. With `arriving`, files with GPU memory are not sent, and these frames name them.
+/// Sends all files of a folder. With `arriving`, files with GPU memory are not sent, and these frames name
+/// them.
 pub(crate) fn send(images: &Path, link: &FrameWriter, arriving: Option<&[Frame]>) -> Result<(), SendFailure> {
     for frame in arriving.unwrap_or_default() {
         link.send(frame).map_err(SendFailure::Disconnected)?;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How much a source may send before its program is restored: candidates and files, after this host has accepted its
-//! offer, and as many as the offer says.
+//! How much a source may send before its program is restored: candidates and files, after this host has
+//! accepted its offer, and as many as the offer says.
 
 use anyhow::{bail, ensure};
 
 use crate::room::TreeSize;
 
 const PAGE: u64 = 4096;
-/// A program may grow to so many times the size of its offer while it is copied.
+/// A program may grow to this multiple of its offered size while it is copied.
 const GROWTH: u64 = 2;
 /// Pages beyond that: 64 MiB.
 const MORE_PAGES: u64 = 1 << 14;
@@ -63,10 +63,10 @@ impl Intake {
         Ok(())
     }
 
-    /// Takes a candidate, where so many blocks and pages are stored.
+    /// Takes a candidate. The arguments are the numbers of blocks and pages that are stored then.
     ///
     /// # Errors
-    /// None may be stored now, or no more.
+    /// The source may not send candidates in this phase, or its program has grown too much.
     pub(crate) fn candidate(&self, (blocks, stored): (u64, u64)) -> anyhow::Result<()> {
         let Self::Open { pages, .. } = self else { bail!("the source sent a candidate at a wrong time") };
         ensure!(
@@ -79,7 +79,7 @@ impl Intake {
     /// Takes bytes of a file.
     ///
     /// # Errors
-    /// None may be stored now, or not so many.
+    /// The source may not send files in this phase, or exceeds its announced total.
     pub(crate) fn file(&mut self, bytes: u64) -> anyhow::Result<()> {
         let Self::Open { files, arrived, .. } = self else { bail!("the source sent a file at a wrong time") };
         *arrived = arrived.saturating_add(bytes);
@@ -87,7 +87,7 @@ impl Intake {
         Ok(())
     }
 
-    /// Takes a file of so many bytes with GPU memory that arrives later.
+    /// Takes a file of `bytes` bytes with GPU memory that arrives later.
     ///
     /// # Errors
     /// As for [`Intake::file`]. Or this host has not offered to wait for it.
@@ -112,7 +112,7 @@ mod tests {
     fn nothing_is_stored_outside_an_accepted_offer() {
         let mut intake = Intake::default();
         assert!(intake.file(1).is_err() && intake.candidate((0, 0)).is_err());
-        let size = TreeSize { resident: 1 << 20, anonymous: 1 << 20, shared: 0 };
+        let size = TreeSize { resident: 1 << 20, anonymous: 1 << 20 };
         intake = Intake::open(size, false, true);
         let most = (1 << 14) + 512;
         intake.candidate((most, most)).unwrap();
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn no_gpu_memory_is_later_where_all_memory_is_first() {
-        let size = TreeSize { resident: 1 << 20, anonymous: 1 << 20, shared: 0 };
+        let size = TreeSize { resident: 1 << 20, anonymous: 1 << 20 };
         for (all_first, restarts, is_taken) in
             [(true, false, false), (true, true, true), (false, false, true)]
         {

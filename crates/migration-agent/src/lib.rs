@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Live migration of a process tree: the agents of both hosts around CRIU. The protocol is in `rewake-migration`.
+//! Live migration of a process tree: the agents of both hosts around CRIU. The protocol is in
+//! `rewake-migration`.
 //!
 //! * [`source`]: dumps and freezes the tree, serves its memory, kills it at the end. Start here.
-//!   `source_options`: what the user wants. `source_begin`: its group and its offer. `frozen_wait`: how long it may be
-//!   frozen.
-//! * [`destination`]: restores the tree, and releases it after GRANT. `destination_place`: its folders, new or of an
-//!   agent that was killed. `lost_limit`: how long it waits for a connection. `page_client`: serves page faults.
+//!   `source_options`: what the user wants. `source_begin`: its group and its offer. `frozen_wait`: how long
+//!   it may be frozen.
+//! * [`destination`]: restores the tree, and releases it after GRANT. `destination_place`: its folders, new
+//!   or of an agent that was killed. `lost_limit`: how long it waits for a connection. `page_client`: serves
+//!   page faults.
 //! * [`script`]: this program as CRIU's action script, which holds CRIU while the agents agree.
 //! * `cgroup`: the freezer. `folder`: the record, which decides when an agent has died.
 //! * `earlier`: what agents of this host have left that were killed.
@@ -13,12 +15,12 @@
 //!   restore, over that connection.
 //! * `host`: what hosts compare, with `room`, `sockets`, `program_files` (`file_hasher`, in a thread of
 //!   `file_look`). [`dry_run`]: that alone.
-//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_blocks`: their order. `tree_memory`: blocks and pages.
-//!   `candidates`: where they wait for a comparison.
+//! * [`pre_copy`]: rounds of memory while the tree runs. `tree_blocks`: their order. `tree_memory`: blocks
+//!   and pages. `candidates`: where they wait for a comparison.
 //! * `strangers`: connections that have sent no greeting.
 //! * `intake`: how much a source may send before the restore begins.
 //! * `image_files`: the image. `arriving_files`: its GPU memory, which arrives while the program runs.
-//! * [`abort`](mod@abort), `held_dump`, [`criu`]: what their names say.
+//! * [`abort`](mod@abort), `waiting_dump`, [`criu`]: what their names say.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
@@ -37,7 +39,6 @@ mod file_look;
 mod folder;
 mod frame;
 mod frozen_wait;
-mod held_dump;
 mod host;
 mod image_files;
 mod intake;
@@ -54,7 +55,9 @@ pub mod source;
 mod source_begin;
 mod source_link;
 mod source_options;
+mod start_time;
 mod strangers;
 mod text_path;
 mod tree_blocks;
 mod tree_memory;
+mod waiting_dump;

@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The process that serves the restored program's page faults: `rewake lazy-pages`, with this agent as its page server.
+//! The process that serves the restored program's page faults: `rewake lazy-pages`, with this agent as its
+//! page server.
 //!
 //! It outlives an agent that is killed, and looks for its page server again for 5 s. A later agent finds it
 //! by the record.
 
+use std::os::fd::AsRawFd as _;
 use std::path::Path;
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 use rewake_migration::destination::DestinationInput;
 use rewake_plugin_protocol::{FileId, SESSIONS, SessionNote};
+use rewake_process::pidfd::{ends_within, pidfd_open, pidfd_signal, wait_for_end};
 use rewake_process::proc;
 use serde::{Deserialize, Serialize};
 
 use crate::cgroup::TreeCgroup;
 use crate::criu::RunningCriu;
-use crate::source_begin::start_of;
-
-const POLL: Duration = Duration::from_millis(2);
+use crate::start_time::start_of;
 
 /// Names the process for a later agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,15 +40,16 @@ impl ClientProcess {
 
     /// Asks it to end, and kills it at the limit.
     fn stop_within(&self, limit: Duration) {
-        let start = Instant::now();
-        let mut signal = Signal::SIGTERM;
-        while self.lives() {
-            if start.elapsed() > limit {
-                signal = Signal::SIGKILL;
-            }
-            // It may have ended.
-            let _ = kill(Pid::from_raw(self.pid), signal);
-            sleep(POLL);
+        // Opened before the start time is compared, so that no signal reaches a later process of this number.
+        let Ok(process) = pidfd_open(self.pid) else { return };
+        if !self.lives() {
+            return;
+        }
+        // A signal fails only if the process has ended.
+        let _ = pidfd_signal(process.as_raw_fd(), Signal::SIGTERM as i32);
+        if !ends_within(process.as_raw_fd(), limit) {
+            let _ = pidfd_signal(process.as_raw_fd(), Signal::SIGKILL as i32);
+            wait_for_end(process.as_raw_fd());
         }
     }
 }
@@ -95,7 +95,8 @@ impl PageClient {
     }
 }
 
-/// Whether there may be a session of this work directory, whose memory is missing. What cannot be read counts as one.
+/// Whether there may be a session of this work directory, whose memory is missing. What cannot be read counts
+/// as one.
 fn has_session(sessions: &Path, work: &Path) -> bool {
     let (Ok(work), Ok(found)) = (FileId::of(work), SessionNote::all(sessions)) else { return true };
     !found.skipped.is_empty() || found.notes.iter().any(|note| note.work == work)
@@ -106,7 +107,7 @@ mod tests {
     use std::fs;
     use std::process::Command;
 
-    use rewake_plugin_protocol::{Phase, ProcessId, Store};
+    use rewake_plugin_protocol::{Phase, ProcessId, Store, own_pid_namespace};
 
     use super::*;
 
@@ -156,10 +157,10 @@ mod tests {
         let note = SessionNote {
             folder: "4711-1".to_owned(),
             starter: ProcessId { pid: 4711, started: 1 },
-            pid_namespace: None,
+            pid_namespace: own_pid_namespace().unwrap(),
             work: FileId::of(work.path()).unwrap(),
-            store: Store { number: 3, inode: 5 },
             phase: Phase::Running,
+            stores: vec![(1, Store { number: 3, inode: 5 })],
         };
         note.write(sessions.path()).unwrap();
         assert!(has_session(sessions.path(), work.path()) && !has_session(sessions.path(), other.path()));

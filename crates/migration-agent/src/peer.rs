@@ -9,7 +9,7 @@ use rewake_criu_tls::{PeerCertificate, TlsClient};
 use rewake_peer_stream::{PeerStream, connect};
 
 use crate::frame::set_limits;
-use crate::source::SourceOptions;
+use crate::source_options::SourceOptions;
 
 /// Time in which a connection must be accepted.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
@@ -42,8 +42,8 @@ impl DestinationPeer {
             found.next().with_context(|| format!("--to {}: no address of that name", options.to))?;
         ensure!(
             address.ip().is_loopback() || options.insecure || options.tls.is_some(),
-            "--to {address}: memory would travel unencrypted to another host: add --tls, or --insecure if the network \
-             is trusted"
+            "--to {address}: memory would travel unencrypted to another host: add --tls, or --insecure if \
+             the network is trusted"
         );
         Ok(Self { address, tls: options.tls.clone(), certificate: None })
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Pre-copy: memory is sent while the program runs, in rounds, each with the blocks that have changed.
 //!
-//! What has changed since it was sent was sent in vain: it travels again after the freeze. While a program writes, this
-//! grows with the time that pre-copy takes. It ends pre-copy, also in the middle of a round, at a fifth of the memory:
-//! about 1.2 times the memory is sent then, whatever the program writes. With `--pre-copy-only` the changed
-//! blocks count as downtime, and rounds follow as long as they become smaller.
+//! A block that changes after it was sent has wasted its first transfer, because it travels again after the
+//! freeze. While a program writes, the waste grows with the time that pre-copy takes. Pre-copy ends, even in
+//! the middle of a round, when a fifth of the memory is wasted, so that about 1.2 times the memory is sent,
+//! whatever the program writes. With
+//! `--pre-copy-only` the changed blocks count as downtime, and rounds follow as long as they become smaller.
 
 use std::hash::RandomState;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,7 +15,6 @@ use rewake_migration::blocks::{BLOCK, BlockPlace, SourceBlocks};
 
 use crate::cgroup::TreeCgroup;
 use crate::frame::{Frame, FrameWriter};
-use crate::room::TreeSize;
 use crate::tree_blocks::TreeBlocks;
 use crate::tree_memory::{TaskMemory, digest, pages_with_bytes};
 
@@ -27,12 +27,7 @@ const FALLS: f64 = 0.9;
 /// The part of a tree's blocks that may be sent in vain.
 const MAX_IN_VAIN: f64 = 0.2;
 /// Time between two looks at how much was sent in vain.
-const LOOK_PAUSE: Duration = Duration::from_millis(250);
-/// Downtime of a program without memory: CRIU's dump and restore.
-const FIXED_DOWNTIME: Duration = Duration::from_millis(250);
-/// A round must have sent so many bytes to measure the link.
-const MEASURED_BYTES: u64 = 8 << 20;
-
+const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 /// Time from the last byte of a round until the destination has reported it as stored.
 const STORE_LIMIT: Duration = Duration::from_secs(60);
 
@@ -41,19 +36,14 @@ const STORE_LIMIT: Duration = Duration::from_secs(60);
 pub struct PreCopyGoal {
     /// All memory is at the destination before GRANT.
     pub all_first: bool,
-    /// The downtime that is accepted.
+    /// How long the program may be frozen before GRANT.
     pub max_downtime: Option<Duration>,
 }
 
-/// A round is reported as stored in parts of so many bytes: a lost connection loses the last one.
+/// A round is reported as stored in parts of this size, so that a lost connection loses only the last part.
 const MARK_BYTES: u64 = 256 << 20;
 /// Connections that one round may lose.
 const MAX_LOST: u32 = 100;
-/// Bytes that measure a link where a program has too little private memory.
-const PROBE_BYTES: u64 = 8 << 20;
-/// The same, of one frame.
-const PROBE_PIECE: usize = 1 << 20;
-
 /// What a round has sent.
 #[derive(Debug, Clone, Copy, Default)]
 struct RoundResult {
@@ -61,11 +51,7 @@ struct RoundResult {
     total: u64,
     /// Bytes of the blocks that were sent.
     sent: u64,
-    /// Bytes of them on the link: without pages of zeros.
-    travelled: u64,
     elapsed: Duration,
-    /// Time in which the link took bytes, and stored the rest. The tree was not read meanwhile.
-    sending: Duration,
     /// Too much was sent in vain: the rest is sent after the freeze.
     is_in_vain: bool,
 }
@@ -144,10 +130,9 @@ impl PreCopy {
     /// false if the migration has ended.
     ///
     /// # Errors
-    /// The downtime would be longer than the user accepts.
+    /// The destination does not store what is sent, or the connection is lost again and again.
     pub(crate) fn run(&self, cgroup: &TreeCgroup, goal: PreCopyGoal) -> Result<bool, String> {
         let mut before: Option<RoundResult> = None;
-        let mut rate = None;
         for number in 1..=MAX_ROUNDS {
             let Some(round) = self.round(cgroup, goal)? else { return Ok(false) };
             {
@@ -161,34 +146,15 @@ impl PreCopy {
                 round.elapsed,
                 if round.is_in_vain { ", and too much of it in vain" } else { "" }
             );
-            if round.travelled >= MEASURED_BYTES {
-                rate = Some(round.travelled as f64 / round.sending.as_secs_f64());
+            if round.is_in_vain || is_last(&round, before.as_ref()) {
+                break;
             }
-            if rate.is_none() && goal.max_downtime.is_some() {
-                let Some(measured) = self.measure()? else { return Ok(false) };
-                rate = Some(measured);
-            }
-            let shared = TreeSize::of(cgroup).unwrap_or_default().shared;
-            let predicted = predict(shared, &round, rate, goal.all_first);
-            let is_too_long = goal.max_downtime.is_some_and(|accepted| predicted > accepted);
-            match after_round(&round, before.as_ref(), is_too_long, number) {
-                AfterRound::Freeze => return Ok(true),
-                AfterRound::Round => before = Some(round),
-                AfterRound::Refuse => {
-                    let (predicted, accepted) =
-                        (predicted.as_millis(), goal.max_downtime.unwrap_or_default().as_millis());
-                    return Err(format!(
-                        "the downtime would be {predicted} ms after {number} rounds of pre-copy, the last with {} \
-                         MiB: --max-downtime accepts {accepted} ms",
-                        round.sent >> 20
-                    ));
-                }
-            }
+            before = Some(round);
         }
         Ok(true)
     }
 
-    /// Sends one round, on as many connections as that needs; none if the migration has ended.
+    /// Sends one round, on as many connections as that needs, or `None` if the migration has ended.
     fn round(&self, cgroup: &TreeCgroup, goal: PreCopyGoal) -> Result<Option<RoundResult>, String> {
         self.on_links(|link| {
             let begin = Instant::now();
@@ -197,22 +163,7 @@ impl PreCopy {
         })
     }
 
-    /// Sends bytes that are of no use, and returns how many the link takes in a second; none if the migration
-    /// has ended.
-    fn measure(&self) -> Result<Option<f64>, String> {
-        self.on_links(|link| {
-            let begin = Instant::now();
-            for _ in 0..PROBE_BYTES / PROBE_PIECE as u64 {
-                self.check(link)?;
-                let probe = Frame::Probe(vec![0; PROBE_PIECE]);
-                link.send(&probe).map_err(|_| RoundEnd::Disconnected)?;
-            }
-            self.mark(link, true)?;
-            Ok(PROBE_BYTES as f64 / begin.elapsed().as_secs_f64())
-        })
-    }
-
-    /// Does something on as many connections as it needs; none if the migration has ended.
+    /// Does something on as many connections as it needs, or `None` if the migration has ended.
     fn on_links<T>(
         &self,
         act: impl Fn(&Arc<FrameWriter>) -> Result<T, RoundEnd>,
@@ -271,7 +222,7 @@ impl PreCopy {
                 marked = round.sent;
                 self.mark(link, false)?;
             }
-            if looked.elapsed() >= LOOK_PAUSE {
+            if looked.elapsed() >= LOOK_INTERVAL {
                 round.is_in_vain = self.is_in_vain(&list, goal);
                 if round.is_in_vain {
                     break;
@@ -280,9 +231,7 @@ impl PreCopy {
             }
         }
         round.is_in_vain = round.is_in_vain || self.is_in_vain(&list, goal);
-        let begin = Instant::now();
         self.mark(link, true)?;
-        round.sending += begin.elapsed();
         Ok(round)
     }
 
@@ -295,7 +244,8 @@ impl PreCopy {
         self.blocks().in_vain(changed) > list.len() as f64 * MAX_IN_VAIN
     }
 
-    /// Has the destination report what was sent up to now as stored, and waits for that, or begins another part.
+    /// Has the destination report what was sent up to now as stored, and waits for that, or begins another
+    /// part.
     fn mark(&self, link: &Arc<FrameWriter>, waits: bool) -> Result<(), RoundEnd> {
         let number = self.blocks().round();
         link.send(&Frame::RoundEnd(number)).map_err(|_| RoundEnd::Disconnected)?;
@@ -321,12 +271,8 @@ impl PreCopy {
         self.check(link)?;
         round.sent += BLOCK;
         let (pages, bytes) = pages_with_bytes(&bytes);
-        round.travelled += bytes.len() as u64;
         let candidate = Frame::Candidate { pid: task.number, vaddr, pages, bytes };
-        let begin = Instant::now();
-        link.send(&candidate).map_err(|_| RoundEnd::Disconnected)?;
-        round.sending += begin.elapsed();
-        Ok(())
+        link.send(&candidate).map_err(|_| RoundEnd::Disconnected)
     }
 
     fn wait_until_stored(&self, link: &Arc<FrameWriter>, number: u32) -> Result<(), RoundEnd> {
@@ -344,42 +290,10 @@ impl PreCopy {
     }
 }
 
-/// What follows a round.
-#[derive(Debug, PartialEq, Eq)]
-enum AfterRound {
-    Freeze,
-    Round,
-    Refuse,
-}
-
-fn after_round(
-    round: &RoundResult,
-    before: Option<&RoundResult>,
-    is_too_long: bool,
-    number: u32,
-) -> AfterRound {
-    match is_too_long {
-        false if round.is_in_vain || is_last(round, before) => AfterRound::Freeze,
-        // What changes is not in the prediction then: another round sends more in vain, and predicts the same.
-        true if round.is_in_vain || number == MAX_ROUNDS => AfterRound::Refuse,
-        _ => AfterRound::Round,
-    }
-}
-
 /// Whether another round would not make the rest smaller.
 fn is_last(round: &RoundResult, before: Option<&RoundResult>) -> bool {
     let share = |round: &RoundResult| round.sent as f64 / round.total.max(1) as f64;
     round.sent <= FEW_BYTES || before.is_some_and(|before| share(round) > share(before) * FALLS)
-}
-
-/// The downtime if the program were frozen now: CRIU's work, memory that travels then, and, if all memory is first, the
-/// blocks that have changed and a comparison of all others.
-fn predict(shared: u64, round: &RoundResult, rate: Option<f64>, all_first: bool) -> Duration {
-    let (changed, compared) = if all_first { (round.sent, round.total) } else { (0, 0) };
-    let sending = rate.map_or(0.0, |rate| (shared + changed) as f64 / rate);
-    let scanned = round.elapsed.saturating_sub(round.sending).as_secs_f64();
-    let comparing = if compared == 0 { 0.0 } else { scanned };
-    FIXED_DOWNTIME + Duration::from_secs_f64(sending + comparing)
 }
 
 #[cfg(test)]
@@ -390,15 +304,7 @@ mod tests {
     use super::*;
 
     fn round(sent: u64) -> RoundResult {
-        let (total, second) = (100 << 20, Duration::from_secs(1));
-        RoundResult {
-            total,
-            sent: sent << 20,
-            travelled: sent << 20,
-            elapsed: second,
-            sending: second,
-            is_in_vain: false,
-        }
+        RoundResult { total: 100 << 20, sent: sent << 20, ..RoundResult::default() }
     }
 
     #[test]
@@ -409,60 +315,11 @@ mod tests {
         assert!(is_last(&round(1), None));
     }
 
-    #[test]
-    fn a_downtime_that_no_round_shortens_is_refused_at_once() {
-        let next = |is_in_vain, is_too_long, number| {
-            let round = RoundResult { is_in_vain, ..round(50) };
-            after_round(&round, None, is_too_long, number)
-        };
-        assert_eq!(next(true, true, 1), AfterRound::Refuse);
-        assert_eq!(next(true, false, 1), AfterRound::Freeze);
-        assert_eq!(next(false, true, 1), AfterRound::Round);
-        assert_eq!(next(false, true, MAX_ROUNDS), AfterRound::Refuse);
-        assert_eq!(next(false, false, 1), AfterRound::Round);
-    }
-
-    #[test]
-    fn a_prediction_counts_what_is_sent_after_the_freeze() {
-        let rate = Some(50.0 * f64::from(1 << 20));
-        let second = Duration::from_secs(1);
-        assert_eq!(predict(0, &round(50), rate, false), FIXED_DOWNTIME);
-        assert_eq!(predict(100 << 20, &round(50), rate, false), FIXED_DOWNTIME + 2 * second);
-        assert_eq!(predict(0, &round(50), rate, true), FIXED_DOWNTIME + second);
-        // All of the round's time was spent on reading: so it is again.
-        let read = RoundResult { sending: Duration::ZERO, ..round(0) };
-        assert_eq!(predict(0, &read, rate, true), FIXED_DOWNTIME + second);
-    }
-
     /// A connection, and the destination's end of it.
     fn link() -> (Arc<FrameWriter>, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         (Arc::new(FrameWriter::new(source.into())), listener.accept().unwrap().0)
-    }
-
-    #[test]
-    fn a_link_is_measured_where_a_program_has_little_memory() {
-        let (pre_copy, (link, mut destination)) = (PreCopy::default(), link());
-        pre_copy.connect(Some(link));
-        std::thread::scope(|scope| {
-            let measured = scope.spawn(|| pre_copy.measure().unwrap().unwrap());
-            let mut bytes = 0;
-            loop {
-                match Frame::read(&mut destination).unwrap().unwrap() {
-                    Frame::Probe(probe) => bytes += probe.len() as u64,
-                    Frame::RoundEnd(round) => {
-                        std::thread::sleep(Duration::from_millis(500));
-                        pre_copy.stored(round);
-                        break;
-                    }
-                    other => panic!("{other:?}"),
-                }
-            }
-            assert_eq!(bytes, PROBE_BYTES);
-            let rate = measured.join().unwrap();
-            assert!(rate > 0.0 && rate <= PROBE_BYTES as f64 / 0.5, "{rate}");
-        });
     }
 
     /// Sends a round of this process's memory to a destination that takes about 100 MiB/s.
@@ -500,7 +357,7 @@ mod tests {
                 }
             });
             let round = round_of_this_process(PreCopyGoal::default());
-            let all = round_of_this_process(PreCopyGoal { all_first: true, max_downtime: None });
+            let all = round_of_this_process(PreCopyGoal { all_first: true, ..PreCopyGoal::default() });
             ends.store(1, Ordering::Relaxed);
             (round, all)
         });

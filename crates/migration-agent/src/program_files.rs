@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files of a program: all must exist at the destination, and those that it has mapped privately must be equal there.
+//! Files of a program: all must exist at the destination, and those that it has mapped privately must be
+//! equal there.
 //!
-//! Pages of such a mapping that the program has not written are not sent. Of another version of a library they would be
-//! wrong bytes.
+//! Pages of such a mapping that the program has not written are not sent. Of another version of a library
+//! they would be wrong bytes.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -50,7 +51,7 @@ pub(crate) struct FileDifferences {
 }
 
 impl ProgramFiles {
-    /// Adds those of a process.
+    /// Adds the files of a process.
     pub(crate) fn add(&mut self, pid: i32) -> anyhow::Result<()> {
         let folder = format!("/proc/{pid}/fd");
         for entry in fs::read_dir(&folder).with_context(|| format!("listing {folder}"))? {
@@ -87,8 +88,8 @@ impl ProgramFiles {
         Ok(())
     }
 
-    /// Hashes executables and libraries. Returns those that are compared by their size alone: they are too large, or
-    /// could not be read in time.
+    /// Hashes executables and libraries. Returns those that are compared by their size alone: they are too
+    /// large, or could not be read in time.
     pub(crate) fn hash(&mut self, hasher: &mut FileHasher) -> Vec<String> {
         let (mut hashed, mut left_out) = (0_u64, Vec::new());
         for (path, link) in &self.executables {
@@ -141,7 +142,7 @@ struct FileMapping {
 }
 
 impl FileMapping {
-    /// Reads a line of `/proc/PID/maps`; none if it is no file's.
+    /// Reads a line of `/proc/PID/maps`, or `None` if it is no file's.
     fn parse(line: &[u8]) -> Option<Self> {
         let mapping = Mapping::parse(line).filter(|mapping| mapping.inode != 0)?;
         let (is_private, is_executable) = (!mapping.is_shared(), mapping.is_executable());

@@ -5,8 +5,8 @@
 //! and are sent again on the next connection. It gives up after 30 s without an answer, and connects again:
 //! one client is served at a time, the newest.
 //!
-//! Pages that are on this host by then are answered here. Others are answered by the source, with bytes or with the
-//! digest of a block that was sent before the freeze.
+//! Pages that are on this host by then are answered here. Others are answered by the source, with bytes or
+//! with the digest of a block that was sent before the freeze.
 
 use std::collections::VecDeque;
 use std::io::{Read as _, Write as _};
@@ -21,8 +21,8 @@ use rewake_page_protocol::{CLOSED, HeaderLayout, NARROW_LEN, PageMessage, PageRu
 use crate::candidates::CandidateStore;
 use crate::frame::{Frame, FrameWriter, PagePart};
 
-/// Requests without an answer: further ones wait in the client's socket. All of them fit into a TCP socket's buffer, so
-/// that sending them never waits for the source.
+/// Requests without an answer: further ones wait in the client's socket. All of them fit into a TCP socket's
+/// buffer, so that sending them never waits for the source.
 const MAX_OUTSTANDING: usize = 1024;
 /// Requests of [`PageRelay::fetch_all`] without an answer.
 /// 64 MiB, or their digests: the link is never idle while the source compares blocks.
@@ -42,8 +42,8 @@ pub(crate) struct PageRelay {
     has_room: Condvar,
     /// The oldest request is answered on this host.
     has_local: Condvar,
-    /// Where answers are written, without the state's lock: a client may read nothing while its requests are not taken.
-    /// Locked before the state.
+    /// Where answers are written, without the state's lock: a client may read nothing while its requests are
+    /// not taken. Locked before the state.
     client: Mutex<Option<RelayClient>>,
 }
 
@@ -154,7 +154,7 @@ impl PageRelay {
         let shared = Arc::clone(self);
         thread::spawn(move || {
             if let Err(error) = shared.answer_local() {
-                // A client without an answer gives up, and says so.
+                // A client without an answer gives up, and logs that.
                 tracing::error!("{error:#}");
             }
         });
@@ -243,10 +243,10 @@ impl PageRelay {
         taken
     }
 
-    /// Gives pages to the client that requested them; if it has ended, to none.
+    /// Gives pages to the client that requested them. If that client has ended, the pages are dropped.
     ///
     /// # Errors
-    /// They are not those of the oldest request.
+    /// The oldest request is for other pages.
     pub(crate) fn answer(&self, pid: u32, vaddr: u64, parts: Vec<PagePart>) -> anyhow::Result<()> {
         let client = self.client();
         while let Some(local) = self.take_local() {
@@ -333,7 +333,7 @@ impl PageRelay {
         Ok(())
     }
 
-    /// The oldest request, if so many pages answer it.
+    /// The oldest request, if these pages answer it.
     fn oldest(&self, pid: u32, vaddr: u64, pages: u64) -> anyhow::Result<RelayRequest> {
         let state = self.state();
         let oldest = state.outstanding.front().filter(|oldest| !oldest.is_local);
@@ -368,7 +368,8 @@ fn give(client: Option<&RelayClient>, request: &RelayRequest, bytes: &[u8]) -> a
     Ok(())
 }
 
-/// Reads a message, and finds out the client's layout with the first request; none if the client has ended.
+/// Reads a message, and finds out the client's layout with the first request, or `None` if the client has
+/// ended.
 fn next(
     mut stream: &UnixStream,
     known: Option<HeaderLayout>,
@@ -523,7 +524,8 @@ mod tests {
         let mut client = scene.client();
         let all = MAX_OUTSTANDING as u64 + 100;
         let mut sender = client.try_clone().unwrap();
-        // More than a limit, and more bytes of answers than a socket takes: the client reads nothing meanwhile.
+        // More than a limit, and more bytes of answers than a socket takes: the client reads nothing
+        // meanwhile.
         let sends =
             thread::spawn(move || (0..all).for_each(|number| sender.write_all(&get(number)).unwrap()));
         let relay = Arc::clone(&scene.relay);

@@ -11,11 +11,12 @@ use rewake_process::maps::Mapping;
 use rewake_process::names::{self, lines};
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup::{self, TreeCgroup};
+use crate::cgroup;
 use crate::folder::WORK;
 
 const MIB: u64 = 1 << 20;
-/// Bytes of disk space for each byte of lazy memory: the candidates, and the cache file of `rewake lazy-pages`.
+/// Bytes of disk space for each byte of lazy memory: the candidates, and the cache file of `rewake
+/// lazy-pages`.
 const COPIES: u64 = 2;
 
 /// The memory of a tree, in bytes.
@@ -25,21 +26,9 @@ pub(crate) struct TreeSize {
     pub(crate) resident: u64,
     /// Private and anonymous: sent before the freeze, or loaded by page faults.
     pub(crate) anonymous: u64,
-    /// Shared or locked: sent after the freeze, before the program runs again.
-    pub(crate) shared: u64,
 }
 
 impl TreeSize {
-    /// The memory of a group's processes.
-    pub(crate) fn of(cgroup: &TreeCgroup) -> anyhow::Result<Self> {
-        let mut size = Self::default();
-        for pid in cgroup.processes()? {
-            // One that has ended has no memory.
-            let _ = size.add(pid);
-        }
-        Ok(size)
-    }
-
     /// Adds a process.
     pub(crate) fn add(&mut self, pid: i32) -> anyhow::Result<()> {
         let path = format!("/proc/{pid}/smaps_rollup");
@@ -47,7 +36,6 @@ impl TreeSize {
         let kib = |name: &str| field(&text, name).unwrap_or(0);
         self.resident += kib("Pss:") + kib("SwapPss:");
         self.anonymous += kib("Anonymous:") + kib("SwapPss:");
-        self.shared += kib("Pss_Shmem:") + kib("Locked:") + kib("Shared_Hugetlb:") + kib("Private_Hugetlb:");
         Ok(())
     }
 }
@@ -58,13 +46,13 @@ fn field(text: &str, name: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
-/// Bytes of private huge pages (MAP_HUGETLB) by the KiB that one has. They are no ordinary memory: a host has as many
-/// as its user has reserved.
+/// Bytes of private huge pages (MAP_HUGETLB) by the KiB that one has. They are no ordinary memory: a host has
+/// as many as its user has reserved.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HugePages(BTreeMap<u64, u64>);
 
 impl HugePages {
-    /// Adds those of a process: its `/proc/PID/smaps`.
+    /// Adds the memory of a process, from its `/proc/PID/smaps`.
     pub(crate) fn add(&mut self, smaps: &[u8]) {
         let (mut length, mut kib) = (0, 0);
         for line in lines(smaps) {
@@ -145,7 +133,8 @@ mod tests {
         let of = |rights: &str, flags: &str| {
             let sizes = "Size: 4096 kB\nKernelPageSize:    2048 kB\nMMUPageSize: 2048 kB\n";
             format!(
-                "40000000-40400000 {rights} 00000000 00:0f 5  /anon_hugepage (deleted)\n{sizes}VmFlags: rd {flags}\n"
+                "40000000-40400000 {rights} 00000000 00:0f 5  /anon_hugepage (deleted)\n{sizes}VmFlags: rd \
+                 {flags}\n"
             )
         };
         let mut pages = HugePages::default();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! This program as CRIU's action script (`--action-script`).
 //!
-//! CRIU waits for its script. After a dump and at the end of a restore the script waits for the agent's decision. If
-//! the agent dies, the script does what the agent's record says:
+//! CRIU waits for its script. After a dump and at the end of a restore the script waits for the agent's
+//! decision. If the agent dies, the script does what the agent's record says:
 //!
 //! * source, without GRANT: it thaws the tree, which runs on;
 //! * source, with GRANT: it waits for the next agent, and the tree stays frozen;
@@ -20,14 +20,15 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use rewake_migration::record::{DestinationRecord, SourceRecord};
 
+use crate::destination_link::ACCEPT_INTERVAL;
 use crate::folder::{WrittenRecord, read_record, socket};
 
 /// The migration's folder.
 const VARIABLE: &str = "REWAKE_MIGRATION";
 /// CRIU says here at which moment it runs the script.
 const ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
-/// Time between two looks for an agent that continues a migration.
-const AGENT_POLL: Duration = Duration::from_millis(100);
+/// Pause between two looks for an agent that continues a migration.
+const AGENT_INTERVAL: Duration = Duration::from_millis(100);
 /// Time after which a caller is shown that an abort takes long.
 const LONG: Duration = Duration::from_secs(2);
 /// Time that an abort may take then: CRIU finishes its dump first.
@@ -107,7 +108,11 @@ pub(crate) fn add_to(criu: &mut Command, folder: &Path) -> anyhow::Result<()> {
 /// Receives calls, and gives each to `report`, until that returns false.
 pub(crate) fn receive(listener: &UnixListener, report: impl Fn(AgentCall, WaitingScript) -> bool) {
     for stream in listener.incoming() {
-        let Ok(stream) = stream else { return };
+        // Descriptors may be used up for a moment, and a later script must still find this agent.
+        let Ok(stream) = stream else {
+            sleep(ACCEPT_INTERVAL);
+            continue;
+        };
         let mut line = String::new();
         let read = stream.try_clone().and_then(|stream| BufReader::new(stream).read_line(&mut line));
         let Some(call) = read.ok().and_then(|_| AgentCall::of(line.trim_end())) else { continue };
@@ -148,15 +153,15 @@ fn run(folder: &Path, moment: CriuMoment, action: &str) -> anyhow::Result<bool> 
                 entry.cgroup.release();
                 bail!("the agent has ended before GRANT: the tree runs on");
             }
-            Some(WrittenRecord::Source(_)) => sleep(AGENT_POLL),
+            Some(WrittenRecord::Source(_)) => sleep(AGENT_INTERVAL),
             Some(WrittenRecord::Destination(entry)) => return Ok(entry.record == DestinationRecord::Released),
             None => bail!("the migration has ended"),
         }
     }
 }
 
-/// Asks a source's agent to end its migration. Returns whether it did; none if it has died. `waits` is called once if
-/// the answer takes long.
+/// Asks a source's agent to end its migration. Returns whether it did, or `None` if it has died. `waits` is
+/// called once if the answer takes long.
 ///
 /// # Errors
 /// The agent cannot be asked, or has not answered in time.
@@ -176,7 +181,7 @@ pub(crate) fn ask_to_abort(folder: &Path, waits: impl FnOnce()) -> io::Result<Op
     Ok((len == 1).then_some(answer[0] == CONTINUE))
 }
 
-/// Asks the agent; none if it has died.
+/// Asks the agent, or `None` if it has died.
 fn ask(folder: &Path, action: &str, waits: bool) -> io::Result<Option<bool>> {
     let mut stream = UnixStream::connect(socket(folder))?;
     stream.write_all(format!("{action}\n").as_bytes())?;

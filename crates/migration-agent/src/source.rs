@@ -15,23 +15,24 @@ use crate::file_look::FILES_LIMIT;
 use crate::folder::{self, MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, FrameWriter, MAX_EVENTS};
 use crate::frozen_wait::FrozenWait;
-use crate::held_dump::HeldDump;
 use crate::image_files::{self, SendFailure};
 use crate::peer::DestinationPeer;
 use crate::script::{AgentCall, CriuMoment, WaitingScript};
-use crate::source_begin::{begin, earlier, forward_aborts, listen_to_scripts, start_of};
+use crate::source_begin::{begin, earlier, forward_aborts, listen_to_scripts};
 use crate::source_link::{SharedMemory, SourceEvent, keep_connected};
 pub use crate::source_options::SourceOptions;
+use crate::start_time::start_of;
 use crate::tree_memory::TreeMemory;
+use crate::waiting_dump::WaitingDump;
 
 /// Time from the offer until the destination has answered it. It is longer than that of its own comparison.
 const COMPARE_LIMIT: Duration = FILES_LIMIT.saturating_add(Duration::from_secs(40));
 /// Time without a connection after GRANT, after which the program is given up.
-const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
+pub(crate) const GIVE_UP_LIMIT: Duration = Duration::from_secs(300);
 /// Time that a destination has to end the connection on which it gets the end of the migration.
 const CONFIRMATION_LIMIT: Duration = Duration::from_secs(10);
-/// Time between two looks at children and limits.
-const TICK: Duration = Duration::from_millis(20);
+/// The longest time without a look at children and limits, on either side. Events end the wait earlier.
+pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What a migration came to.
 #[derive(Debug)]
@@ -134,13 +135,14 @@ struct SourceAgent<'a> {
     sender: SyncSender<SourceEvent>,
     events: Receiver<SourceEvent>,
     link: Option<Arc<FrameWriter>>,
-    dump: Option<HeldDump>,
+    dump: Option<WaitingDump>,
     begun: Instant,
     /// From the freeze to GRANT.
     frozen_wait: Option<FrozenWait>,
     lost_since: Option<Instant>,
     was_connected: bool,
-    /// An agent was killed before GRANT, and its destination waits for a source: it is to get the end of the migration.
+    /// An agent was killed before GRANT, and its destination waits for a source: it is to get the end of the
+    /// migration.
     owes_end: bool,
     /// The destination's GPU memory may arrive while the program runs there.
     gpu_on_demand: bool,
@@ -161,7 +163,7 @@ impl SourceAgent<'_> {
             if let Some(outcome) = self.outcome.take() {
                 break outcome;
             }
-            match self.events.recv_timeout(TICK) {
+            match self.events.recv_timeout(LOOK_INTERVAL) {
                 Ok(event) => self.handle(event),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => self.step(SourceInput::Disconnected),
@@ -186,12 +188,12 @@ impl SourceAgent<'_> {
         SourceReport { outcome, downtime, sent, rounds: self.shared.pre_copy.rounds(), stays_frozen }
     }
 
-    /// Waits until the destination ends the connection, which is to be made before. If this side ended it while page
-    /// requests arrive, what it sent last could be lost.
+    /// Waits until the destination ends the connection, which is to be made before. If this side ended it
+    /// while page requests arrive, what it sent last could be lost.
     fn let_end_arrive(&mut self) {
         let start = Instant::now();
         while (self.owes_end || self.link.is_some()) && start.elapsed() < CONFIRMATION_LIMIT {
-            if let Ok(event) = self.events.recv_timeout(TICK) {
+            if let Ok(event) = self.events.recv_timeout(LOOK_INTERVAL) {
                 self.handle(event);
             }
         }
@@ -271,7 +273,7 @@ impl SourceAgent<'_> {
     /// Looks at CRIU and at the limits.
     fn look(&mut self) {
         if !self.machine.has_granted()
-            && let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure)
+            && let Some(reason) = self.dump.as_mut().and_then(WaitingDump::failure)
         {
             self.step(SourceInput::FreezeFailed(reason));
         }
@@ -348,7 +350,7 @@ impl SourceAgent<'_> {
     }
 
     fn start_dump(&mut self) {
-        match HeldDump::start(&self.options.criu, self.options.tree, &self.folder) {
+        match WaitingDump::start(&self.options.criu, self.options.tree, &self.folder) {
             Ok(dump) => self.dump = Some(dump),
             Err(error) => self.step(SourceInput::FreezeFailed(format!("{error:#}"))),
         }
@@ -434,7 +436,7 @@ impl SourceAgent<'_> {
 
     /// Compares what is frozen with what was dumped once more, and writes GRANT.
     fn try_grant(&mut self) -> anyhow::Result<()> {
-        if let Some(reason) = self.dump.as_mut().and_then(HeldDump::failure) {
+        if let Some(reason) = self.dump.as_mut().and_then(WaitingDump::failure) {
             bail!(reason);
         }
         self.entry.cgroup.expect_tree(self.options.tree)?;
@@ -444,15 +446,15 @@ impl SourceAgent<'_> {
         Ok(())
     }
 
-    /// Thaws the tree, and ends CRIU's command. The tree is stopped until CRIU releases it. In this order it runs on if
-    /// this process is killed meanwhile.
+    /// Thaws the tree, and ends CRIU's command. The tree is stopped until CRIU releases it. In this order it
+    /// runs on if this process is killed meanwhile.
     fn thaw(&mut self) {
         self.shared.pre_copy.end();
         *self.shared.frozen() = None;
         let thawed = self.entry.cgroup.thaw();
         if let Some(dump) = self.dump.take() {
             let aborts = &mut self.aborts;
-            dump.release(|| match self.events.recv_timeout(TICK) {
+            dump.release(|| match self.events.recv_timeout(LOOK_INTERVAL) {
                 Ok(SourceEvent::Called(AgentCall::Moment(CriuMoment::PostDump), script)) => Some(script),
                 Ok(SourceEvent::Called(AgentCall::Abort, caller)) => {
                     aborts.push(caller);

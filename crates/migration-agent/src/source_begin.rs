@@ -7,15 +7,14 @@ use std::thread;
 use anyhow::{Context as _, bail, ensure};
 use rewake_migration::message::FromSource;
 use rewake_migration::record::SourceRecord;
-use rewake_process::proc;
 
 use crate::cgroup::{self, TreeCgroup};
 use crate::folder::{MigrationFolder, SourceEntry, WrittenRecord};
 use crate::frame::{Frame, new_id};
 use crate::host::HostOffer;
 use crate::script::{self, AgentCall};
-use crate::source::SourceOptions;
 use crate::source_link::SourceEvent;
+use crate::source_options::SourceOptions;
 
 const ABORTED: &str = "the source's user ended the migration";
 
@@ -30,13 +29,8 @@ pub(crate) fn earlier(folder: &MigrationFolder) -> anyhow::Result<Option<SourceE
     }
 }
 
-/// The start time of a process, which no other one of its number has.
-pub(crate) fn start_of(pid: i32) -> anyhow::Result<String> {
-    let start = proc::stat(pid).ok().and_then(|fields| fields.get(19).cloned());
-    start.with_context(|| format!("-t {pid}: no such process"))
-}
-
-/// Gives the tree a group, writes that down, and describes the tree for the destination. An error leaves nothing.
+/// Gives the tree a group, writes that down, and describes the tree for the destination. An error leaves
+/// nothing.
 pub(crate) fn begin(
     options: &SourceOptions,
     folder: &MigrationFolder,

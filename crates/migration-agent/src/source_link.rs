@@ -18,7 +18,9 @@ use crate::pre_copy::PreCopy;
 use crate::script::{AgentCall, WaitingScript};
 use crate::tree_memory::TreeMemory;
 
-const CONNECT_PAUSE: Duration = Duration::from_millis(200);
+/// Pause between two connections to the destination: short against
+/// [`LOST_LIMIT`](crate::source_options::LOST_LIMIT), after which the program runs on here.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(200);
 
 /// What an agent is waiting for.
 pub(crate) enum SourceEvent {
@@ -93,7 +95,7 @@ pub(crate) fn keep_connected(
         if sender.send(event).is_err() {
             return;
         }
-        sleep(CONNECT_PAUSE);
+        sleep(CONNECT_INTERVAL);
     }
 }
 

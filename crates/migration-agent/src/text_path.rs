@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A path in JSON, whose texts are UTF-8: records on the disk, and what hosts compare.
 //!
-//! A path is its own text. A byte that is not UTF-8 is written as NUL, which no path has, and two hexadecimal digits.
-//! An agent that does not know this looks for a file that cannot exist, and refuses the program by its name.
+//! A path is its own text. A byte that is not UTF-8 is written as NUL, which no path has, and two hexadecimal
+//! digits. An agent that does not know this looks for a file that cannot exist, and refuses the program by
+//! its name.
 
 use std::borrow::Borrow;
 use std::ffi::OsString;

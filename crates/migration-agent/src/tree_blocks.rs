@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The blocks of a tree that runs, in a random order.
 //!
-//! A program often writes its memory from the first address to the last. In the order of addresses, a round that
-//! overtakes such a program sends in vain all that is written afterwards; one that follows it, nothing. In a
-//! random order it is half of what is written during the round, wherever the program begins.
+//! A program often writes its memory from the first address to the last. If a round sends blocks in the order
+//! of addresses, the waste depends on where the program writes: a round that stays ahead of the program
+//! wastes every block that is written afterwards, and a round that stays behind the program wastes none. In a
+//! random order half of what is written during the round is wasted, wherever the program begins.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::ops::Range;

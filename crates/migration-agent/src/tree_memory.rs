@@ -20,7 +20,7 @@ use crate::arriving_files::ArrivingFiles;
 use crate::frame::{Frame, PagePart};
 
 const PAGE: usize = 4096;
-/// Pages of one answer at most: what CRIU requests at most.
+/// The most pages of one answer, because CRIU requests no more.
 const MAX_PAGES: u64 = 1024;
 /// Bits of an entry of `/proc/PID/pagemap`.
 const PRESENT: u64 = 1 << 63;
@@ -60,8 +60,8 @@ impl TreeMemory {
         Ok(Self { tasks, files: ArrivingFiles::open(images)? })
     }
 
-    /// Answers the first pages of a request. The tasks must be frozen. `blocks` locks what was sent before the freeze:
-    /// files with GPU memory have no such blocks.
+    /// Answers the first pages of a request. The tasks must be frozen. `blocks` locks what was sent before
+    /// the freeze: files with GPU memory have no such blocks.
     pub(crate) fn answer<B: Deref<Target = SourceBlocks>>(
         &self,
         pid: u32,
@@ -114,7 +114,8 @@ impl TaskMemory {
         let place = || format!("reading {pages} pages at {:#x} of task {}", run.vaddr(), self.number);
         let mut done = 0;
         while done < bytes.len() {
-            // A hole after the first pages ends the answer: the destination requests the rest, and is refused.
+            // A hole after the first pages ends the answer: the destination requests the rest, and is
+            // refused.
             match self.memory.read_at(&mut bytes[done..], run.vaddr() + done as u64) {
                 Ok(some @ 1..) => done += some,
                 Ok(0) | Err(_) if done >= PAGE => break,
@@ -194,8 +195,9 @@ impl TaskMemory {
         blocks
     }
 
-    /// Reads a block: its private pages, and zeros for all others. None if it has none. A task that runs may change it
-    /// meanwhile, and parts that cannot be read are zeros: the bytes are compared before they are used.
+    /// Reads a block: its private pages, and zeros for all others. `None` if it has none. A task that runs
+    /// may change it meanwhile, and parts that cannot be read are zeros: the bytes are compared before they
+    /// are used.
     pub(crate) fn block(&self, vaddr: u64) -> Option<BlockBytes> {
         let mut entries = [0; BLOCK_LEN / PAGE * ENTRY];
         self.pagemap.read_exact_at(&mut entries, vaddr / PAGE as u64 * ENTRY as u64).ok()?;

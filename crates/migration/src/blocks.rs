@@ -2,9 +2,9 @@
 //! Which blocks of the program's memory are at the destination.
 //!
 //! While the program runs a block travels as a candidate: its bytes may be old, or torn. After the freeze the
-//! destination requests pages, and the source answers with a digest of the block as it is then, if that is
-//! the digest of the candidate. The destination compares it with the bytes that it has stored. Invariant I1:
-//! a candidate's bytes are used after that comparison only.
+//! destination requests pages, and the source answers with a digest of the frozen block, if it equals the
+//! digest of the candidate. The destination compares it with the bytes that it has stored. Invariant I1: a
+//! candidate's bytes are used after that comparison only.
 
 use std::collections::HashMap;
 
@@ -69,8 +69,8 @@ impl SourceBlocks {
         self.round
     }
 
-    /// Notes a block that was read while the program runs. Returns whether it differs from the candidate that was sent
-    /// last, and is to be sent.
+    /// Notes a block that was read while the program runs. Returns whether it differs from the candidate that
+    /// was sent last, and is to be sent.
     pub fn pre_copy(&mut self, block: BlockPlace, digest: BlockDigest) -> bool {
         match self.candidates.get(&block) {
             Some(sent) if sent.digest == digest => false,
@@ -82,8 +82,8 @@ impl SourceBlocks {
         }
     }
 
-    /// Forgets what may have been lost with the connection: candidates of rounds after this one, the last that the
-    /// destination has reported as stored.
+    /// Forgets what may have been lost with the connection: candidates of rounds after this one, the last
+    /// that the destination has reported as stored.
     pub fn lost_after(&mut self, stored: u32) {
         let before = self.candidates.len();
         self.candidates.retain(|_, sent| sent.round <= stored);
@@ -129,9 +129,9 @@ impl SourceBlocks {
 struct StoredBlock {
     /// Its number in the order in which blocks were stored: its place in a file.
     slot: u64,
-    /// The digest of the stored bytes, while they are those of one candidate.
+    /// The digest of the stored bytes, while they are one candidate's.
     candidate: Option<BlockDigest>,
-    /// Pages whose bytes are those of the frozen program.
+    /// Pages whose bytes are known to be the frozen program's.
     resident: PageMask,
     /// Pages that have a place in the file: all others are zeros.
     written: PageMask,
@@ -174,8 +174,8 @@ impl DestinationBlocks {
     }
 
     /// Notes a candidate. The digest is that of the bytes, taken here; pages outside `pages` are zeros.
-    /// Returns the slot as it was before, in which the bytes are to be stored; none if pages of the block are
-    /// resident.
+    /// Returns the slot as it was before, in which the bytes are to be stored, or `None` if pages of the
+    /// block are resident.
     pub fn candidate(
         &mut self,
         block: BlockPlace,
@@ -190,8 +190,9 @@ impl DestinationBlocks {
         Some(self.write(block, pages))
     }
 
-    /// Compares a candidate with a digest that was taken after the freeze. If they are equal, these pages are resident:
-    /// returns the block's slot. The source has read these pages for certain, and others if its pagemap has them.
+    /// Compares a candidate with a digest that was taken after the freeze. If they are equal, these pages are
+    /// resident: returns the block's slot. The source has read these pages for certain, and others if its
+    /// pagemap has them.
     pub fn confirm(
         &mut self,
         block: BlockPlace,
@@ -206,11 +207,11 @@ impl DestinationBlocks {
         Some(stored.slot)
     }
 
-    /// Notes that bytes of pages arrived which were read after the freeze: pages of a block by their numbers in it.
-    /// Returns the slot in which they are to be stored.
+    /// Notes that bytes of pages arrived which were read after the freeze: pages of a block by their numbers
+    /// in it. Returns the slot in which they are to be stored.
     pub fn arrived(&mut self, block: BlockPlace, pages: std::ops::Range<u64>) -> u64 {
         let (stored, pages) = (self.entry(block), mask(pages));
-        // The candidate's other bytes are not those of its digest any more.
+        // The candidate's other bytes do not match its digest any more.
         stored.candidate = None;
         stored.resident |= pages;
         self.write(block, pages).number

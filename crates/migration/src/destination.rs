@@ -166,8 +166,8 @@ impl MigrationDestination {
         Self { gpu_on_demand, ..self }
     }
 
-    /// Continues a migration whose agent ended. `has_tree` says whether the released tree still exists. The outputs
-    /// come before all others.
+    /// Continues a migration whose agent ended. `has_tree` says whether the released tree still exists. The
+    /// outputs come before all others.
     #[must_use]
     pub fn restarted(record: DestinationRecord, has_tree: bool) -> (Self, Vec<DestinationOutput>) {
         let mut destination = Self::new();

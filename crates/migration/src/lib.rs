@@ -7,8 +7,9 @@
 //! * [`destination`]: the side that restores it.
 //! * [`blocks`]: which bytes of the program's memory are at the destination.
 //!
-//! A machine takes an input and returns outputs, which its driver carries out in order. A driver owns the sockets,
-//! CRIU, the freezer and the record. `tests/simulation.rs` drives both machines through cuts and crashes.
+//! A machine takes an input and returns outputs, which its driver carries out in order. A driver owns the
+//! sockets, CRIU, the freezer and the record. `tests/simulation.rs` drives both machines through cuts and
+//! crashes.
 //!
 //! ```text
 //! source                        destination
@@ -26,8 +27,8 @@
 //!   kills the tree
 //!   Discarded          ──────▶    done
 //! ```
-//! Invariant I9: the source's tree may run while its record does not say GRANT. The destination's may run once its
-//! record says RELEASE, which it writes after it received Grant.
+//! Invariant I9: the source's tree may run while its record does not say GRANT. The destination's may run
+//! once its record says RELEASE, which it writes after it received Grant.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 

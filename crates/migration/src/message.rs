@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the sides send each other. Memory and files travel beside these messages, in the same order.
+//! What the sides send each other. Memory and files travel between these messages, on the same connection and
+//! in the same order.
 
 use std::fmt;
 
@@ -29,7 +30,8 @@ pub enum FromSource {
     },
     /// The program runs at the destination from now on, and never at the source.
     Grant,
-    /// The source has killed its tree, after `Commit`, or after the destination has said that the program is lost.
+    /// The source has killed its tree, after `Commit`, or after the destination has said that the program is
+    /// lost.
     Discarded,
     /// The migration has ended, and the program runs at the source.
     Abort(
@@ -42,8 +44,8 @@ pub enum FromSource {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromDestination {
-    /// The agent refuses the connection, and closes it. It sends this instead of all other messages, and before it
-    /// reads the source's `Hello`.
+    /// The agent refuses the connection, and closes it. It sends this instead of all other messages, and
+    /// before it reads the source's `Hello`.
     Refused(LinkRefusal),
     /// The answer to the source's `Hello`.
     Hello {
@@ -51,16 +53,16 @@ pub enum FromDestination {
         version: u32,
         /// How far it is.
         progress: DestinationProgress,
-        /// GPU memory may arrive there while the program runs. An earlier version does not send it, and is refused by
-        /// its number.
-        #[serde(default)]
+        /// GPU memory may arrive there while the program runs.
         gpu_on_demand: bool,
     },
     /// The destination takes the program.
     Accept,
-    /// The restore waits at its last step, and asks for `Grant`. If all memory was to be first, none is missing.
+    /// The restore waits at its last step, and asks for `Grant`. If all memory was to be first, none is
+    /// missing.
     Ready,
-    /// The destination's user ends the migration, after `Ready`: GRANT may be in flight, so the source decides.
+    /// The destination's user ends the migration, after `Ready`: GRANT may be in flight, so the source
+    /// decides.
     Withdraw,
     /// The program runs. The source measures the downtime with it.
     Running,
@@ -73,8 +75,8 @@ pub enum FromDestination {
     ),
 }
 
-/// Why an agent refuses a connection. What it says is about the agent, and never about the program of the migration
-/// that the connection belongs to.
+/// Why an agent refuses a connection. What it says is about the agent, and never about the program of the
+/// migration that the connection belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkRefusal {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What each side writes down before it acts.
 //!
-//! A record must survive the death of the process that wrote it. It need not survive the host: the tree that it is
-//! about does not, either. When a write fails, the record must be as it was before.
+//! A record must survive the death of the process that wrote it. It need not survive the host: the tree that
+//! it is about does not, either. When a write fails, the record must be as it was before.
 
 use serde::{Deserialize, Serialize};
 

@@ -83,8 +83,8 @@ pub enum SourceOutcome {
         /// Why.
         String,
     ),
-    /// The destination cannot be reached after GRANT. Whether the program runs there is not known; it does not run
-    /// here.
+    /// The destination cannot be reached after GRANT. Whether the program runs there is not known; it does
+    /// not run here.
     Unknown(
         /// Why.
         String,
@@ -134,13 +134,14 @@ enum SourcePhase {
 pub struct MigrationSource {
     state: SourcePhase,
     offer: String,
-    /// The destination has answered Hello on this connection. Until then its progress is not known, and only Hello is
-    /// sent: what else is due is sent after the answer.
+    /// The destination has answered Hello on this connection. Until then its progress is not known, and only
+    /// Hello is sent: what else is due is sent after the answer.
     is_greeted: bool,
 }
 
 impl MigrationSource {
-    /// A new migration. The record says [`SourceRecord::Started`]. The offer is text for the destination's driver.
+    /// A new migration. The record says [`SourceRecord::Started`]. The offer is text for the destination's
+    /// driver.
     #[must_use]
     pub fn new(offer: String) -> Self {
         Self { state: SourcePhase::Comparing, offer, is_greeted: false }

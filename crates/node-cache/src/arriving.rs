@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The missing memory of one image: the fetcher that brings it, which is started again when it ends, and the sockets
-//! of the streamers that share it.
+//! The missing memory of one image: the fetcher that brings it, which is started again when it ends, and the
+//! sockets of the streamers that share it.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::Path;
@@ -22,10 +22,10 @@ use rewake_streamer::fetch_peer::{FetchPeer, FetchedImage};
 use rewake_streamer::shared_fetch::SharedFetch;
 use tracing::{info, warn};
 
-/// Time for a fetcher to be started.
-const START_TIME: Duration = Duration::from_secs(30);
-/// Time between two looks whether one was.
-const START_LOOK: Duration = Duration::from_millis(20);
+/// Time for a fetcher to be started. A restore that needs it waits for this long, and then fails.
+const START_LIMIT: Duration = Duration::from_secs(30);
+/// Pause between two looks whether a fetcher was started.
+const START_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What a streamer gets.
 #[derive(Debug)]
@@ -125,7 +125,7 @@ impl ArrivingMemory {
                 .context("making a socket for a streamer")?;
         let presence = self.fetch.presence().try_clone_to_owned().context("the presence map")?;
         let sockets = SharedSockets { presence, socket, layout: self.fetch.layout() };
-        let deadline = Instant::now() + START_TIME;
+        let deadline = Instant::now() + START_LIMIT;
         let mut run = self.run();
         loop {
             // Nothing is missing: no fetcher is needed, and a streamer sees that in the map.
@@ -151,10 +151,10 @@ impl ArrivingMemory {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                bail!("no fetcher was started in {} s", START_TIME.as_secs());
+                bail!("no fetcher was started in {} s", START_LIMIT.as_secs());
             }
             // The thread of the fetchers may not have seen yet that one has ended.
-            let pause = left.min(START_LOOK);
+            let pause = left.min(START_INTERVAL);
             run = self.changed.wait_timeout(run, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -192,20 +192,20 @@ impl ArrivingMemory {
             let pause = match pause {
                 Ok(pause) => pause,
                 Err(reason) => {
-                    warn!("image {:.16}: {reason}: no more of its memory arrives", self.id);
+                    warn!("image {}: {reason}: no more of its memory arrives", self.id);
                     self.run().failure = Some(reason);
                     self.changed.notify_all();
                     return;
                 }
             };
-            warn!("image {:.16}: {reason}: starting another fetcher", self.id);
+            warn!("image {}: {reason}: starting another fetcher", self.id);
             thread::sleep(pause);
             again = true;
         }
     }
 
-    /// Runs a fetcher to its end. Returns its last report: none but [`FetchReport::Closed`] and [`FetchReport::Failed`]
-    /// if it was killed.
+    /// Runs a fetcher to its end. Returns its last report: none but [`FetchReport::Closed`] and
+    /// [`FetchReport::Failed`] if it was killed.
     fn run_one(&self, again: bool) -> anyhow::Result<FetchReport> {
         let (mut child, socket) = self.fetch.start(again)?;
         // If it has ended, that is found by its socket.
@@ -243,10 +243,10 @@ impl ArrivingMemory {
                     }
                 }
                 Ok(Some(FetchReport::Connected(_))) => {
-                    info!("image {:.16}: the fetcher is connected", self.id);
+                    info!("image {}: the fetcher is connected", self.id);
                 }
                 Ok(Some(FetchReport::Refused(reason))) => {
-                    warn!("image {:.16}: the fetcher does not serve a streamer any more: {reason}", self.id);
+                    warn!("image {}: the fetcher does not serve a streamer any more: {reason}", self.id);
                 }
                 Ok(Some(report)) => last = report,
                 // It has ended.
@@ -256,8 +256,8 @@ impl ArrivingMemory {
     }
 }
 
-/// Returns why a fetcher has ended before all bytes have arrived, and whether another one may bring them. None: they
-/// have arrived. One that could not be started may be so later: processes or memory may be short.
+/// Returns why a fetcher has ended before all bytes have arrived, and whether another one may bring them.
+/// None: they have arrived. One that could not be started may be so later: processes or memory may be short.
 fn end_of(ran: anyhow::Result<FetchReport>) -> Option<(bool, String)> {
     match ran {
         Ok(FetchReport::Closed) => None,

@@ -4,21 +4,22 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_criu_images::Digest;
-use rewake_image_pull::{ID_DIGITS, PullReport, complete, pull, pull_eager_unread};
-use rewake_image_server::exports::{ImageFolder, OpenImage};
+use rewake_criu_images::{Digest, ImageDir};
+use rewake_image_signature::Signers;
 use rewake_image_store::{ImageStore, ImageUrl, PinnedImage, StoreSource, StoredImage};
-use tokio::runtime::Runtime;
+use rewake_image_transfer::pull::{ID_DIGITS, PullReport, complete, keep_signature, pull, pull_eager_unread};
+use tokio::runtime::{Handle, Runtime};
 use tracing::{info, warn};
 
 use crate::arriving::{ArrivingMemory, MemoryLost, SharedSockets};
 use crate::entry::{CacheEntry, EntryPhase, Remake};
 use crate::folder::CacheFolder;
-use crate::{images_served, space};
+use crate::images_served::{self, CacheImages};
+use crate::space;
 
 /// Threads that send requests to stores, and decompress.
 const STORE_THREADS: usize = 2;
@@ -172,13 +173,20 @@ impl NodeCache {
         entries.values().cloned().collect()
     }
 
-    /// Brings an image of a store, if it is not here: what CRIU reads itself. A fetcher brings the rest. `id` is the
-    /// beginning of the id that it must have; the store is not asked if the image with that id is here.
+    /// Brings an image of a store, if it is not here: what CRIU reads itself. A fetcher brings the rest. `id`
+    /// is the beginning of the id that it must have; the store is not asked if the image with that id is
+    /// here.
     ///
     /// # Errors
-    /// The store cannot be read, or has another image; or there is no space.
-    pub fn acquire(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<CachePin> {
-        let acquired = self.find_or_bring(url, id);
+    /// The store cannot be read, or has another image, or one whose signature a file of `signers` does not
+    /// accept; or there is no space.
+    pub fn acquire(
+        self: &Arc<Self>,
+        url: &ImageUrl,
+        id: Option<&str>,
+        signers: &[Signers],
+    ) -> anyhow::Result<CachePin> {
+        let acquired = self.find_or_bring(url, id, signers);
         let counter = match &acquired {
             Ok((_, false)) => &self.counters.hits,
             Ok((_, true)) => &self.counters.misses,
@@ -189,13 +197,22 @@ impl NodeCache {
     }
 
     /// [`NodeCache::acquire`], with whether this thread has brought the image.
-    fn find_or_bring(self: &Arc<Self>, url: &ImageUrl, id: Option<&str>) -> anyhow::Result<(CachePin, bool)> {
+    fn find_or_bring(
+        self: &Arc<Self>,
+        url: &ImageUrl,
+        id: Option<&str>,
+        signers: &[Signers],
+    ) -> anyhow::Result<(CachePin, bool)> {
         if let Some(id) = id {
             ensure!(id.len() >= ID_DIGITS, "--id {id}: expected {ID_DIGITS} digits of an image id at least");
         }
         let known = id.and_then(|id| self.with_id(id).ok()).filter(|entry| entry.is_usable());
-        let Some(entry) = known else { return self.acquire_from_store(url, id) };
+        let Some(entry) = known else {
+            return self.acquire_from_store(url, id, signers);
+        };
         let pin = CachePin::new(&entry, &self.folder);
+        // The planner checks it again, with the manifest that it reads.
+        Signers::check_image(signers, &ImageDir::open(pin.path())?, Some(entry.id), true)?;
         // A removal may have been faster.
         let is_brought = self.ensure(&entry, Remake::Unusable, Some(url), None)?;
         self.note_use(&entry);
@@ -206,21 +223,30 @@ impl NodeCache {
         self: &Arc<Self>,
         url: &ImageUrl,
         id: Option<&str>,
+        signers: &[Signers],
     ) -> anyhow::Result<(CachePin, bool)> {
         let (store, stored) = self.find(url).with_context(|| self.hint(url))?;
         let is_it = id.is_none_or(|id| stored.id.to_string().starts_with(id));
         ensure!(is_it, "{url}: it is image {}, expected {}", stored.id, id.unwrap_or_default());
+        let signature = stored.signature.clone();
+        for signers in signers {
+            signers.check(stored.id, signature.as_deref()).with_context(|| url.to_string())?;
+        }
         let new = || Arc::new(CacheEntry::new(stored.id, &self.folder));
         let entry = Arc::clone(self.entries().entry(stored.id).or_insert_with(new));
         let pin = CachePin::new(&entry, &self.folder);
         let is_brought = self.ensure(&entry, Remake::Unusable, Some(url), Some((store, stored)))?;
+        if pin.missing() == 0 {
+            // The image may have been signed since it was brought.
+            keep_signature(pin.path(), entry.id, signature.as_deref())?;
+        }
         self.note_use(&entry);
         Ok((pin, is_brought))
     }
 
     fn note_use(&self, entry: &CacheEntry) {
         if let Err(error) = self.folder.note_use(entry.id) {
-            warn!("{error:#}: image {:.16} may be removed before others that were used earlier", entry.id);
+            warn!("{error:#}: image {} may be removed before others that were used earlier", entry.id);
         }
     }
 
@@ -241,14 +267,11 @@ impl NodeCache {
         let Some(cached) = all.iter().filter(is_of).min_by_key(|entry| self.folder.unused(entry.id)) else {
             return url.to_string();
         };
-        format!(
-            "{url}: the cache has image {id:.16} of this name, which `--id {id:.16}` restores",
-            id = cached.id
-        )
+        format!("{url}: the cache has image {id} of this name, which `--id {id}` restores", id = cached.id)
     }
 
-    /// Brings an image, if that is necessary, from this store or from where it came from. `found`: what the store has
-    /// under its name. Returns whether this thread has brought it.
+    /// Brings an image, if that is necessary, from this store or from where it came from. `found`: what the
+    /// store has under its name. Returns whether this thread has brought it.
     fn ensure(
         self: &Arc<Self>,
         entry: &Arc<CacheEntry>,
@@ -266,8 +289,7 @@ impl NodeCache {
                 let (store, stored) = found.map_or_else(|| self.find(&url), Ok)?;
                 let (id, now) = (entry.id, stored.id);
                 if now != id {
-                    let reason =
-                        format!("the store has image {now:.16} under this name by now, not {id:.16}");
+                    let reason = format!("the store has image {now} under this name by now, not {id}");
                     return Err(MemoryLost(reason).into());
                 }
                 let pinned = Arc::new(self.runtime.block_on(PinnedImage::of(&store, stored))?);
@@ -297,15 +319,16 @@ impl NodeCache {
             let is_free = self.folder.make_partial(id).with_context(|| directory.display().to_string())?;
             ensure!(
                 is_free,
-                "image {id:.16} of the cache has a wrong block, and restores use the others: try again when they \
-                 have ended"
+                "image {id} of the cache has a wrong block, and restores use the others: try again when \
+                 they have ended"
             );
         }
         let (mut source, digits) = (StoreSource::of(pinned, self.runtime.handle().clone()), id.to_string());
-        // What has arrived is found by its checksums, when the fetcher is started: it is not read here as well.
+        // What has arrived is found by its checksums, when the fetcher is started: it is not read here as
+        // well.
         let copy = if doubted { pull } else { pull_eager_unread };
-        let PullReport { sent, kept, left, .. } = copy(&mut source, &directory, Some(&digits))?;
-        info!("image {id:.16}: {sent} bytes were sent, {kept} were here, {left} are left to restores");
+        let PullReport { sent, kept, left, .. } = copy(&mut source, &directory, Some(&digits), &[])?;
+        info!("image {id}: {sent} bytes were sent, {kept} were here, {left} are left to restores");
         self.folder.end_doubt(id)?;
         if left == 0 {
             return Ok(EntryPhase::Complete);
@@ -331,8 +354,8 @@ impl NodeCache {
         let completed = complete(&self.folder.image(entry.id)).map(drop);
         let read = entry.pinned().map_or(0, |pinned| pinned.bytes_read());
         match &completed {
-            Ok(()) => info!("image {:.16} is complete: {read} bytes were read from its store", entry.id),
-            Err(error) => warn!("image {:.16} is not complete: {error:#}", entry.id),
+            Ok(()) => info!("image {} is complete: {read} bytes were read from its store", entry.id),
+            Err(error) => warn!("image {} is not complete: {error:#}", entry.id),
         }
         entry.completed(memory, completed);
     }
@@ -359,14 +382,15 @@ impl NodeCache {
         (!matches!(entry.phase(), EntryPhase::Complete)).then_some(id)
     }
 
-    /// Notes that a restore, which has begun at a time, has found a wrong block in the image of this directory.
+    /// Notes that a restore, which has begun at a time, has found a wrong block in the image of this
+    /// directory.
     pub fn doubt(&self, path: &Path, began: Instant) {
         let Some(id) = self.folder.image_at(path) else { return };
         let Some(entry) = self.entries().get(&id).cloned() else { return };
         if entry.doubt(began) {
             warn!(
-                "image {id:.16} of the cache has a wrong block: it is compared with its manifest before it is used \
-                 again"
+                "image {id} of the cache has a wrong block: it is compared with its manifest before it \
+                 is used again"
             );
             // The next agent knows it, too.
             if self.folder.is_complete(id)
@@ -445,38 +469,30 @@ impl NodeCache {
     /// # Errors
     /// There is none, or a restore uses it.
     pub fn remove(&self, id: &str) -> anyhow::Result<u64> {
+        ensure!(id.len() >= ID_DIGITS, "{id}: expected {ID_DIGITS} digits of an image id at least");
         let entry = self.with_id(id)?;
         let bytes = self.folder.allocated(entry.id);
         ensure!(self.folder.image(entry.id).is_dir(), "the cache has no image {id}");
         ensure!(
             entry.evict(&self.folder)?,
-            "image {:.16} is in use: a restore reads it, or it is being copied",
+            "image {} is in use: a restore reads it, or it is being copied",
             entry.id
         );
         Ok(bytes)
     }
 
+    /// The threads that ask stores.
+    pub(crate) fn runtime(&self) -> &Handle {
+        self.runtime.handle()
+    }
+
     /// Returns the one image whose id begins with these digits.
-    fn with_id(&self, id: &str) -> anyhow::Result<Arc<CacheEntry>> {
+    pub(crate) fn with_id(&self, id: &str) -> anyhow::Result<Arc<CacheEntry>> {
         let all = self.all();
         let mut found = all.iter().filter(|entry| !id.is_empty() && entry.id.to_string().starts_with(id));
         let entry = found.next().with_context(|| format!("the cache has no image {id}"))?;
         ensure!(found.next().is_none(), "{id}: several images of the cache have an id that begins so");
         Ok(Arc::clone(entry))
-    }
-}
-
-/// The images that fetchers read.
-#[derive(Debug)]
-struct CacheImages(Weak<NodeCache>);
-
-impl ImageFolder for CacheImages {
-    fn open(&self, name: &Path, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
-        ensure!(ancestor == 0, "images of the cache have no parents");
-        let cache = self.0.upgrade().context("the cache has ended")?;
-        let entry = cache.with_id(name.to_str().context("expected an image id")?)?;
-        let pinned = entry.pinned().context("the image is not fetched any more")?;
-        pinned.open_files(cache.runtime.handle())
     }
 }
 
@@ -488,6 +504,8 @@ mod tests {
     use rewake_image_store::push;
     use rewake_manifest::seal;
     use tempfile::TempDir;
+
+    use rewake_image_transfer::server::exports::{ImageFolder as _, PeerRights};
 
     use super::*;
     use crate::folder::tests::{image, set_unused};
@@ -516,7 +534,7 @@ mod tests {
             Self { dir, url }
         }
 
-        /// An agent's cache of so many bytes.
+        /// An agent's cache of at most `size` bytes.
         fn cache(&self, size: u64) -> Arc<NodeCache> {
             let folder = CacheFolder::open(&self.dir.path().join("cache"), Some(size)).unwrap();
             NodeCache::start(folder).unwrap()
@@ -527,10 +545,10 @@ mod tests {
     fn a_complete_image_is_used_without_its_origin() {
         let scene = StoredImageScene::new();
         let cache = scene.cache(1 << 20);
-        let id = cache.acquire(&scene.url, None).unwrap().id().to_string();
+        let id = cache.acquire(&scene.url, None, &[]).unwrap().id().to_string();
         fs::remove_file(cache.folder.path().join(format!("{id}.json"))).unwrap();
         assert!(cache.fetch(&id).unwrap().is_none(), "nothing is missing");
-        let pin = cache.acquire(&scene.url, Some(&id)).unwrap();
+        let pin = cache.acquire(&scene.url, Some(&id), &[]).unwrap();
         assert!(fs::read(pin.path().join("pages-1.img")).unwrap() == MEMORY);
     }
 
@@ -538,7 +556,7 @@ mod tests {
     fn of_an_image_that_does_not_fit_nothing_is_kept() {
         let scene = StoredImageScene::new();
         let cache = scene.cache(1000);
-        let error = cache.acquire(&scene.url, None).unwrap_err();
+        let error = cache.acquire(&scene.url, None, &[]).unwrap_err();
         assert!(format!("{error:#}").contains("no space for image"), "{error:#}");
         let entry = cache.entries().values().next().cloned().unwrap();
         assert!(entry.pinned().is_none(), "its index is not in memory any more");
@@ -550,12 +568,12 @@ mod tests {
     fn the_next_agent_compares_an_image_with_a_wrong_block() {
         let scene = StoredImageScene::new();
         let cache = scene.cache(1 << 20);
-        let path = cache.acquire(&scene.url, None).unwrap().path().to_owned();
+        let path = cache.acquire(&scene.url, None, &[]).unwrap().path().to_owned();
         fs::write(path.join("pages-1.img"), [8; 5000]).unwrap();
         cache.doubt(&path, Instant::now());
         drop(cache);
         let cache = scene.cache(1 << 20);
-        let id = cache.acquire(&scene.url, None).unwrap().id();
+        let id = cache.acquire(&scene.url, None, &[]).unwrap().id();
         assert!(fs::read(path.join("pages-1.img")).unwrap() == MEMORY);
         assert!(!cache.folder.is_doubted(id));
     }
@@ -566,12 +584,12 @@ mod tests {
         let folder = CacheFolder::open(&scene.dir.path().join("cache"), Some(1 << 20)).unwrap();
         let other = image(&folder, 7, MEMORY.len());
         let cache = NodeCache::start(folder).unwrap();
-        let id = cache.acquire(&scene.url, None).unwrap().id();
+        let id = cache.acquire(&scene.url, None, &[]).unwrap().id();
         // The store is asked which image it has; or it is not.
         for expected in [None, Some(id.to_string())] {
             set_unused(&cache.folder, id, Duration::from_secs(200));
             set_unused(&cache.folder, other, Duration::from_secs(100));
-            drop(cache.acquire(&scene.url, expected.as_deref()).unwrap());
+            drop(cache.acquire(&scene.url, expected.as_deref(), &[]).unwrap());
             let used: Vec<Digest> = cache.list().iter().map(|image| image.id).collect();
             assert_eq!(used, [id, other], "{expected:?}");
         }
@@ -586,7 +604,7 @@ mod tests {
         let scene = StoredImageScene::new();
         let cache = scene.cache(1 << 20);
         let images = CacheImages(Arc::downgrade(&cache));
-        let error = images.open(Path::new("a7"), 1).map(drop).unwrap_err();
+        let error = images.open(Path::new("a7"), 1, &PeerRights::All).map(drop).unwrap_err();
         assert_eq!(error.to_string(), "images of the cache have no parents");
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One image of the cache, and how far it is. One thread at a time makes it; the others that want it wait for that.
+//! One image of the cache, and how far it is. One thread at a time makes it; the others that want it wait for
+//! that.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -34,7 +35,8 @@ struct EntryState {
     pinned: Option<Arc<PinnedImage>>,
     /// Bytes that it may have when it is complete; 0: those that it has.
     reserved: u64,
-    /// A restore has found a wrong block, or a chunk is wrong: all bytes are compared before the next restore.
+    /// A restore has found a wrong block, or a chunk is wrong: all bytes are compared before the next
+    /// restore.
     doubted: bool,
     /// When what it had was compared; none: an earlier agent has done so.
     compared: Option<Instant>,
@@ -147,8 +149,8 @@ impl CacheEntry {
         self.lock().reserved = bytes;
     }
 
-    /// Has `make` bring it, unless it is here already, or another thread brings it. `make` gets whether all bytes must
-    /// be compared.
+    /// Has `make` bring it, unless it is here already, or another thread brings it. `make` gets whether all
+    /// bytes must be compared.
     ///
     /// # Errors
     /// `make` has failed, in this thread or in the one that was waited for.
@@ -244,9 +246,9 @@ impl CacheEntry {
         }
     }
 
-    /// Notes that a restore, which has begun at a time, has found a wrong block. What has arrived is compared again
-    /// before the next restore, and for those that run. Returns false if that was done since then: several restores
-    /// report the same block.
+    /// Notes that a restore, which has begun at a time, has found a wrong block. What has arrived is compared
+    /// again before the next restore, and for those that run. Returns false if that was done since then:
+    /// several restores report the same block.
     pub(crate) fn doubt(&self, began: Instant) -> bool {
         let mut state = self.lock();
         if state.compared.is_some_and(|compared| compared > began) {
@@ -409,7 +411,8 @@ mod tests {
         let lease = ImageLease::shared(&folder.image(entry.id)).unwrap().unwrap();
         // Others are not removed for the space that it would leave.
         assert!(!entry.is_removable(&folder));
-        // The removal of its files would be refused, but only after its fetcher and its reservation have ended.
+        // The removal of its files would be refused, but only after its fetcher and its reservation have
+        // ended.
         assert!(!entry.evict(&folder).unwrap());
         assert_eq!(entry.reserved(), 5000);
         drop(lease);

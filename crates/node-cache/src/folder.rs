@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The cache's directory: `ID` for each image, and beside it `ID.json`, which says where the image came from. The time
-//! of that file is that of the image's last use. `ID.doubt`: a restore has found a wrong block.
+//! The cache's directory: `ID` for each image, and next to it `ID.json`, which records where the image came
+//! from. The time of that file is the time of the image's last use. `ID.doubt` exists if a restore has found
+//! a wrong block.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -19,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 /// The prefix of directories that are being removed.
 const REMOVED: &str = ".removed-";
-/// The ends of the names of an image's files beside its directory.
+/// The ends of the names of an image's files next to its directory.
 const ORIGIN: &str = ".json";
 const DOUBT: &str = ".doubt";
 /// The end of the name of a file that is being written.
@@ -56,7 +57,8 @@ impl CacheFolder {
             let found = path.metadata()?;
             ensure!(
                 found.uid() == geteuid().as_raw() && found.mode() & 0o077 == 0,
-                "expected a directory that only this user may access (`chmod 700`): images have memory of programs"
+                "expected a directory that only this user may access (`chmod 700`): images have memory of \
+                 programs"
             );
             let lock = DirectoryLock::take(&path)?.context("another `rewake serve` uses it")?;
             let mut folder = Self { path, size: 0, _lock: lock };
@@ -110,7 +112,8 @@ impl CacheFolder {
         image.join(MANIFEST_NAME).exists() && !image.join(PARTIAL_NAME).exists()
     }
 
-    /// Makes a complete image a partial copy, whose bytes are compared again. Returns false while it is leased.
+    /// Makes a complete image a partial copy, whose bytes are compared again. Returns false while it is
+    /// leased.
     pub(crate) fn make_partial(&self, id: Digest) -> io::Result<bool> {
         let image = self.image(id);
         if !self.is_complete(id) {
@@ -212,7 +215,7 @@ impl CacheFolder {
         touch().with_context(|| path.display().to_string())
     }
 
-    /// Returns where an image came from; none if that is not known.
+    /// Returns where an image came from, or `None` if that is not known.
     pub(crate) fn origin(&self, id: Digest) -> Option<ImageUrl> {
         let bytes = fs::read(self.origin_path(id)).ok()?;
         serde_json::from_slice::<ImageOrigin>(&bytes).ok()?.url.parse().ok()
@@ -290,7 +293,7 @@ pub(crate) mod tests {
         format!("file:///store/{name}").parse().unwrap()
     }
 
-    /// Puts a complete image of so many bytes into a cache.
+    /// Puts a complete image of `bytes` bytes into a cache.
     pub(crate) fn image(folder: &CacheFolder, number: u8, bytes: usize) -> Digest {
         let id = Digest([number; 32]);
         fs::create_dir(folder.image(id)).unwrap();

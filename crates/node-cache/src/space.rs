@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which images are removed for another one: those that were used least lately, and that no restore uses.
+//! Which images are evicted for another one: the least recently used images that no restore uses.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use tracing::info;
 use crate::entry::CacheEntry;
 use crate::folder::CacheFolder;
 
-/// Reserves space for an image of so many bytes at most. `others` are the other images.
+/// Reserves space for an image of at most `bytes` bytes. `others` are the other images.
 ///
 /// # Errors
 /// Too much is used by restores, or a file cannot be removed.
@@ -27,7 +27,7 @@ pub(crate) fn reserve(
     let mut removable: Vec<&Arc<CacheEntry>> =
         others.iter().copied().filter(|other| has(other) > 0 && other.is_removable(folder)).collect();
     removable.sort_by_key(used_least);
-    // Bytes of those that may still be removed: none is, if that does not suffice.
+    // Evictable bytes. If they are not enough, no image is evicted.
     let mut spared: u64 = removable.iter().map(|other| has(other)).sum();
     let mut candidates = removable.into_iter();
     loop {
@@ -48,9 +48,9 @@ pub(crate) fn reserve(
         let Some(next) = next else {
             let size = folder.size();
             bail!(
-                "{}: no space for image {:.16} of {bytes} bytes: {used} bytes of other images are in use, the cache may \
-                 have {size} and the file system has {free} left: end restores, or start `rewake serve` with a larger \
-                 --cache-size",
+                "{}: no space for image {} of {bytes} bytes: {used} bytes of other images are in use, \
+                 the cache may have {size} and the file system has {free} left: end restores, or start \
+                 `rewake serve` with a larger --cache-size",
                 folder.path().display(),
                 entry.id
             );
@@ -58,7 +58,7 @@ pub(crate) fn reserve(
         let (id, had) = (next.id, has(next));
         spared = spared.saturating_sub(had);
         if next.evict(folder)? {
-            info!("image {id:.16} was removed from the cache: {had} bytes, for image {:.16}", entry.id);
+            info!("image {id} was removed from the cache: {had} bytes, for image {}", entry.id);
         }
     }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is wrong with a message.
 
-/// A message that violates the protocol. The connection has no use afterwards: where the next message begins is
-/// not known.
+/// A message that violates the protocol. The connection has no use afterwards: where the next message begins
+/// is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BadMessage {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files of an image in the place of tasks: an extension of Rewake's, for a migration. The address is the offset in the
-//! file, whose last page has zeros after the end. CRIU has no such tasks: Linux has no process of these numbers.
+//! Files of an image in the place of tasks: an extension of Rewake's, for a migration. The address is the
+//! offset in the file, whose last page has zeros after the end. CRIU has no such tasks: Linux has no process
+//! of these numbers.
 
 /// The first number of a file. Linux has less than 2^22 processes (`PID_MAX_LIMIT`).
 const FIRST: u32 = 1 << 30;
 
-/// Returns the task that stands for a file, by its number among the files that are requested so; none if it is too
-/// large.
+/// Returns the task that stands for a file, by its number among the files that are requested so, or `None` if
+/// it is too large.
 #[must_use]
 pub fn file_task(number: u32) -> Option<u32> {
     (number < FIRST).then_some(FIRST | number)

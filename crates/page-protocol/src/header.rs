@@ -2,8 +2,8 @@
 //! The header of a message, in both layouts.
 //!
 //! ```text
-//! CRIU up to 4.1.1, 24 bytes:  command u32 @0   pages u32 @4    address u64 @8    id u64 @16
-//! CRIU from 4.2, 32 bytes:     command u32 @0   padding @4      pages u64 @8      address u64 @16   id u64 @24
+//! CRIU up to 4.1.1, 24 bytes:  command u32 @0  pages u32 @4  address u64 @8  id u64 @16
+//! CRIU from 4.2, 32 bytes:     command u32 @0  padding @4    pages u64 @8    address u64 @16  id u64 @24
 //! ```
 //! CRIU does not clear the padding.
 
@@ -52,12 +52,13 @@ impl HeaderLayout {
     /// Finds out the layout of a peer from the first bytes that it sent.
     ///
     /// Bytes 16 to 24 are the id in a narrow header, and the address in a wide one:
-    /// - An id of an image is never a multiple of 4096: its lowest byte is the kind, 1 or 2. An address always is.
-    /// - A page request has a pid there, which may be a multiple of 4096. Then bytes 8 to 16 decide. They are an
-    ///   address in a narrow header, from 4096 on, and the number of pages in a wide one. CRIU requests at most
-    ///   1024 pages, the length of its pipes.
-    /// - The last message ([`crate::PageMessage::Close`]) has zeros in both places, and counts as wide. Where it is
-    ///   also the first message, the other 8 bytes may not exist.
+    /// - An id of an image is never a multiple of 4096: its lowest byte is the kind, 1 or 2. An address
+    ///   always is.
+    /// - A page request has a pid there, which may be a multiple of 4096. Then bytes 8 to 16 decide. They are
+    ///   an address in a narrow header, from 4096 on, and the number of pages in a wide one. CRIU requests at
+    ///   most 1024 pages, the length of its pipes.
+    /// - The last message ([`crate::PageMessage::Close`]) has zeros in both places, and counts as wide. Where
+    ///   it is also the first message, the other 8 bytes may not exist.
     #[must_use]
     pub fn detect(first: &[u8; NARROW_LEN]) -> Self {
         let (id_or_address, address_or_pages) = (u64_at(first, 16), u64_at(first, 8));

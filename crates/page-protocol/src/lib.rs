@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The protocol of CRIU's page server: messages and their bytes, without I/O.
 //!
-//! Both directions of a connection carry messages: a header ([`MessageHeader`]), and after some of them pages. There
-//! is no greeting and no version. CRIU 4.2 made the header longer; [`HeaderLayout::detect`] finds out which one a
-//! peer uses.
+//! Both directions of a connection carry messages: a header ([`MessageHeader`]), and after some of them
+//! pages. There is no greeting and no version. CRIU 4.2 made the header longer; [`HeaderLayout::detect`]
+//! finds out which one a peer uses.
 //!
 //! Two roles share the protocol:
-//! - `criu dump --page-server` sends memory: for each task and each shared memory object [`PageMessage::Open`], then
-//!   its pages in ascending order ([`PageMessage::Add`]), and at the end [`PageMessage::Close`].
-//! - `criu lazy-pages --page-server` requests pages ([`PageMessage::Get`]). Each answer is [`answer_header`], then
-//!   the pages. Answers have the order of the requests.
+//! - `criu dump --page-server` sends memory: for each task and each shared memory object
+//!   [`PageMessage::Open`], then its pages in ascending order ([`PageMessage::Add`]), and at the end
+//!   [`PageMessage::Close`].
+//! - `criu lazy-pages --page-server` requests pages ([`PageMessage::Get`]). Each answer is [`answer_header`],
+//!   then the pages. Answers have the order of the requests.
 //!
 //! Rewake also requests files of an image by it, from its own peer of a migration: [`file_task`].
 //!
-//! All numbers have the byte order of the machine: CRIU does not convert them, and both peers have the same kind of
-//! processor. Sources: CRIU 4.1.1 and 4.2.1, and the compressed pages of 4.3 ([`PagesEncoding::Lz4`]).
+//! All numbers have the byte order of the machine: CRIU does not convert them, and both peers have the same
+//! kind of processor. Sources: CRIU 4.1.1 and 4.2.1, and the compressed pages of 4.3
+//! ([`PagesEncoding::Lz4`]).
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 

@@ -103,7 +103,8 @@ pub enum PageMessage {
         /// How they follow.
         encoding: PagesEncoding,
     },
-    /// Requests pages. The answer has the first page, and as many of the next ones as the server gives at once.
+    /// Requests pages. The answer has the first page, and as many of the next ones as the server gives at
+    /// once.
     Get {
         /// The task.
         pid: u32,
@@ -206,7 +207,7 @@ fn place(command: u32, flags: u32) -> Result<PageFlags, BadMessage> {
     let place = PageFlags(flags);
     let twice = place.has(PageFlags::PARENT | PageFlags::PRESENT);
     if flags == 0 || flags & !known.0 != 0 || twice {
-        let expected = "one of parent (1) and present (4), or lazy (2) alone or beside it";
+        let expected = "one of parent (1) and present (4), or lazy (2) alone or with one of them";
         return Err(BadMessage::Flags { command, flags, expected });
     }
     Ok(place)

@@ -12,7 +12,7 @@ pub enum CompressedPage {
     Zero,
     /// Length 4096: the page's bytes follow.
     Raw,
-    /// Any other length: one LZ4 block of so many bytes follows.
+    /// Any other length: one LZ4 block of this length follows.
     Lz4(u32),
 }
 

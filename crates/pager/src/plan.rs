@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use crate::{BLOCK_PAGES, PAGE_SIZE, index};
 
-/// Pages of one plan at most: 16 TiB, far more than any dumped process has, and 1 GiB of page state.
+/// The most pages of one plan: 16 TiB, which is far more than any dumped process has, and needs 1 GiB of page
+/// state.
 const MAX_PAGES: u64 = 1 << 32;
 
 /// Bytes in a block.
@@ -283,8 +284,8 @@ impl Plan {
         })
     }
 
-    /// The pages around one in its block and extent: the address of the first, and their number. `page` must be
-    /// in this plan.
+    /// The pages around one in its block and extent: the address of the first, and their number. `page` must
+    /// be in this plan.
     #[must_use]
     pub fn in_block(&self, page: PageIx) -> (u64, u64) {
         let placed = self.extent_of(page.0);

@@ -58,7 +58,8 @@ pub struct Place {
 pub struct Prefetch {
     /// The addresses in the image, multiples of the page size.
     pub addresses: Range<u64>,
-    /// Their place among those of all address spaces: a lower rank is loaded first. 0: restores wait for them.
+    /// Their place in the order of all address spaces: a lower rank is loaded first. Restores wait for rank
+    /// 0.
     pub rank: u32,
 }
 
@@ -111,8 +112,9 @@ impl ResidencyMap {
         if self.settled.get(page) { Locate::Resident(place) } else { Locate::Missing(place) }
     }
 
-    /// Returns the missing pages around the one at `address`, inside `window`, up to the next page that is not
-    /// missing, or moved, or of another extent. Returns none if the page at `address` itself is such a page.
+    /// Returns the missing pages around the one at `address`, inside `window`, up to the next page that is
+    /// not missing, or moved, or of another extent. Returns `None` if the page at `address` itself is such a
+    /// page.
     #[must_use]
     pub fn missing_run(&self, address: u64, window: &Range<u64>) -> Option<FileRun> {
         let page = self.plan.page_at(address).filter(|_| self.remaps.at_target(address).is_none())?;
@@ -208,7 +210,7 @@ impl ResidencyMap {
         self.mapped.saturating_sub(self.missing())
     }
 
-    /// Number of mapped pages: those of the plan that the program did not drop.
+    /// Number of mapped pages: the pages of the plan that the program did not drop.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.mapped
@@ -284,8 +286,8 @@ impl ResidencyMap {
         }
     }
 
-    /// Returns the aligned ranges of `size` bytes, joined where they are adjacent, of which the program still has
-    /// every page of the image at its address in the image.
+    /// Returns the aligned ranges of `size` bytes, joined where they are adjacent, of which the program still
+    /// has every page of the image at its address in the image.
     #[must_use]
     pub fn whole_ranges(&self, size: u64) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
@@ -303,8 +305,8 @@ impl ResidencyMap {
         ranges.into_iter().map(aligned).filter(|range| range.start < range.end).collect()
     }
 
-    /// Claims a block with missing pages: first those of [`ResidencyMap::promote`], then those of
-    /// [`ResidencyMap::set_priority`], then the lowest. Returns none when no such block is free.
+    /// Claims a block with missing pages: first a block of [`ResidencyMap::promote`], then one of
+    /// [`ResidencyMap::set_priority`], then the lowest. Returns `None` when no such block is free.
     #[must_use]
     pub fn claim(&self) -> Option<BlockIx> {
         self.with_missing(|| self.schedule.claim())
@@ -346,7 +348,8 @@ impl ResidencyMap {
         self.schedule.next_rank()
     }
 
-    /// Claims a block with priority and missing pages, of this rank at most. Returns none when no such block is free.
+    /// Claims a block with priority and missing pages, of this rank at most. Returns none when no such block
+    /// is free.
     #[must_use]
     pub fn claim_first(&self, most_rank: u32) -> Option<BlockIx> {
         self.with_missing(|| self.schedule.claim_first(most_rank))
@@ -375,8 +378,8 @@ impl ResidencyMap {
         self.schedule.begin_at(block);
     }
 
-    /// Makes the background load continue ahead of `page`, where a thread sweeps: with `windows`, after the pages
-    /// that the sweep fills itself.
+    /// Makes the background load continue ahead of `page`, where a thread sweeps: with `windows`, after the
+    /// pages that the sweep fills itself.
     pub fn follow(&self, page: PageIx, windows: bool) {
         let last = self.plan.pages().saturating_sub(1);
         self.schedule.follow(self.plan.block_of(PageIx(page.0.min(last))), windows);

@@ -13,7 +13,8 @@ pub const PROMOTED_BLOCKS: usize = 64;
 
 /// How far claims in order may be ahead of a sweep: 16 MiB.
 const AHEAD: usize = 256;
-/// How far they are ahead of a sweep that fills its own windows: 2 MiB. Otherwise both would fill the same pages.
+/// How far they are ahead of a sweep that fills its own windows: 2 MiB. Otherwise both would fill the same
+/// pages.
 const LEAD: usize = 32;
 
 /// The outcome of work on a claimed block.
@@ -53,7 +54,7 @@ pub(crate) struct Schedule {
     overflows: AtomicU64,
     /// Blocks to claim after promoted ones and before the others; `next_priority` is the current piece.
     priority: Vec<PriorityPiece>,
-    /// The blocks of these pieces, without those of rank 0, which restores wait for; none without pieces.
+    /// The blocks of these pieces, without blocks of rank 0, for which restores wait. `None` without pieces.
     prefetched: Option<Bits>,
     next_priority: AtomicUsize,
     /// Pieces before this one have no missing page.
@@ -126,7 +127,7 @@ impl Schedule {
         self.prefetched.as_ref().is_some_and(|bits| bits.get(block.0 as u64))
     }
 
-    /// The rank of the next blocks with priority; none if none are left.
+    /// The rank of the next blocks with priority, or `None` if none are left.
     pub(crate) fn next_rank(&self) -> Option<u32> {
         self.priority.get(self.next_priority.load(Ordering::Relaxed)).map(|piece| piece.rank)
     }
@@ -238,7 +239,8 @@ impl Schedule {
     }
 
     /// Continues claims in order shortly ahead of `block`, where a thread sweeps, unless they have that
-    /// position. With `windows` the sweep fills the next blocks itself. The blocks before follow after the last one.
+    /// position. With `windows` the sweep fills the next blocks itself. The blocks before follow after the
+    /// last one.
     pub(crate) fn follow(&self, block: BlockIx, windows: bool) {
         let start = if windows { block.0.saturating_add(LEAD) } else { block.0 };
         let at = self.cursor.load(Ordering::Acquire);
@@ -419,7 +421,7 @@ mod tests {
         schedule.set_priority(pieces);
         assert_eq!(schedule.priority, [piece(4..10, 0), piece(10..11, 1), piece(8..10, 1)]);
         let prefetched = (0..100).filter(|block| schedule.is_prefetched(BlockIx(*block)));
-        assert_eq!(prefetched.collect::<Vec<_>>(), [8, 9, 10], "restores wait for those of rank 0");
+        assert_eq!(prefetched.collect::<Vec<_>>(), [8, 9, 10], "restores wait for blocks of rank 0");
     }
 
     #[test]

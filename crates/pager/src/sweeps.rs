@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Recognizes sweeps: threads that walk through memory, by the addresses of their page faults.
 //!
-//! The kernel's readahead does the same for files. CRIU does not ask userfaultfd for thread ids, so a sweep is
-//! known by its addresses only: a fault continues the sweep that has filled memory next to it.
+//! The kernel's readahead does the same for files. CRIU does not ask userfaultfd for thread ids, so a sweep
+//! is known by its addresses only: a fault continues the sweep that has filled memory next to it.
 
 use std::ops::Range;
 
@@ -45,8 +45,9 @@ enum SweepDirection {
 }
 
 impl Sweeps {
-    /// Notes a page fault at `address` (the start of a page). Returns the addresses to fill, the page included: one
-    /// page for the first fault of a sweep, then a window that doubles with each fault, up to [`MAX_WINDOW`] pages.
+    /// Notes a page fault at `address` (the start of a page). Returns the addresses to fill, the page
+    /// included: one page for the first fault of a sweep, then a window that doubles with each fault, up to
+    /// [`MAX_WINDOW`] pages.
     pub fn fault(&mut self, address: u64) -> Range<u64> {
         self.faults += 1;
         let mut sweeps = self.sweeps.iter_mut();
@@ -65,7 +66,7 @@ impl Sweeps {
 }
 
 impl Sweep {
-    /// Returns in which direction a fault at `address` continues this sweep; None if it does not.
+    /// Returns in which direction a fault at `address` continues this sweep; `None` if it does not.
     fn continues_at(&self, address: u64) -> Option<SweepDirection> {
         let Range { start, end } = self.range;
         if start == end {

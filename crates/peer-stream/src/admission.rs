@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Both sides of the beginning of a connection: the handshake of TLS, and the server's answer about the client.
+//! Both sides of the beginning of a connection: the handshake of TLS, and the server's answer about the
+//! client.
 //!
 //! ```text
 //! answer, by the server, with TLS only:   length u16   reason
 //! ```
-//! The length is little-endian; 0 admits the client. In TLS 1.3 a client's handshake ends before the server has seen
-//! its certificate. The answer says how that ended.
+//! The length is little-endian; 0 admits the client. In TLS 1.3 a client's handshake ends before the server
+//! has seen its certificate. The answer says how that ended.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -104,7 +105,7 @@ pub fn connect(socket: TcpStream, tls: Option<&TlsClient>) -> io::Result<PeerStr
     Ok(link.into())
 }
 
-/// Receives the server's answer: why this side is not admitted; none if it is.
+/// Receives the server's answer: why this side is not admitted, or `None` if it is.
 fn answered(link: &mut TlsLink) -> io::Result<Option<String>> {
     let mut len = [0; 2];
     link.read_exact(&mut len)?;

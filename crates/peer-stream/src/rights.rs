@@ -49,13 +49,24 @@ pub enum PeerRights {
 }
 
 impl PeerRights {
-    /// Checks whether the peer may read an image with this name, which has no `..`. The name may be the folder's own.
+    /// Checks whether the peer may read an image with this name, which has no `..`. The name may be the
+    /// folder's own.
     ///
     /// # Errors
     /// It may not; says what it may read.
     pub fn check_image(&self, name: &Path) -> anyhow::Result<()> {
+        self.check_place(name, |folder| name.starts_with(folder))
+    }
+
+    /// Checks whether the peer may read what the name of an image, or a link, has led to: `is_in` says
+    /// whether that is in a folder. The answer is that for an image of another folder, whether there is one
+    /// or not.
+    ///
+    /// # Errors
+    /// It may not; says what it may read.
+    pub fn check_place(&self, name: &Path, is_in: impl Fn(&Path) -> bool) -> anyhow::Result<()> {
         let Self::Folders(folders) = self else { return Ok(()) };
-        if folders.iter().any(|folder| name.starts_with(folder)) {
+        if folders.iter().any(|folder| is_in(folder)) {
             return Ok(());
         }
         let folders: Vec<String> = folders.iter().map(|folder| folder.display().to_string()).collect();

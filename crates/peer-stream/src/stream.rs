@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use rewake_criu_tls::{PeerCertificate, REFUSAL_LIMIT, TlsLink, end_after_answer};
 
-/// A TCP connection, in clear or encrypted. Its copies are the same connection: one thread reads, others write.
+/// A TCP connection, in clear or encrypted. Its copies are the same connection: one thread reads, others
+/// write.
 #[derive(Debug, Clone)]
 pub struct PeerStream(Carrier);
 
@@ -27,7 +28,7 @@ impl PeerStream {
         }
     }
 
-    /// Returns the certificate of the other side; none if the connection is in clear.
+    /// Returns the certificate of the other side, or `None` if the connection is in clear.
     #[must_use]
     pub fn peer(&self) -> Option<&PeerCertificate> {
         match &self.0 {

@@ -15,8 +15,8 @@ pub struct PeerWatch {
     interval: u32,
     /// Unanswered questions after which the connection is lost.
     count: u32,
-    /// Milliseconds after which bytes must be acknowledged, if there is such a limit. A peer that reads nothing
-    /// acknowledges none.
+    /// Milliseconds after which bytes must be acknowledged, if there is such a limit. A peer that reads
+    /// nothing acknowledges none.
     acknowledgement: Option<u32>,
 }
 

@@ -16,10 +16,10 @@ use prost::Message;
 use crate::abi::adopt;
 use crate::error::Error;
 
-/// Descriptors in one message at most: the kernel takes 253 (`SCM_MAX_FD`).
+/// The most descriptors in one message. The kernel takes 253 (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 250;
 /// Time limit for every step of the peer. Opening the files and engines of a large machine takes less.
-pub const TIMEOUT: Duration = Duration::from_secs(60);
+pub const STEP_LIMIT: Duration = Duration::from_secs(60);
 /// Bytes of the largest message: [`MAX_DESCRIPTORS`] numbers are a tenth of it.
 const MAX_MESSAGE: usize = 16 << 10;
 
@@ -38,12 +38,12 @@ impl AsFd for Channel {
 
 impl Channel {
     /// Makes a channel of a connected socket whose peer is this user or root, with a time limit of
-    /// [`TIMEOUT`].
+    /// [`STEP_LIMIT`].
     ///
     /// # Errors
     /// The peer is another user.
     pub fn new(socket: OwnedFd) -> Result<Self, Error> {
-        Self::with_timeout(socket, TIMEOUT)
+        Self::with_timeout(socket, STEP_LIMIT)
     }
 
     /// Makes a channel with another time limit for every step, a microsecond at least.

@@ -6,8 +6,6 @@
 //! A name that is left over never names another process, and creating the file is atomic. A mark does not
 //! depend on the streamer's life. If the streamer was killed, queues stay evicted for ever, and the process
 //! must not be dumped either. CRIU sees marks if it has the same `/run` and the same pid namespace.
-//!
-//! Plugin and streamer may be of different releases. So marks are also made and read in [`EARLIER_FOLDER`].
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write as _};
@@ -18,9 +16,6 @@ use nix::unistd::unlink;
 
 /// The folder of the marks. Any user may read it, as CRIU may be unprivileged.
 pub const DUMP_BLOCKS: &str = "/run/rewake/dump-blocks";
-/// The folder of the marks in earlier releases.
-const EARLIER_FOLDER: &str = "/run/rewake-gated";
-const FOLDERS: [&str; 2] = [DUMP_BLOCKS, EARLIER_FOLDER];
 
 /// The right of group and others to pass through a folder.
 const PASS: u32 = 0o011;
@@ -42,7 +37,7 @@ pub struct ProcessId {
 }
 
 impl ProcessId {
-    /// Returns the id of a process; None if it has ended, reaped or not.
+    /// Returns the id of a process; `None` if it has ended, reaped or not.
     ///
     /// # Errors
     /// `/proc` cannot be read.
@@ -62,21 +57,19 @@ impl ProcessId {
         Ok(Some(Self { pid, started }).filter(|_| lives))
     }
 
-    /// Whether a folder of `/run/rewake/sessions` is this process's, or of one in another pid namespace with the same
-    /// pid and start time.
+    /// Whether a folder of `/run/rewake/sessions` is this process's, or of one in another pid namespace with
+    /// the same pid and start time.
     pub(crate) fn names(self, folder: &str) -> bool {
         let rest = folder.strip_prefix(&self.to_string());
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
     }
 
-    /// Makes the folders of the marks, which any user can reach.
+    /// Makes the folder of the marks, which any user can reach.
     ///
     /// # Errors
     /// The kernel's.
     pub fn prepare() -> io::Result<()> {
-        for folder in FOLDERS {
-            DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
-        }
+        DirBuilder::new().recursive(true).mode(0o755).create(DUMP_BLOCKS)?;
         Path::new(DUMP_BLOCKS).parent().map_or(Ok(()), let_all_users_pass)
     }
 
@@ -85,19 +78,17 @@ impl ProcessId {
     /// # Errors
     /// The kernel's.
     pub fn block_dump(self) -> io::Result<()> {
-        self.paths().into_iter().try_for_each(|path| File::create(path).map(drop))
+        File::create(self.path()).map(drop)
     }
 
     /// Removes the mark: the gate is open, or the process has ended. It makes system calls only.
     pub fn allow_dump(self) {
-        for folder in FOLDERS {
-            let mut path = [0; MAX_PATH];
-            let mut rest = &mut path[..];
-            // The path fits. A mark that cannot be removed prevents only dumps of this process.
-            let _ = write!(rest, "{folder}/{self}");
-            let left = rest.len();
-            let _ = unlink(&path[..MAX_PATH - left]);
-        }
+        let mut path = [0; MAX_PATH];
+        let mut rest = &mut path[..];
+        // The path fits. A mark that cannot be removed prevents only dumps of this process.
+        let _ = write!(rest, "{DUMP_BLOCKS}/{self}");
+        let left = rest.len();
+        let _ = unlink(&path[..MAX_PATH - left]);
     }
 
     /// Whether the process is marked.
@@ -105,20 +96,16 @@ impl ProcessId {
     /// # Errors
     /// The kernel's.
     pub fn is_dump_blocked(self) -> io::Result<bool> {
-        for path in self.paths() {
-            match fs::exists(path) {
-                // A folder that this user cannot reach has no mark: [`ProcessId::prepare`] opens it before
-                // the first one.
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
-                Ok(false) => {}
-                found => return found,
-            }
+        match fs::exists(self.path()) {
+            // A folder that this user cannot reach has no mark: [`ProcessId::prepare`] opens it before the
+            // first one.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(false),
+            found => found,
         }
-        Ok(false)
     }
 
-    fn paths(self) -> [PathBuf; 2] {
-        FOLDERS.map(|folder| Path::new(folder).join(self.to_string()))
+    fn path(self) -> PathBuf {
+        Path::new(DUMP_BLOCKS).join(self.to_string())
     }
 }
 
@@ -184,37 +171,7 @@ mod tests {
     #[test]
     fn the_longest_path_fits() {
         let longest = ProcessId { pid: i32::MIN, started: u64::MAX };
-        assert!(longest.paths().iter().all(|path| path.as_os_str().len() <= MAX_PATH));
-    }
-
-    /// An id that no process has, so that no other test uses its mark.
-    fn unused() -> ProcessId {
-        ProcessId { pid: own(), started: 0 }
-    }
-
-    #[test]
-    fn a_mark_of_an_earlier_release_blocks_a_dump() {
-        if let Err(error) = ProcessId::prepare() {
-            rewake_skip::skip!("{DUMP_BLOCKS}: {error}");
-        }
-        let process = unused();
-        File::create(Path::new(EARLIER_FOLDER).join(process.to_string())).unwrap();
-        assert!(process.is_dump_blocked().unwrap());
-        process.allow_dump();
-        assert!(!process.is_dump_blocked().unwrap());
-    }
-
-    #[test]
-    fn a_plugin_of_an_earlier_release_sees_a_mark() {
-        if let Err(error) = ProcessId::prepare() {
-            rewake_skip::skip!("{DUMP_BLOCKS}: {error}");
-        }
-        let process = ProcessId { started: 1, ..unused() };
-        process.block_dump().unwrap();
-        assert!(Path::new(EARLIER_FOLDER).join(process.to_string()).exists());
-        assert!(Path::new(DUMP_BLOCKS).join(process.to_string()).exists());
-        process.allow_dump();
-        assert!(!Path::new(EARLIER_FOLDER).join(process.to_string()).exists());
+        assert!(longest.path().as_os_str().len() <= MAX_PATH);
     }
 
     #[test]
@@ -231,13 +188,13 @@ mod tests {
         if let Err(error) = ProcessId::prepare() {
             rewake_skip::skip!("{DUMP_BLOCKS}: {error}");
         }
-        let shut = ProcessId::of(own()).unwrap().unwrap();
-        shut.block_dump().unwrap();
-        let with_the_same_pid = ProcessId { started: shut.started + 1, ..shut };
-        assert!(shut.is_dump_blocked().unwrap() && !with_the_same_pid.is_dump_blocked().unwrap());
-        shut.allow_dump();
-        assert!(!shut.is_dump_blocked().unwrap());
+        let blocked = ProcessId::of(own()).unwrap().unwrap();
+        blocked.block_dump().unwrap();
+        let with_the_same_pid = ProcessId { started: blocked.started + 1, ..blocked };
+        assert!(blocked.is_dump_blocked().unwrap() && !with_the_same_pid.is_dump_blocked().unwrap());
+        blocked.allow_dump();
+        assert!(!blocked.is_dump_blocked().unwrap());
         // The mark may be removed already.
-        shut.allow_dump();
+        blocked.allow_dump();
     }
 }

@@ -6,15 +6,18 @@
 //! - [`Channel`]: one end, blocking, with a deadline for every step.
 //! - [`Listener`], [`connect`]: how the ends connect.
 //! - [`ProcessId`]: names a process whose gate is closed, so that it is not dumped.
-//! - [`SessionNote`]: what a session publishes for the plugins: the place of its fd store, and its work
+//! - [`plugin_folder`]: the plugin that CRIU is to load.
+//! - [`SessionNote`]: what a session publishes for the plugins: the places of its fd stores, and its work
 //!   directory.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]
 
 mod abi;
 mod channel;
+pub mod control;
 mod dump_block;
 mod error;
 mod generated;
+pub mod plugin_folder;
 mod session;
 mod socket;
 
@@ -23,11 +26,11 @@ pub mod proto {
     pub use super::generated::*;
 }
 
-pub use channel::{Channel, MAX_DESCRIPTORS, TIMEOUT};
+pub use channel::{Channel, MAX_DESCRIPTORS, STEP_LIMIT};
 pub use dump_block::{DUMP_BLOCKS, ProcessId};
 pub use error::Error;
 pub use session::{
-    FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, own_pid_namespace, sockets_of,
+    ANY_TASK, FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, own_pid_namespace, sockets_of,
 };
 pub use socket::{Listener, connect};
 

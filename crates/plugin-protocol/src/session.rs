@@ -4,22 +4,24 @@
 //!
 //! ```text
 //! /run/rewake/sessions/<starter's pid>-<its start time>[-<number>]/session-1
-//!     version 1
+//!     version 2
 //!     starter 4711 123456
 //!     work 37 1234
-//!     store 1021 98765
 //!     phase 3
 //!     pid-namespace 4026531836
+//!     store 1 1021 98765
+//!     store 7 1025 98771
 //! ```
 //!
 //! `starter` is the process that starts the session's worker again, by pid and start time in clock ticks. The
 //! folder has a number too where a starter in another pid namespace has the same pid and start time.
 //! `pid-namespace` is the inode of the namespace in which the starter has this pid.
 //! `work` is the directory in which `criu restore` expects `lazy-pages.socket` (its `-W`), by device and
-//! inode. `store` is the session's *fd store*, by its number in the starter's table of descriptors and its
-//! inode. It is a socket whose queue has the session's userfaultfds. While a target has missing memory, it
-//! has a descriptor of the store. `phase` is the progress of the restore: a [`Phase`]. A starter's folder
-//! also has its `ledger`, which is locked while a process of the streamer lives.
+//! inode. `store` is the *fd store* of a task, by the pid in the names of the task's images ([`ANY_TASK`]: of
+//! every task), the store's number in the starter's table of descriptors, and its inode. It is a socket whose
+//! queue has the task's userfaultfds. While a target has missing memory, it has a descriptor of its store.
+//! `phase` is the progress of the restore: a [`Phase`]. A starter's folder also has its `ledger`, which is
+//! locked while a process of the streamer lives.
 
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -41,11 +43,13 @@ use crate::dump_block::{ProcessId, has_ended};
 pub const SESSIONS: &str = "/run/rewake/sessions";
 
 /// Version of the note. It changes when a line changes its meaning.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 /// A file in the notes' folder that each process of the streamer has locked (flock(2)).
 const LEDGER: &str = "ledger";
-/// Bytes that are read of a file: a note has a tenth.
-const MAX_NOTE: u64 = 1024;
+/// Bytes that are read of a file: a line for each of some thousand tasks.
+const MAX_NOTE: u64 = 1 << 18;
+/// In the place of a task's pid: the store is of every task.
+pub const ANY_TASK: i32 = 0;
 /// The note's name in its starter's folder.
 const NOTE: &str = "session-1";
 /// Suffix of a note's name while it is written.
@@ -71,7 +75,7 @@ impl FileId {
     }
 }
 
-/// A session's fd store.
+/// An fd store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Store {
     /// Its number in the starter's table of descriptors.
@@ -105,14 +109,14 @@ pub struct SessionNote {
     pub folder: String,
     /// The process that starts the session's worker again.
     pub starter: ProcessId,
-    /// The inode of the starter's pid namespace; None in the note of an earlier version.
-    pub pid_namespace: Option<NonZeroU64>,
+    /// The inode of the starter's pid namespace.
+    pub pid_namespace: NonZeroU64,
     /// The directory in which `criu restore` expects `lazy-pages.socket`.
     pub work: FileId,
-    /// The session's fd store.
-    pub store: Store,
     /// The progress of the restore.
     pub phase: Phase,
+    /// The fd stores of its tasks, by the pid in the names of a task's images.
+    pub stores: Vec<(i32, Store)>,
 }
 
 /// All notes in a folder.
@@ -213,13 +217,13 @@ impl SessionNote {
         Ok(ProcessId::of(self.starter.pid)? == Some(self.starter))
     }
 
-    /// Whether the starter has its pid in another pid namespace. This process may see no process of the streamer then.
+    /// Whether the starter has its pid in another pid namespace. This process may see no process of the
+    /// streamer then.
     ///
     /// # Errors
     /// `/proc` cannot be read.
     pub fn is_in_another_pid_namespace(&self) -> io::Result<bool> {
-        let own = own_pid_namespace()?;
-        Ok(self.pid_namespace.is_some_and(|namespace| namespace != own))
+        Ok(self.pid_namespace != own_pid_namespace()?)
     }
 
     /// Whether every process of the session's streamer has ended. Then its targets wait for `rewake recover`.
@@ -247,51 +251,40 @@ impl SessionNote {
         Self::read(&self.path(root)).map_err(io::Error::other)
     }
 
-    /// Takes a descriptor of the session's fd store: from its starter, or from a worker that outlived the starter.
+    /// Returns the fd store of a task, by the pid in the names of the task's images.
+    #[must_use]
+    pub fn store_of(&self, task: i32) -> Option<Store> {
+        let of_task = |(task_of, _): &&(i32, Store)| *task_of == task || *task_of == ANY_TASK;
+        self.stores.iter().find(of_task).map(|(_, store)| *store)
+    }
+
+    /// Takes a descriptor of an fd store: from the session's starter, or from a worker that outlived the
+    /// starter.
     ///
     /// # Errors
-    /// ESRCH where no process has it any more; EBADF or EINVAL where the starter's descriptor is another one; EPERM
-    /// where this process may not trace the starter.
-    pub fn store(&self) -> io::Result<OwnedFd> {
-        match self.store_of(self.starter) {
-            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => self.store_of_worker(),
-            store => store,
+    /// ESRCH where no process has it any more; EBADF or EINVAL where the starter's descriptor is another one;
+    /// EPERM where this process may not trace the starter.
+    pub fn take(&self, store: Store) -> io::Result<OwnedFd> {
+        match take_from(self.starter, store) {
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => take_from_worker(store),
+            taken => taken,
         }
     }
 
-    /// A worker shares the starter's table of descriptors: the store has the same number there.
-    fn store_of_worker(&self) -> io::Result<OwnedFd> {
-        let link = PathBuf::from(format!("socket:[{}]", self.store.inode));
-        let path = |pid: i32| format!("/proc/{pid}/fd/{}", self.store.number);
-        let has_it = |pid: &i32| fs::read_link(path(*pid)).is_ok_and(|target| target == link);
-        let pids = processes()?.into_iter();
-        let store = |pid| self.store_of(ProcessId::of(pid).ok()??).ok();
-        pids.filter(has_it).find_map(store).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
-    }
-
-    fn store_of(&self, process: ProcessId) -> io::Result<OwnedFd> {
-        let opened = pidfd_open(process.pid)?;
-        // The pid may have been reused before it was opened, but not after.
-        if ProcessId::of(process.pid)? != Some(process) {
-            return Err(io::Error::from_raw_os_error(libc::ESRCH));
-        }
-        let store = pidfd_getfd(opened.as_fd(), self.store.number)?;
-        let status = fstat(&store)?;
-        let is_socket = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT == SFlag::S_IFSOCK;
-        match is_socket && status.st_ino == self.store.inode {
-            true => Ok(store),
-            false => Err(io::Error::from_raw_os_error(libc::EINVAL)),
-        }
-    }
-
-    /// Returns the store's descriptor number in a process; None where the process does not have it, or has
-    /// ended.
+    /// Returns the number of an fd store of this session in a process; None where the process has none, or
+    /// has ended.
     ///
     /// # Errors
     /// The process's descriptors cannot be listed.
     pub fn held_by(&self, pid: i32) -> io::Result<Option<RawFd>> {
-        let held = |(_, inode): &(RawFd, u64)| *inode == self.store.inode;
+        let held = |(_, inode): &(RawFd, u64)| self.has_store(*inode);
         Ok(sockets_of(pid)?.into_iter().find(held).map(|(number, _)| number))
+    }
+
+    /// Returns whether the socket of this inode is an fd store of this session.
+    #[must_use]
+    pub fn has_store(&self, inode: u64) -> bool {
+        self.stores.iter().any(|(_, store)| store.inode == inode)
     }
 
     fn folder(&self, root: &Path) -> PathBuf {
@@ -303,16 +296,16 @@ impl SessionNote {
     }
 
     fn text(&self) -> String {
-        let Self { folder: _, starter, pid_namespace, work, store, phase } = self;
+        let Self { folder: _, starter, pid_namespace, work, phase, stores } = self;
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = write!(
             text,
-            "version {VERSION}\nstarter {} {}\nwork {} {}\nstore {} {}\nphase {}\n",
-            starter.pid, starter.started, work.device, work.inode, store.number, store.inode, *phase as u64
+            "version {VERSION}\nstarter {} {}\nwork {} {}\nphase {}\npid-namespace {pid_namespace}\n",
+            starter.pid, starter.started, work.device, work.inode, *phase as u64
         );
-        if let Some(namespace) = pid_namespace {
-            let _ = writeln!(text, "pid-namespace {namespace}");
+        for (task, store) in stores {
+            let _ = writeln!(text, "store {task} {} {}", store.number, store.inode);
         }
         text
     }
@@ -337,13 +330,15 @@ impl SessionNote {
     }
 
     fn parse(folder: &str, text: &str) -> Result<Self, String> {
-        let values = |key: &str| -> Result<Vec<u64>, String> {
-            let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
-            let line = line.ok_or_else(|| format!("it has no line {key:?}"))?;
+        let numbers = |key: &str, line: &str| {
             let numbers = line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>();
             numbers.map_err(|error| format!("line {key:?}: {error}"))
         };
-        let pair = |key: &str| match values(key)?[..] {
+        let lines = |key| text.lines().filter_map(move |line| line.strip_prefix(key)?.strip_prefix(' '));
+        let values = |key: &'static str| -> Result<Vec<u64>, String> {
+            numbers(key, lines(key).next().ok_or_else(|| format!("it has no line {key:?}"))?)
+        };
+        let pair = |key: &'static str| match values(key)?[..] {
             [first, second] => Ok((first, second)),
             ref other => Err(format!("line {key:?}: expected two numbers, found {}", other.len())),
         };
@@ -353,26 +348,59 @@ impl SessionNote {
         }
         let int = |number: u64| i32::try_from(number).map_err(|error| format!("{number}: {error}"));
         let ((pid, started), (device, inode)) = (pair("starter")?, pair("work")?);
-        let (store_number, store_inode) = pair("store")?;
+        let mut stores = Vec::new();
+        for line in lines("store") {
+            match numbers("store", line)?[..] {
+                [task, number, inode] => stores.push((int(task)?, Store { number: int(number)?, inode })),
+                ref other => {
+                    return Err(format!("line \"store\": expected three numbers, found {}", other.len()));
+                }
+            }
+        }
         let phase = match values("phase")?[..] {
             [number] => Phase::of(number).ok_or_else(|| format!("it has phase {number}, expected 1 to 3"))?,
             ref other => return Err(format!("line \"phase\": expected a number, found {}", other.len())),
         };
-        let namespace = text.contains("\npid-namespace ").then(|| values("pid-namespace")).transpose()?;
-        let pid_namespace = match namespace.as_deref() {
-            // An earlier version has written the note.
-            None => None,
-            Some([number]) if *number > 0 => NonZeroU64::new(*number),
-            Some(other) => return Err(format!("line \"pid-namespace\": expected an inode, found {other:?}")),
+        let namespace = values("pid-namespace")?;
+        let pid_namespace = match namespace[..] {
+            [number] => NonZeroU64::new(number),
+            _ => None,
         };
+        let pid_namespace = pid_namespace
+            .ok_or_else(|| format!("line \"pid-namespace\": expected an inode, found {namespace:?}"))?;
         Ok(Self {
             folder: folder.to_owned(),
             starter: ProcessId { pid: int(pid)?, started },
             pid_namespace,
             work: FileId { device, inode },
-            store: Store { number: int(store_number)?, inode: store_inode },
             phase,
+            stores,
         })
+    }
+}
+
+/// A worker shares the starter's table of descriptors: a store has the same number there.
+fn take_from_worker(store: Store) -> io::Result<OwnedFd> {
+    let link = PathBuf::from(format!("socket:[{}]", store.inode));
+    let path = |pid: i32| format!("/proc/{pid}/fd/{}", store.number);
+    let has_it = |pid: &i32| fs::read_link(path(*pid)).is_ok_and(|target| target == link);
+    let pids = processes()?.into_iter();
+    let take = |pid| take_from(ProcessId::of(pid).ok()??, store).ok();
+    pids.filter(has_it).find_map(take).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
+}
+
+fn take_from(process: ProcessId, store: Store) -> io::Result<OwnedFd> {
+    let opened = pidfd_open(process.pid)?;
+    // The pid may have been reused before it was opened, but not after.
+    if ProcessId::of(process.pid)? != Some(process) {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    let taken = pidfd_getfd(opened.as_fd(), store.number)?;
+    let status = fstat(&taken)?;
+    let is_socket = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT == SFlag::S_IFSOCK;
+    match is_socket && status.st_ino == store.inode {
+        true => Ok(taken),
+        false => Err(io::Error::from_raw_os_error(libc::EINVAL)),
     }
 }
 

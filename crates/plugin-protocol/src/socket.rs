@@ -104,7 +104,7 @@ impl Drop for Listener {
     }
 }
 
-/// Connects to the server that listens at `path`; returns None if no server does.
+/// Connects to the server that listens at `path`; returns `None` if no server does.
 ///
 /// # Errors
 /// A server listens, but the connection fails.

@@ -22,7 +22,7 @@ use crate::proc;
 pub const WAIT: &str = "REWAKE_DUMP_WAIT";
 
 /// Time between two checks, and its least multiple of a check's own time: a check of a large tree is slow.
-const PAUSE: Duration = Duration::from_millis(20);
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 const PAUSES_FOR_A_LOOK: u32 = 4;
 
 /// A tree that is being dumped: no process of it had missing memory when this was made.
@@ -49,8 +49,8 @@ pub(crate) enum DumpError {
 }
 
 impl Dumped {
-    /// Waits until no process of the tree that CRIU will dump has missing memory. A session serves one restore,
-    /// so its background load is that of the tree.
+    /// Waits until no process of the tree that CRIU will dump has missing memory. A session serves one
+    /// restore, so its background load is that of the tree.
     ///
     /// # Errors
     /// The wait took longer than [`WAIT`] allows, or the state is not known. If CRIU does not report the
@@ -69,7 +69,7 @@ impl Dumped {
     /// Checks one process again, before CRIU stops it.
     ///
     /// # Errors
-    /// It has missing memory again: it was restored meanwhile.
+    /// It has missing memory again, because it was restored in the meantime.
     pub fn check(&self, pid: i32) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let look =
             notes(&self.sessions).and_then(|notes| first_missing(&self.sessions, &notes.notes, &[pid]));
@@ -100,8 +100,8 @@ fn limit(value: Result<String, VarError>) -> Result<Option<Duration>, DumpError>
     }
 }
 
-/// Waits until no process of a tree has missing memory. `tree` is called at each check: programs fork
-/// meanwhile.
+/// Waits until no process of a tree has missing memory. `tree` is called at each check, because programs may
+/// have forked since the last one.
 fn wait(
     sessions: &Path,
     limit: Option<Duration>,
@@ -134,7 +134,7 @@ fn wait(
             log(&missing.to_string());
         }
         unserved |= missing.is_unserved();
-        let pause = PAUSE.max(look.elapsed() * PAUSES_FOR_A_LOOK);
+        let pause = CHECK_INTERVAL.max(look.elapsed() * PAUSES_FOR_A_LOOK);
         sleep(limit.map_or(pause, |limit| pause.min(limit.saturating_sub(start.elapsed()))));
     }
     if waits {

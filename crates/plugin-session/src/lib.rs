@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How both CRIU plugins, `rewake_plugin.so` and `amdgpu_plugin.so`, treat missing memory of a session.
+//! How both CRIU plugins, `rewake_plugin.so` and `amdgpu_plugin.so`, make a restore lazy, and treat
+//! missing memory of a session.
 //!
+//! - [`restore_lazily`]: a restore that the host's policy wants lazy becomes so, without an option.
 //! - [`Parking`]: before a restored task runs, it gets a descriptor of its session's fd store. So it has the
 //!   last reference of its userfaultfd. If all processes of the session are killed, page faults wait instead
 //!   of reading zeros.
@@ -13,9 +15,12 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod dump;
+mod lazily;
 mod missing;
 mod park;
+pub mod policy;
 mod proc;
 
 pub use dump::{Dumped, WAIT, wait_for_tree};
+pub use lazily::{PluginImages, restore_lazily};
 pub use park::Parking;

@@ -20,8 +20,8 @@ pub(crate) struct Missing {
 /// What a process is missing.
 #[derive(Debug)]
 pub(crate) enum What {
-    /// Memory that a session has to load; the flag is true if the session is served.
-    Memory(SessionNote, bool),
+    /// Memory that the session of this streamer has to load; the flag is true if the session is served.
+    Memory(i32, bool),
     /// Memory of one of the sessions that have not parked their store yet.
     Unparked,
     /// No memory, but a process of a streamer traces it, so CRIU cannot.
@@ -42,8 +42,8 @@ impl fmt::Display for Missing {
         let Self { pid, what } = self;
         write!(f, "process {pid} ({}) has ", printable(&proc::name(*pid)))?;
         match what {
-            What::Memory(note, served) => {
-                write!(f, "memory that streamer {} has not loaded yet", note.starter.pid)?;
+            What::Memory(streamer, served) => {
+                write!(f, "memory that streamer {streamer} has not loaded yet")?;
                 if *served { Ok(()) } else { f.write_str(" and is not served: run `rewake recover`") }
             }
             What::Unparked => f.write_str("memory that a session has not loaded yet"),
@@ -84,10 +84,10 @@ pub(crate) fn first_missing(
             continue;
         }
         let sockets = sockets_of(*pid)?;
-        let holds = |note: &&SessionNote| sockets.iter().any(|(_, inode)| *inode == note.store.inode);
+        let holds = |note: &&SessionNote| sockets.iter().any(|(_, inode)| note.has_store(*inode));
         if let Some(note) = notes.iter().find(holds) {
             let served = !note.is_orphaned(sessions)?;
-            return Ok(Some(Missing { pid: *pid, what: What::Memory(note.clone(), served) }));
+            return Ok(Some(Missing { pid: *pid, what: What::Memory(note.starter.pid, served) }));
         }
         if let Some(tracer) = proc::our_tracer(*pid) {
             return Ok(Some(Missing { pid: *pid, what: What::Traced(tracer) }));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Gives a restored task a descriptor of its session's fd store, in CRIU's main thread, before the task runs.
+//! Gives a restored task a descriptor of its fd store, in CRIU's main thread, before the task runs.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -21,7 +21,7 @@ const LATER: &str = "its session parks the store when CRIU has detached from the
 /// Logged while the session has not received all userfaultfds.
 const WAITS: &str = "waiting until it has received the userfaultfds of all tasks";
 /// Time limit for the session to receive what the tasks sent: CRIU does not wait for that.
-const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
+const RECEIVE_LIMIT: Duration = Duration::from_secs(60);
 /// Time between two checks whether it has.
 const CHECK_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -41,13 +41,15 @@ pub struct Parking {
 enum ParkError {
     #[error("find the session of CRIU's work directory: {0}")]
     Find(#[source] io::Error),
-    #[error("take the fd store of streamer {0}: {1}")]
+    #[error("take an fd store of streamer {0}: {1}")]
     Store(i32, #[source] io::Error),
+    #[error("streamer {0} has no fd store for a task with pid {1} in its namespace")]
+    NoStore(i32, i32),
     #[error("list its descriptors: {0}")]
     Descriptors(#[source] io::Error),
     #[error(
         "streamer {0} has not received all userfaultfds after {limit} s",
-        limit = RECEIVE_TIMEOUT.as_secs()
+        limit = RECEIVE_LIMIT.as_secs()
     )]
     Slow(i32),
     #[error(transparent)]
@@ -61,8 +63,8 @@ enum Treatment {
     Leave,
     /// Run them: no process of this streamer is visible in CRIU's pid namespace.
     Later(i32),
-    /// Give them the store of the session.
-    Park(SessionNote, OwnedFd),
+    /// Give each its store.
+    Park(SessionNote),
     /// Kill them: the streamer was killed before the tasks ran, and their missing memory would be zeros.
     Kill(i32),
 }
@@ -79,9 +81,9 @@ impl Parking {
         Self { sessions, session: session.map_err(ParkError::Find), parked: BTreeSet::new() }
     }
 
-    /// Parks the store in a task and its descendants, unless that is done. It must be called from CRIU's main
-    /// thread in `RESUME_DEVICES_LATE`. Without a session that serves this restore it does nothing. Errors
-    /// are warnings. If every process of the streamer was killed meanwhile, it kills the tasks.
+    /// Parks the stores in a task and its descendants, unless that is done. It must be called from CRIU's
+    /// main thread in `RESUME_DEVICES_LATE`. Without a session that serves this restore it does nothing.
+    /// Errors are warnings. If every process of the streamer has been killed by then, it kills the tasks.
     pub fn task(&mut self, host: &Host, pid: i32) {
         if !self.parked.contains(&pid) {
             let tasks = proc::tree(pid);
@@ -91,16 +93,16 @@ impl Parking {
     }
 
     fn park(&self, host: &Host, tasks: &[i32]) {
-        let (note, store) = match self.plan(|line| host.info(line)) {
+        let note = match self.plan(|line| host.info(line)) {
             Ok(Treatment::Leave) => return,
             Ok(Treatment::Later(streamer)) => {
                 return host.info(format_args!("streamer {streamer} runs in another pid namespace: {LATER}"));
             }
-            Ok(Treatment::Park(note, store)) => (note, store),
+            Ok(Treatment::Park(note)) => note,
             Ok(Treatment::Kill(streamer)) => {
                 host.error(format_args!(
-                    "every process of streamer {streamer} was killed: the tasks are killed, because they would \
-                     read zeros; restore them again"
+                    "every process of streamer {streamer} was killed: the tasks are killed, because they \
+                     would read zeros; restore them again"
                 ));
                 for pid in tasks {
                     // CRIU traces it and has not reaped it, so the pid is not reused. It may have ended:
@@ -112,9 +114,9 @@ impl Parking {
             Err(error) => return host.warn(format_args!("{error}; {LATER}")),
         };
         for pid in tasks.iter().filter(|pid| !self.parked.contains(pid)) {
-            match park(&note, &store, *pid) {
+            match park(&note, *pid) {
                 Ok(Some(number)) => host.info(format_args!(
-                    "task {pid}: the store of streamer {} is parked, as descriptor {number}",
+                    "task {pid}: its store of streamer {} is parked, as descriptor {number}",
                     note.starter.pid
                 )),
                 Ok(None) => {}
@@ -123,8 +125,8 @@ impl Parking {
         }
     }
 
-    /// Waits until the session has received what the tasks sent, and decides how to treat the tasks. `log` gets a line
-    /// when it waits.
+    /// Waits until the session has received what the tasks sent, and decides how to treat the tasks. `log`
+    /// gets a line when it waits.
     fn plan(&self, log: impl Fn(&str)) -> Result<Treatment, ParkError> {
         let first = match &self.session {
             Ok(Some(note)) => note,
@@ -142,13 +144,13 @@ impl Parking {
             match note.phase {
                 Phase::Listening => return Ok(Treatment::Leave),
                 _ if orphaned => return Ok(Treatment::Kill(note.starter.pid)),
-                Phase::Running => match note.store() {
-                    Ok(store) => return Ok(Treatment::Park(note, store)),
-                    // No process has it that is visible here. The last one may have ended since the ledger was read:
-                    // the next round says so.
+                Phase::Running => match any_store(&note) {
+                    Ok(_) => return Ok(Treatment::Park(note)),
+                    // No process that is visible here has it. The last one may have ended since the ledger
+                    // was read, in which case the next round finds that.
                     Err(error)
                         if error.raw_os_error() == Some(nix::libc::ESRCH)
-                            && start.elapsed() <= RECEIVE_TIMEOUT =>
+                            && start.elapsed() <= RECEIVE_LIMIT =>
                     {
                         if was_looked_for && note.is_in_another_pid_namespace().map_err(ParkError::Find)? {
                             return Ok(Treatment::Later(note.starter.pid));
@@ -158,7 +160,7 @@ impl Parking {
                     }
                     Err(error) => return Err(ParkError::Store(note.starter.pid, error)),
                 },
-                Phase::Restoring if start.elapsed() > RECEIVE_TIMEOUT => {
+                Phase::Restoring if start.elapsed() > RECEIVE_LIMIT => {
                     return Err(ParkError::Slow(note.starter.pid));
                 }
                 Phase::Restoring => {
@@ -179,11 +181,21 @@ impl Default for Parking {
     }
 }
 
-/// Parks the store in a task. Returns its number there, or None where the task has it already.
-fn park(note: &SessionNote, store: &OwnedFd, pid: i32) -> Result<Option<i32>, ParkError> {
+/// Takes a store, as only a process of the streamer can be asked for it that this one can see.
+fn any_store(note: &SessionNote) -> io::Result<OwnedFd> {
+    let (_, store) = note.stores.first().ok_or_else(|| io::Error::from_raw_os_error(nix::libc::ESRCH))?;
+    note.take(*store)
+}
+
+/// Parks its store in a task. Returns the store's number there, or None where the task has it already.
+fn park(note: &SessionNote, pid: i32) -> Result<Option<i32>, ParkError> {
     if note.held_by(pid).map_err(ParkError::Descriptors)?.is_some() {
         return Ok(None);
     }
+    let streamer = note.starter.pid;
+    let task = rewake_process::proc::status(pid).and_then(|status| status.own_number).unwrap_or(pid);
+    let store = note.store_of(task).ok_or(ParkError::NoStore(streamer, task))?;
+    let store = note.take(store).map_err(|error| ParkError::Store(streamer, error))?;
     Ok(Some(with_tracee(pid, |task| task.give(store.as_fd()))??))
 }
 

@@ -127,7 +127,8 @@ mod tests {
         until(|| DirectoryLock::take(dir.path()).unwrap().is_some());
     }
 
-    /// Waits for a lock that has no holder: children of other tests of this process share it until they are executed.
+    /// Waits for a lock that has no holder: children of other tests of this process share it until they are
+    /// executed.
     fn until(is_free: impl Fn() -> bool) {
         let end = Instant::now() + Duration::from_secs(20);
         while !is_free() {

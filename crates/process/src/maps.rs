@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Lines of `/proc/PID/maps`, and the first line of each mapping in `smaps` (`fs/proc/task_mmu.c: show_map_vma`).
+//! Lines of `/proc/PID/maps`, and the first line of each mapping in `smaps` (`fs/proc/task_mmu.c:
+//! show_map_vma`).
 
 /// A mapping. Addresses and offsets are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

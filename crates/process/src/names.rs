@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Names in files of `/proc`: they are bytes.
 //!
-//! The kernel cuts the name of a command at 15 bytes, often in the middle of a character, and a path has the bytes that
-//! its user chose. So a file with names is read as bytes, and text is made of them for people only.
+//! The kernel cuts the name of a command at 15 bytes, often in the middle of a character, and a path has the
+//! bytes that its user chose. So a file with names is read as bytes, and text is made of them for people
+//! only.
 
 use std::fmt::Write as _;
 
@@ -11,16 +12,16 @@ pub fn lines(file: &[u8]) -> impl Iterator<Item = &[u8]> {
     file.split(|byte| *byte == b'\n')
 }
 
-/// Returns what follows `key` in the first line that begins with it, without the blanks around it. None: there is no
-/// such line, or its value is no text.
+/// Returns what follows `key` in the first line that begins with it, without the blanks around it. None:
+/// there is no such line, or its value is no text.
 #[must_use]
 pub fn field<'a>(file: &'a [u8], key: &str) -> Option<&'a str> {
     let value = lines(file).find_map(|line| line.strip_prefix(key.as_bytes()))?;
     str::from_utf8(value).ok().map(str::trim)
 }
 
-/// Returns a path of a list of mounts as it is: the kernel writes spaces, tabs, newlines and backslashes in octal
-/// (`fs/proc_namespace.c: mangle`).
+/// Returns a path of a list of mounts without the kernel's escapes: the kernel writes spaces, tabs, newlines
+/// and backslashes in octal (`fs/proc_namespace.c: mangle`).
 #[must_use]
 pub fn unescaped(path: &[u8]) -> Vec<u8> {
     let mut plain = Vec::new();
@@ -34,8 +35,8 @@ pub fn unescaped(path: &[u8]) -> Vec<u8> {
     plain
 }
 
-/// Returns a name as text for people: what is not UTF-8 is replaced, and control characters are escaped, so that a name
-/// does not command a terminal.
+/// Returns a name as text for people: what is not UTF-8 is replaced, and control characters are escaped, so
+/// that a name does not command a terminal.
 #[must_use]
 pub fn printable(name: &[u8]) -> String {
     let text = String::from_utf8_lossy(name);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which pages of a process are its own. The kernel skips addresses without page tables, so that a terabyte of which
-//! little was written takes no longer than what was written (`PAGEMAP_SCAN` of Linux 6.7:
+//! Which pages of a process are its own. The kernel skips addresses without page tables, so that a terabyte
+//! of which little was written takes no longer than what was written (`PAGEMAP_SCAN` of Linux 6.7:
 //! `Documentation/admin-guide/mm/pagemap.rst`, `include/uapi/linux/fs.h`).
 
 use std::fs::File;
@@ -48,8 +48,9 @@ struct PageRegion {
 const _: () = assert!(size_of::<ScanArgument>() == 96 && size_of::<PageRegion>() == 24);
 const _: () = assert!(SCAN >> 16 & 0x3fff == size_of::<ScanArgument>() as libc::Ioctl);
 
-/// Calls `found` with the addresses of a range that have private pages, in memory or swap, in ascending order.
-/// `pagemap` is a process's `/proc/PID/pagemap`. Both ends of the range are multiples of the page size.
+/// Calls `found` with the addresses of a range that have private pages, in memory or swap, in ascending
+/// order. `pagemap` is a process's `/proc/PID/pagemap`. Both ends of the range are multiples of the page
+/// size.
 ///
 /// # Errors
 /// The kernel is older than Linux 6.7 (ENOTTY), or the process has ended.

@@ -116,12 +116,12 @@ pub fn has_ended(pidfd: RawFd) -> bool {
     ends_within(pidfd, Duration::ZERO)
 }
 
-/// Returns how a process ended that its parent has collected, as for wait(2) (`PIDFD_GET_INFO`, Linux 6.15). The
-/// pidfd was opened before that. None: it was not collected yet, or the kernel is older.
+/// Returns how a process ended that its parent has collected, as for wait(2) (`PIDFD_GET_INFO`, Linux 6.15).
+/// The pidfd was opened before that. None: it was not collected yet, or the kernel is older.
 #[must_use]
 pub fn exit_status(pidfd: BorrowedFd<'_>) -> Option<ExitStatus> {
     let mut info = Info { mask: INFO_EXIT, ..Info::default() };
-    // SAFETY: the kernel writes as many bytes as the request's number says, which are those of `info`.
+    // SAFETY: the kernel writes as many bytes as the request's number encodes, which is the size of `info`.
     let result = unsafe { libc::ioctl(pidfd.as_raw_fd(), GET_INFO, &raw mut info) };
     (result == 0 && info.mask & INFO_EXIT != 0).then(|| ExitStatus::from_raw(info.exit_code))
 }

@@ -77,8 +77,8 @@ pub fn is_ending(pid: i32) -> bool {
     flags & EXITING != 0 || fields.first().is_some_and(|state| matches!(state.as_str(), "Z" | "X"))
 }
 
-/// Returns how a process ended that its parent has not collected yet, as for wait(2) (field 52 of proc(5)); none: it
-/// has not ended, it was collected, or this process may not trace it.
+/// Returns how a process ended that its parent has not collected yet, as for wait(2) (field 52 of proc(5));
+/// none: it has not ended, it was collected, or this process may not trace it.
 #[must_use]
 pub fn exit_status(pid: i32) -> Option<ExitStatus> {
     let fields = stat(pid).ok().filter(|fields| fields.first().is_some_and(|state| state == "Z"))?;
@@ -102,8 +102,8 @@ pub fn name(pid: i32) -> Vec<u8> {
     name
 }
 
-/// Returns the path of a process's control group (cgroup v2) below the mount, or `None` where the kernel lists no such
-/// group for it. `process` is a pid, or `self`.
+/// Returns the path of a process's control group (cgroup v2) below the mount, or `None` where the kernel
+/// lists no such group for it. `process` is a pid, or `self`.
 ///
 /// # Errors
 /// The process has ended.
@@ -121,7 +121,7 @@ pub fn processes() -> io::Result<Vec<i32>> {
     numbers("/proc")
 }
 
-/// Returns the threads of a process, or none if it has ended.
+/// Returns the threads of a process. The list is empty if the process has ended.
 #[must_use]
 pub fn threads(pid: i32) -> Vec<i32> {
     numbers(format!("/proc/{pid}/task")).unwrap_or_default()
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn the_name_in_a_status_is_cut_in_mid_character_and_escaped() {
-        // The kernel writes a newline as `\n`, a backslash as `\\`, and everything else as it is.
+        // The kernel writes a newline as `\n`, a backslash as `\\`, and everything else unchanged.
         for name in [&b"serveur-\xc3\xa9l\xc3\xa9v\xc3"[..], b"a\\nPPid:\t9", b"\\\\\tPPid:\t9", b" \xff "] {
             assert_eq!(Status::parse(&of_name(name)), Some(OF_NAME), "{}", name.escape_ascii());
         }

@@ -10,13 +10,15 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 pub struct Ready {
     /// Each gets a zero byte.
     pub waiting: Vec<File>,
-    /// What a daemon has as its standard error from then on: its log or `/dev/null`. Until then it says what goes wrong
-    /// to the user who started it. A script reads until no process has its pipe any more, so none may keep it.
+    /// What a daemon has as its standard error from then on: its log or `/dev/null`. Until then it says what
+    /// goes wrong to the user who started it. A script reads until no process has its pipe any more, so none
+    /// may keep it.
     pub standard_error: Option<OwnedFd>,
 }
 
 impl Ready {
-    /// Reports that the server is ready. Who waits may wait for the end of the file, so all are to be closed then.
+    /// Reports that the server is ready. Who waits may wait for the end of the file, so all are to be closed
+    /// then.
     ///
     /// # Errors
     /// The first error; the other bytes were written all the same.
@@ -49,7 +51,8 @@ pub fn release_terminal() -> io::Result<OwnedFd> {
 
 /// Gives an open file one of the standard numbers, too.
 fn put(file: &OwnedFd, number: i32) -> io::Result<()> {
-    // SAFETY: the call has no pointers; the standard descriptors are owned by nothing, and what they were is closed.
+    // SAFETY: the call has no pointers; the standard descriptors are owned by nothing, and what they were is
+    // closed.
     let put = unsafe { libc::dup2(file.as_raw_fd(), number) };
     crate::check(put.into()).map(drop)
 }

@@ -7,7 +7,8 @@ use std::path::PathBuf;
 
 use crate::stuck::StuckThread;
 
-/// A process could not be traced, stopped or changed. It continues unchanged, unless a variant says otherwise.
+/// A process could not be traced, stopped or changed. It continues unchanged, unless a variant says
+/// otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The process has ended, or never existed.
@@ -101,8 +102,8 @@ pub enum Error {
     },
     /// The calling thread does not trace the thread, or the stop is of another kind.
     #[error(
-        "thread {tid} is not stopped where a system call ends, by the calling thread: expected CRIU's stop after \
-         rt_sigreturn; call this from CRIU's main thread in RESUME_DEVICES_LATE only"
+        "thread {tid} is not stopped where a system call ends, by the calling thread: expected CRIU's stop \
+         after rt_sigreturn; call this from CRIU's main thread in RESUME_DEVICES_LATE only"
     )]
     NotHeld {
         /// The thread.
@@ -110,7 +111,8 @@ pub enum Error {
     },
     /// The process has too few free descriptor numbers.
     #[error(
-        "process {pid} has no room for two more descriptors: its limit is {limit} open files; raise it (prlimit --nofile)"
+        "process {pid} has no room for two more descriptors: its limit is {limit} open files; raise it \
+         (prlimit --nofile)"
     )]
     NoNumber {
         /// The process.

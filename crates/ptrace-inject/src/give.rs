@@ -32,7 +32,8 @@ impl Stopped<'_> {
     /// the file.
     ///
     /// # Errors
-    /// [`Error::NoNumber`] if the process has fewer than two free numbers; those of [`Stopped::syscall`].
+    /// [`Error::NoNumber`] if the process has fewer than two free numbers; the errors of
+    /// [`Stopped::syscall`].
     pub fn give(&mut self, descriptor: BorrowedFd<'_>) -> Result<RawFd, Error> {
         let given = self.with_scratch(|stopped, scratch| {
             let socket = stopped.send(descriptor, scratch)?;
@@ -46,7 +47,7 @@ impl Stopped<'_> {
     /// Closes a descriptor of the process.
     ///
     /// # Errors
-    /// [`Error::Call`] with EBADF if the process has no such descriptor; those of [`Stopped::syscall`].
+    /// [`Error::Call`] with EBADF if the process has no such descriptor; the errors of [`Stopped::syscall`].
     pub fn close(&mut self, number: RawFd) -> Result<(), Error> {
         self.syscall("close a descriptor", libc::SYS_close, [word(number), 0, 0, 0, 0, 0]).map(drop)
     }

@@ -27,7 +27,7 @@ const NO_CALL: u64 = u64::MAX;
 const ALL_SIGNALS: u64 = u64::MAX;
 /// The timeout of an injected call, and then of its interruption. Calls wait only for the lock of the
 /// process's mappings and for a CPU.
-const CALL_TIMEOUT: Duration = Duration::from_secs(3);
+const CALL_LIMIT: Duration = Duration::from_secs(3);
 
 /// A thread and its own state, which it gets back.
 struct SavedThread {
@@ -175,7 +175,7 @@ impl Stopped<'_> {
         let tid = thread.tid;
         abi::set_signal_mask(tid, ALL_SIGNALS).map_err(Error::ptrace("block the signals of", tid))?;
         abi::set_registers(tid, registers).map_err(Error::ptrace("set the registers of", tid))?;
-        let mut wait = Wait::of(CALL_TIMEOUT);
+        let mut wait = Wait::of(CALL_LIMIT);
         for _begin_and_end in 0..2 {
             abi::cont_to_syscall(tid).map_err(Error::ptrace("run", tid))?;
             self.until_call(call, tid, &mut wait)?;
@@ -209,7 +209,7 @@ impl Stopped<'_> {
             return Err(Error::Ended { pid: self.pid });
         }
         if wait.is_over() {
-            return Err(Error::Hung { tid, call, waited_ms: CALL_TIMEOUT.as_millis() });
+            return Err(Error::Hung { tid, call, waited_ms: CALL_LIMIT.as_millis() });
         }
         Ok(())
     }
@@ -228,7 +228,7 @@ impl Stopped<'_> {
     /// Interrupts a call that does not end.
     fn break_off(&self, call: &'static str, tid: Tid) -> Result<(), Error> {
         abi::interrupt(tid).map_err(Error::ptrace("interrupt", tid))?;
-        let mut wait = Wait::of(CALL_TIMEOUT);
+        let mut wait = Wait::of(CALL_LIMIT);
         loop {
             match abi::poll_stop(tid).map_err(Error::ptrace("poll", tid))? {
                 TraceeState::Stopped(_) => return Ok(()),
@@ -259,7 +259,7 @@ impl Stopped<'_> {
     /// Waits until a thread is in the stop that the interrupt requests.
     fn until_interrupt(&self, call: &'static str, tid: Tid) -> Result<(), Error> {
         interrupt_again(tid, StopReason::AtCall);
-        let mut wait = Wait::of(CALL_TIMEOUT);
+        let mut wait = Wait::of(CALL_LIMIT);
         loop {
             match abi::poll_stop(tid).map_err(Error::ptrace("poll", tid))? {
                 TraceeState::Stopped(StopReason::Interrupt) => return Ok(()),

@@ -94,8 +94,8 @@ mod tests {
 
     #[test]
     fn a_line_is_a_mapping() {
-        let line =
-            b"7f0000001000-7f0000003000 r--s 00002000 00:01 2057                       /memfd:a \xff (deleted)";
+        let line = b"7f0000001000-7f0000003000 r--s 00002000 00:01 2057                       /memfd:a \xff \
+                (deleted)";
         let mapping = parse(line);
         assert_eq!((mapping.start, mapping.end), (0x7f00_0000_1000, 0x7f00_0000_3000));
         assert_eq!((mapping.protection, mapping.shared, mapping.offset), (libc::PROT_READ, true, 0x2000));

@@ -79,7 +79,7 @@ fn cut(mapping: &MapsEntry, range: &Range<u64>) -> Option<PlaceholderMapping> {
 /// process is stopped, and write them to the device before the swap.
 ///
 /// # Errors
-/// Those of `lseek(2)`. It moves the position of the open file, which mappings do not use.
+/// The errors of `lseek(2)`, which moves the position of the open file. Mappings do not use that position.
 pub fn populated_ranges(
     placeholder: BorrowedFd<'_>,
     offset: u64,

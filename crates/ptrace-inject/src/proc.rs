@@ -48,8 +48,8 @@ pub(crate) fn cpu_time(tid: Tid) -> Option<u64> {
     text.split_ascii_whitespace().next()?.parse().ok()
 }
 
-/// Returns the number of the system call in which a thread sleeps, or -1 in a page fault. Returns None if it
-/// runs.
+/// Returns the number of the system call in which a thread sleeps, or -1 in a page fault. Returns `None` if
+/// it runs.
 pub(crate) fn call(tid: Tid) -> Option<i64> {
     let text = fs::read_to_string(format!("/proc/{tid}/syscall")).ok()?;
     text.split_ascii_whitespace().next()?.parse().ok()

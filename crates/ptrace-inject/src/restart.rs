@@ -2,10 +2,10 @@
 //! Restarts calls that fail with EINTR after a stop although no signal arrived.
 //!
 //! A stop leaves one of the kernel's own codes (ERESTARTSYS and others) as the result of most interrupted
-//! calls, and the kernel restarts them. A few calls return EINTR, as for a signal. Those of them without a
-//! timeout can be restarted as well. Their result becomes ERESTARTNOHAND: EINTR if a signal handler runs
-//! first, else a restart (signal(7); `arch/x86/kernel/signal.c`). With a timeout, the remaining time is
-//! unknown, and EINTR stays, as after any SIGSTOP.
+//! calls, and the kernel restarts them. A few calls return EINTR, as for a signal. The ones without a timeout
+//! can be restarted as well. Their result becomes ERESTARTNOHAND: EINTR if a signal handler runs first, else
+//! a restart (signal(7); `arch/x86/kernel/signal.c`). With a timeout, the remaining time is unknown, and
+//! EINTR stays, as after any SIGSTOP.
 
 use crate::abi::{self, Registers, Tid};
 

@@ -58,11 +58,11 @@ impl<'a> Stopped<'a> {
     /// swapped range. The wake is for other processes that wait there for this one; its own threads retry
     /// when they resume. Resolve threads in [`Stopped::stuck`] only if an error requires it. With
     /// UFFD_FEATURE_EVENT_UNMAP, a thread must read the userfaultfd meanwhile. Pages in the placeholder
-    /// ([`crate::populated_ranges`]) are not copied: write those of a range to the device just before its
+    /// ([`crate::populated_ranges`]) are not copied: write a range's pages to the device just before its
     /// swap. A thread that is stuck at a range resumes when that is swapped, and may write to the next.
     ///
     /// # Errors
-    /// Those of [`Stopped::syscall`]; [`Error::Unstoppable`] also while a thread changes mappings.
+    /// The errors of [`Stopped::syscall`]; [`Error::Unstoppable`] also while a thread changes mappings.
     pub fn prepare_swaps<'s>(
         &'s mut self,
         placeholder: BorrowedFd<'_>,
@@ -94,13 +94,13 @@ impl<'a> Stopped<'a> {
 }
 
 impl SwapBatch<'_, '_> {
-    /// Swaps all placeholders of the range of `swaps[place]`, wherever they are. Returns none if the program
-    /// has none left. The device is mapped elsewhere first, excluded from forks, and then moved. If that
-    /// mapping fails, the placeholder stays.
+    /// Swaps all placeholders of the range of `swaps[place]`, wherever they are. Returns `None` if the
+    /// program has no such placeholder left. The device is mapped elsewhere first, excluded from forks, and
+    /// then moved. If that mapping fails, the placeholder stays.
     ///
     /// # Errors
-    /// Those of [`Stopped::syscall`]; [`Error::NotOpen`]; [`Error::Lost`]. Parts that were swapped stay so:
-    /// call this again for the rest.
+    /// The errors of [`Stopped::syscall`]; [`Error::NotOpen`]; [`Error::Lost`]. Parts that were swapped stay
+    /// swapped: call this again for the rest.
     pub fn swap(&mut self, place: usize) -> Result<Vec<PlaceholderMapping>, Error> {
         let swap = &self.swaps[place];
         let mut swapped = Vec::new();

@@ -24,7 +24,7 @@ const MAX_REFUSALS: u32 = 3;
 /// The interval at which ended tracees are reaped, so that no exec waits for this process.
 const REAP_INTERVAL: Duration = Duration::from_millis(5);
 /// The time that the kernel gets to finish a thread that has returned.
-const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+const THREAD_EXIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Runs `act` on a thread that traces process `pid`, which continues: KFD's CRIU operations require a tracer
 /// (`kfd_chardev.c: kfd_ioctl_criu`). On return the process is not traced.
@@ -78,7 +78,7 @@ pub(crate) fn on_own_thread<T: Send>(
         }
         let (tid, result) = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
         // A joined thread may still have tracees. It stays in /proc until they are detached.
-        let mut wait = Wait::of(THREAD_EXIT_TIMEOUT);
+        let mut wait = Wait::of(THREAD_EXIT_LIMIT);
         while Path::new(&format!("/proc/self/task/{tid}")).exists() {
             if wait.is_over() {
                 tracing::error!(tid, "the tracer thread does not end");

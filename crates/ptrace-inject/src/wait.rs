@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 /// Polls that only yield the CPU: a stop usually takes microseconds.
 const YIELDS: u32 = 16;
-/// The shortest and longest sleep between two polls.
-const MIN_SLEEP: Duration = Duration::from_micros(20);
-const MAX_SLEEP: Duration = Duration::from_micros(500);
+/// The shortest and longest sleep between two polls. Each is twice the one before, because most stops take
+/// microseconds and a few take milliseconds.
+const SHORTEST_INTERVAL: Duration = Duration::from_micros(20);
+const LONGEST_INTERVAL: Duration = Duration::from_micros(500);
 
 /// The interval that sets the minimum number of polls. A suspended machine uses up the time without polling.
 const POLL_INTERVAL: Duration = Duration::from_millis(4);
@@ -26,7 +27,7 @@ pub(crate) struct Wait {
 impl Wait {
     pub(crate) fn of(timeout: Duration) -> Self {
         let min_polls = timeout.as_millis() / POLL_INTERVAL.as_millis();
-        Self { until: Instant::now() + timeout, min_polls, polls: 0, pause: MIN_SLEEP }
+        Self { until: Instant::now() + timeout, min_polls, polls: 0, pause: SHORTEST_INTERVAL }
     }
 
     /// Returns true after the timeout, else false after a pause.
@@ -39,7 +40,7 @@ impl Wait {
             thread::yield_now();
         } else {
             thread::sleep(self.pause);
-            self.pause = (self.pause * 2).min(MAX_SLEEP);
+            self.pause = (self.pause * 2).min(LONGEST_INTERVAL);
         }
         false
     }

@@ -93,7 +93,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ranges_never_overlap_and_nothing_is_lost(steps in vec((any::<bool>(), 1..5 * LARGE_ALIGNMENT), 1..200)) {
+        fn ranges_never_overlap_and_nothing_is_lost(
+            steps in vec((any::<bool>(), 1..5 * LARGE_ALIGNMENT), 1..200),
+        ) {
             let whole = BTreeMap::from([(LARGE_ALIGNMENT, 16 * LARGE_ALIGNMENT)]);
             let mut addresses = Addresses::new(LARGE_ALIGNMENT, 17 * LARGE_ALIGNMENT);
             let mut taken: BTreeMap<u64, u64> = BTreeMap::new();
@@ -104,7 +106,8 @@ mod tests {
                         addresses.release(start, taken.remove(&start).unwrap());
                     }
                 } else if let Some(start) = addresses.take(bytes) {
-                    prop_assert!(start % ALIGNMENT == 0 && (bytes < LARGE_ALIGNMENT || start % LARGE_ALIGNMENT == 0));
+                    prop_assert_eq!(start % ALIGNMENT, 0);
+                    prop_assert!(bytes < LARGE_ALIGNMENT || start % LARGE_ALIGNMENT == 0);
                     let before = taken.range(..=start).next_back();
                     prop_assert!(before.is_none_or(|(first, size)| first + size <= start));
                     let after = taken.range(start..).next();

@@ -150,7 +150,7 @@ impl Copier {
         }
     }
 
-    /// Waits until a submission has ended, or until the deadline. Returns None if it is not in flight.
+    /// Waits until a submission has ended, or until the deadline. Returns `None` if it is not in flight.
     /// [`Copier::poll`] still reports its end.
     pub(crate) fn wait(&self, ticket: Ticket, deadline: Instant) -> Option<Result<(), Error>> {
         let flight = self.flights.iter().find(|flight| flight.ticket == ticket)?;

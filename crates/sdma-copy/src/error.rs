@@ -38,7 +38,8 @@ pub enum Error {
     },
     /// The shape of the staging memory is not valid.
     #[error(
-        "staging memory of {slots} slots of {slot_bytes} bytes: slots are whole pages, and all of them less than 2^40 bytes"
+        "staging memory of {slots} slots of {slot_bytes} bytes: slots are whole pages, and all of them less \
+         than 2^40 bytes"
     )]
     Shape {
         /// The requested number.
@@ -110,8 +111,9 @@ pub enum Error {
     },
     /// The GPU has no copy ring, and the CPU has no mapping of the BO.
     #[error(
-        "renderD{minor} offers no copy ring, and the CPU cannot reach a BO of {bytes} bytes either ({source}): \
-             load the amdgpu driver with copy rings for the kernel (user_queue=0), or enable a large BAR"
+        "renderD{minor} offers no copy ring, and the CPU cannot reach a BO of {bytes} bytes either \
+         ({source}): load the amdgpu driver with copy rings for the kernel (user_queue=0), or enable a large \
+         BAR"
     )]
     Unreachable {
         /// The render node.
@@ -131,8 +133,8 @@ pub enum Error {
     },
     /// Copies by the CPU are late, and still run.
     #[error(
-        "renderD{minor}, copies by the CPU: {transfers} transfers of {bytes} bytes are not done after {age:.3?}: \
-             does the GPU's memory answer?"
+        "renderD{minor}, copies by the CPU: {transfers} transfers of {bytes} bytes are not done after \
+         {age:.3?}: does the GPU's memory answer?"
     )]
     Slow {
         /// The render node.
@@ -235,14 +237,14 @@ mod tests {
     fn a_fault_names_the_ring_the_amount_the_time_and_the_gpu_state() {
         assert_eq!(
             Error::Late(Box::new(LATE)).to_string(),
-            "renderD129, copy ring 1: 3 transfers of 4096 bytes are not done after 1.500s, 8192 bytes in flight \
-             there; the GPU was not reset: look for page faults in the kernel's log"
+            "renderD129, copy ring 1: 3 transfers of 4096 bytes are not done after 1.500s, 8192 bytes in \
+             flight there; the GPU was not reset: look for page faults in the kernel's log"
         );
         let failed = SubmitFault { errno: Some(125), state: Some(5), ..LATE };
         assert_eq!(
             failed.to_string(),
-            "renderD129, copy ring 1: 3 transfers of 4096 bytes failed after 1.500s: Operation canceled (os error \
-             125); the GPU was reset, this engine's commands are the cause"
+            "renderD129, copy ring 1: 3 transfers of 4096 bytes failed after 1.500s: Operation canceled (os \
+             error 125); the GPU was reset, this engine's commands are the cause"
         );
         let silent = SubmitFault { state: None, ..failed };
         assert!(silent.to_string().ends_with("; the kernel does not report the GPU's state"), "{silent}");

@@ -8,7 +8,8 @@
 //! ```no_run
 //! use rewake_sdma_copy::{CopyEngine, Shape, Staging, StagingOffset, Transfer};
 //! use rewake_amdgpu_uapi::render::Render;
-//! # fn load(dmabuf: std::os::fd::BorrowedFd<'_>, contents: &[u8]) -> Result<(), Box<dyn std::error::Error>> {
+//! # use std::{error::Error, os::fd::BorrowedFd};
+//! # fn load(dmabuf: BorrowedFd<'_>, contents: &[u8]) -> Result<(), Box<dyn Error>> {
 //! let render = Render::open(128)?;
 //! let staging = Staging::new(Shape { slots: 16, ..Shape::default() }, &[&render])?;
 //! let mut engine = CopyEngine::open(render, &staging)?;
@@ -39,7 +40,8 @@
 //!   Submissions on different rings have no order.
 //! * The kernel keeps a BO while it is imported: release it after its copies, or the application cannot free
 //!   it.
-//! * Sources: `drivers/gpu/drm/amd/amdgpu` of Linux 6.12 and 7.2 (`amdgpu_cs.c`, `amdgpu_ctx.c`, `amdgpu_sync.c`).
+//! * Sources: `drivers/gpu/drm/amd/amdgpu` of Linux 6.12 and 7.2 (`amdgpu_cs.c`, `amdgpu_ctx.c`,
+//!   `amdgpu_sync.c`).
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 

@@ -276,7 +276,7 @@ impl Rings {
     }
 
     /// Waits until a submission has ended or failed, or until the monotonic clock shows `deadline` ns.
-    /// Returns None if it is not in flight.
+    /// Returns `None` if it is not in flight.
     pub(crate) fn wait(&self, render: &Render, ticket: Ticket, deadline: u64) -> Option<Result<(), Error>> {
         let (ring, flight) = self.rings.iter().find_map(|ring| {
             ring.flights.iter().find(|flight| flight.ticket == ticket).map(|flight| (ring, flight))

@@ -91,7 +91,7 @@ impl Table {
         self.ended(index)
     }
 
-    /// Releases an import. Returns None if the BO is not imported, and the entry if it must be closed now.
+    /// Releases an import. Returns `None` if the BO is not imported, and the entry if it must be closed now.
     pub(crate) fn release(&mut self, bo: Bo) -> Option<Option<BoEntry>> {
         self.get(bo)?.imports -= 1;
         Some(self.ended(bo.index))

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Asks the node agent for the memory of an image in the node's cache: for a socket to the image's fetcher, and for its
-//! presence map.
+//! Asks the node agent for the memory of an image in the node's cache: for a socket to the image's fetcher,
+//! and for its presence map.
 //!
-//! The agent may have ended: the processes of a session wait for the next one then, as they wait for a fetcher.
+//! The agent may have ended: the processes of a session wait for the next one then, as they wait for a
+//! fetcher.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -14,12 +15,14 @@ use tracing::warn;
 
 use crate::control::client::{Client, ClientError};
 
-/// Time for an agent that brings the memory, when the one that had the fetcher has ended.
-const AGENT_TIME: Duration = Duration::from_secs(300);
-/// Time between two looks for an agent.
-const AGENT_PAUSE: Duration = Duration::from_millis(100);
-/// Time until an agent that refuses is asked again: it may ask its store each time.
-const REFUSED_PAUSE: Duration = Duration::from_secs(1);
+/// Time for an agent that brings the memory, when the agent that had the fetcher has ended. A service manager
+/// needs seconds to start one, and a user may need minutes.
+pub(crate) const AGENT_LIMIT: Duration = Duration::from_secs(300);
+/// Pause between two looks for an agent. A look is one attempt to connect.
+const AGENT_INTERVAL: Duration = Duration::from_millis(100);
+/// Pause until an agent that refuses is asked again. It is longer than [`AGENT_INTERVAL`], because the agent
+/// may ask its store each time.
+const REFUSED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What the agent has of an image.
 #[derive(Debug)]
@@ -56,7 +59,7 @@ pub(crate) async fn ask(agent: &Path, id: &str) -> Result<AgentFetch, ClientErro
 /// # Errors
 /// The agent refuses for good, or none has answered in time.
 pub(crate) async fn ask_again(agent: &Path, id: &str) -> anyhow::Result<AgentFetch> {
-    ask_within(agent, id, AGENT_TIME).await
+    ask_within(agent, id, AGENT_LIMIT).await
 }
 
 async fn ask_within(agent: &Path, id: &str, limit: Duration) -> anyhow::Result<AgentFetch> {
@@ -79,7 +82,7 @@ async fn ask_within(agent: &Path, id: &str, limit: Duration) -> anyhow::Result<A
         if !std::mem::replace(&mut has_warned, true) {
             warn!("{error}: missing memory waits for the agent, {} s at most", limit.as_secs());
         }
-        sleep(if has_refused { REFUSED_PAUSE } else { AGENT_PAUSE }).await;
+        sleep(if has_refused { REFUSED_INTERVAL } else { AGENT_INTERVAL }).await;
     }
 }
 
@@ -90,8 +93,8 @@ async fn ask_within(agent: &Path, id: &str, limit: Duration) -> anyhow::Result<A
 pub(crate) fn check_layout(agent: u64, own: u64) -> anyhow::Result<()> {
     ensure!(
         agent == own,
-        "the agent's presence map is for other files than this restore's: is the agent another version? Restart it, and \
-         restore again"
+        "the agent's presence map is for other files than this restore's: is the agent another version? \
+         Restart it, and restore again"
     );
     Ok(())
 }
@@ -132,9 +135,9 @@ mod tests {
     #[tokio::test]
     async fn an_agent_that_refuses_for_now_is_asked_again() {
         let complete = || reply::Kind::Fetched(Fetched { complete: true, layout: 0 });
-        let answer = asked(vec![refusal(false), complete()], AGENT_TIME).await;
+        let answer = asked(vec![refusal(false), complete()], AGENT_LIMIT).await;
         assert!(matches!(answer, Ok(AgentFetch::Complete)), "{answer:?}");
-        let lasting = asked(vec![refusal(true), complete()], AGENT_TIME).await.unwrap_err();
+        let lasting = asked(vec![refusal(true), complete()], AGENT_LIMIT).await.unwrap_err();
         assert_eq!(lasting.to_string(), "lasting: true");
         let late = asked(vec![refusal(false), complete()], Duration::ZERO).await.unwrap_err();
         assert_eq!(format!("{late:#}"), "no memory from an agent for 0 s: lasting: false");

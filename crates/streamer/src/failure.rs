@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Why a restore has failed: words for people, and the cause for programs, because an agent counts failures by their
-//! cause, and compares its copy of an image with the store when that copy is the cause.
+//! Why a restore has failed: words for people, and the cause for programs, because an agent counts failures
+//! by their cause, and compares its copy of an image with the store when that copy is the cause.
 
 use rewake_bo_contents::Error as ContentsError;
 use rewake_criu_images::ImageError;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Counts page faults by how long they waited. Reactors write the counts, and progress displays and metrics read them.
+//! Counts page faults by how long they waited. Reactors write the counts, and progress displays and metrics
+//! read them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -24,8 +25,8 @@ pub struct LatencyHistogram {
 /// What a histogram has counted, by powers of two.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LatencyCounts {
-    /// Latencies below 2^10 ns, of 2^10 to less than 2^11 ns, and so on; the last are of 2^34 ns or longer. Empty:
-    /// none.
+    /// Latencies below 2^10 ns, of 2^10 to less than 2^11 ns, and so on; the last are of 2^34 ns or longer.
+    /// Empty: none.
     pub counts: Vec<u64>,
     /// The sum of all latencies.
     pub sum_ns: u64,

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Starts the session's fetcher, and another one when it dies or loses its connection.
 //!
-//! A [fetcher](rewake_fetcher) is a process: no network code runs in this one. The fetcher of an image in the
-//! node's cache is the agent's ([`agent_fetch`]). Its socket, and a duplicate of its connection, are in the
-//! session's fd store. So it outlives a worker, and the connection ends only when the targets need nothing
-//! more of it or have been killed. A CRIU that dumped its program resumes it then: never while the targets
-//! run.
+//! A [fetcher](rewake_fetcher) is a process, and the agent's for an image in the node's cache
+//! ([`agent_fetch`]). Its socket and a duplicate of its connection are in an fd store, so that it outlives a
+//! worker: in the streamer's own, or for a page server in the one that targets have. A CRIU that dumped its
+//! program resumes it when its one connection ends, which must not be while the targets run.
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +23,7 @@ use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer};
 use rewake_fetcher::restarts::FetcherRestarts;
 use rewake_fetcher::unread::leave_unread;
 use rewake_image_io::{FetchSource, PresenceMap};
+use rewake_process::wake_socket;
 use tokio::io::unix::AsyncFd;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
@@ -31,18 +32,20 @@ use crate::agent_fetch::{self, AgentFetch};
 use crate::fetch_peer::FetchPeer;
 use crate::fetcher_process::{self, FetchDescriptors, borrowed};
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry, peek_all};
-use crate::ledger::wants_room;
+use crate::ledger::{Ledger, session_store, wants_room};
 use crate::session::Session;
-use crate::session::image::{Image, sealed};
-use crate::sys;
+use crate::session::image::{Image, plan_file};
+use crate::watched;
 
-/// Time for the last message: that of a new connection, and of an answer.
-const FINISH_TIME: Duration = Duration::from_secs(60);
-/// Time for a fetcher to end.
-const END_TIME: Duration = Duration::from_secs(1);
-/// Time to find room in the fd store, and the pause between two tries.
-const STORE_TIME: Duration = Duration::from_secs(1);
-const STORE_PAUSE: Duration = Duration::from_millis(1);
+/// Time for the last message. It is longer than a fetcher needs for a new connection (10 s) and then for an
+/// answer (30 s).
+const FINISH_LIMIT: Duration = Duration::from_secs(60);
+/// Time for a fetcher to end when its work is done. After that, the log has a warning.
+const END_LIMIT: Duration = Duration::from_secs(1);
+/// Time to find room in the fd store, because a reactor may be using it.
+const STORE_LIMIT: Duration = Duration::from_secs(1);
+/// Pause between two tries to find room.
+const STORE_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The fetcher of a session.
 #[derive(Debug)]
@@ -56,7 +59,7 @@ pub(crate) struct Fetch {
     /// The id of the image, for an agent.
     id: String,
     source: Arc<FetchSource>,
-    /// The eventfds of the reactors.
+    /// The sockets that wake the reactors.
     readers: Vec<OwnedFd>,
     peer: PagePeer,
     /// The peer's name for messages.
@@ -86,12 +89,13 @@ enum FetcherEnd {
 }
 
 impl Fetch {
-    /// Starts the fetcher of a new session, or uses the one that the agent has `given`; none if all bytes of
-    /// its image are local.
+    /// Starts the fetcher of a new session, or uses the one that the agent has `given`. Returns `None` if all
+    /// bytes of the session's image are local.
     ///
     /// # Errors
     /// It cannot be started, or the fd store has no room.
     pub(crate) async fn start(
+        ledger: Ledger,
         session: &Arc<Session>,
         image: &Image,
         server: Option<&FetchPeer>,
@@ -99,21 +103,20 @@ impl Fetch {
         readers: Vec<OwnedFd>,
     ) -> anyhow::Result<Option<Self>> {
         let (Some(remote), Some(server)) = (image.remote(), server) else { return Ok(None) };
-        let memory = sealed::memory_file().context("making a memory file for the fetcher")?;
+        let memory = plan_file::memory_file().context("making a memory file for the fetcher")?;
         let plan = image.fetch_plan(remote, server)?;
         plan.write(&memory).context("writing the fetch plan")?;
+        let is_image = server.image.is_some();
+        if is_image {
+            session_store::keep_fetch_plan(ledger, &memory)?;
+        }
+        let store = store_of(session, is_image).context("a session without an fd store")?;
+        put(store, EntryKind::Remote, 0, &remote.numbers(&memory)).await?;
         let files = FetchDescriptors::of(image, remote, memory, &plan)?;
-        let mut numbers = vec![files.plan.as_raw_fd()];
-        numbers.extend(remote.descriptors().iter().map(AsRawFd::as_raw_fd));
-        let store = session.store().context("a session without an fd store")?;
-        put(store, EntryKind::Remote, 0, &numbers).await?;
         let connected = server.connected.as_ref();
         if let Some(connection) = connected {
             put(store, EntryKind::Peer, 0, &[connection.as_raw_fd()]).await?;
         }
-        // An image server serves several connections, and the copy of what CRIU reads was one: it may be
-        // started again at any time.
-        let again = server.image.is_some();
         let (child, socket) = match given {
             Some(AgentFetch::Partial { socket, layout, .. }) => {
                 agent_fetch::check_layout(layout, plan.layout())?;
@@ -123,7 +126,9 @@ impl Fetch {
             }
             _ => {
                 let connected = connected.map(|socket| socket.as_fd());
-                let (child, socket) = fetcher_process::start(again, &files, connected, &readers)?;
+                // An image server serves several connections, and the copy of what CRIU reads was one: it may
+                // be started again at any time.
+                let (child, socket) = fetcher_process::start(is_image, &files, connected, &readers)?;
                 (Some(child), socket)
             }
         };
@@ -133,17 +138,19 @@ impl Fetch {
         Ok(Some(fetch))
     }
 
-    /// Takes over the fetcher of a dead worker; none if all bytes of its image are local.
+    /// Takes over the fetcher of a dead worker, or `None` if all bytes of its image are local. If every
+    /// process was killed, a fetcher of an image server or of the agent is started again.
     ///
     /// # Errors
-    /// The fd store lacks its descriptors.
+    /// The fd stores lack its descriptors.
     pub(crate) fn inherit(
+        ledger: Ledger,
         session: &Arc<Session>,
         image: &Image,
         readers: Vec<OwnedFd>,
     ) -> anyhow::Result<Option<Self>> {
         let Some(remote) = image.remote() else { return Ok(None) };
-        let store = session.store().context("a session without an fd store")?;
+        let store = store_of(session, remote.cache().is_none()).context("a session without an fd store")?;
         let (mut plan, mut fetcher, mut connected) = (None, None, false);
         for (entry, descriptors) in peek_all(store.descriptor())? {
             match entry.kind {
@@ -155,9 +162,25 @@ impl Fetch {
                 _ => {}
             }
         }
-        let memory = File::from(plan.context("the session's fd store lacks the fetch plan")?);
-        let (number, socket) = fetcher.context("the session's fd store lacks the fetcher")?;
+        let is_recovered = plan.is_none();
+        let memory = match plan {
+            Some(plan) => File::from(plan),
+            None => session_store::fetch_plan(ledger).context("the fetch plan")?,
+        };
         let plan = FetchPlan::read(&memory).context("the fetch plan")?;
+        if is_recovered {
+            if !matches!(plan.peer, PagePeer::Agent(_)) {
+                image.note_arrived()?;
+            }
+            // For the next worker: the fetcher notes in this map what arrives.
+            let numbers = remote.numbers(&memory);
+            store.put(StoreEntry { kind: EntryKind::Remote, index: 0, life: 0 }, &numbers)?;
+        }
+        let (number, socket) = match fetcher {
+            Some(fetcher) => fetcher,
+            // It has ended, as is found by its socket.
+            None => (0, UnixStream::pair().context("a socket of a fetcher")?.0.into()),
+        };
         let files = FetchDescriptors::of(image, remote, memory, &plan)?;
         // If it has ended, that is found by its socket.
         let _ = channel::send_readers(socket.as_fd(), &borrowed(&readers));
@@ -176,7 +199,7 @@ impl Fetch {
         socket: OwnedFd,
         number: u32,
     ) -> anyhow::Result<Self> {
-        let socket = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        let socket = Arc::new(watched::watch(socket).context("watching the fetcher")?);
         let id = match &plan.memory {
             FetchedMemory::Files { id, .. } => Some(id.to_string()),
             FetchedMemory::Pages { .. } => None,
@@ -207,7 +230,8 @@ impl Fetch {
         })
     }
 
-    /// Puts the fetcher's socket into the fd store, in the place of an earlier one's, and sends requests to it.
+    /// Puts the fetcher's socket into the fd store, in the place of an earlier one's, and sends requests to
+    /// it.
     async fn use_it(&self) -> anyhow::Result<()> {
         let (socket, number) = (Arc::clone(&self.socket.borrow()), self.number.get());
         if let Some(store) = self.store() {
@@ -216,15 +240,15 @@ impl Fetch {
         self.source.use_fetcher(socket.get_ref().try_clone()?);
         for reader in &self.readers {
             // What was requested from the fetcher before is requested from this one.
-            sys::write_eventfd(reader);
+            wake_socket::wake(reader.as_fd());
         }
         self.forget(EntryKind::Fetcher);
         Ok(())
     }
 
-    /// Returns the fd store; none when the session is closed.
+    /// Returns the fd store that has the fetcher's descriptors; none when the session is closed.
     fn store(&self) -> Option<&FdStore> {
-        self.session.store().filter(|_| !self.is_closed.get())
+        store_of(&self.session, self.is_image).filter(|_| !self.is_closed.get())
     }
 
     /// Removes what earlier fetchers have left in the fd store.
@@ -237,7 +261,7 @@ impl Fetch {
     /// Has readers that wait for more bytes fail, as the session has failed.
     pub(crate) fn give_up(&self) {
         self.source.end();
-        self.readers.iter().for_each(sys::write_eventfd);
+        self.readers.iter().for_each(|reader| wake_socket::wake(reader.as_fd()));
     }
 
     /// Whether GPU memory may come from the peer.
@@ -260,7 +284,7 @@ impl Fetch {
         match self.run(false).await {
             Ok(()) if self.is_shared() => {
                 // All bytes are here. What was requested last may not have been answered.
-                self.readers.iter().for_each(sys::write_eventfd);
+                self.readers.iter().for_each(|reader| wake_socket::wake(reader.as_fd()));
                 std::future::pending().await
             }
             Ok(()) => anyhow!("{}: the fetcher ended before the restore did", self.name),
@@ -285,19 +309,19 @@ impl Fetch {
         }
         // If it has ended, that is found by its socket.
         let _ = channel::send_finish(self.socket.borrow().as_fd());
-        let done = timeout(FINISH_TIME, self.run(true)).await;
-        let done = done.unwrap_or_else(|_| bail!("{}: no end for {FINISH_TIME:?}", self.name));
+        let done = timeout(FINISH_LIMIT, self.run(true)).await;
+        let done = done.unwrap_or_else(|_| bail!("{}: no end for {FINISH_LIMIT:?}", self.name));
         if done.is_err() {
             self.end_plainly();
         }
         done.context(
-            "all memory is resident, but the page server has not confirmed the last message: if `criu dump --lazy-pages` \
-             waits there, check that its program has ended",
+            "all memory is resident, but the page server has not confirmed the last message: if `criu dump \
+             --lazy-pages` waits there, check that its program has ended",
         )
     }
 
-    /// Makes the connection end plainly when the fd store is emptied: CRIU takes that for success, and kills the
-    /// program that it dumped. A reset would resume it beside the targets.
+    /// Makes the connection end plainly when the fd store is emptied: CRIU takes that for success, and kills
+    /// the program that it dumped. A reset would resume it while the targets run.
     fn end_plainly(&self) {
         for connection in self.connections() {
             // A unix socket has no such setting, and ends plainly.
@@ -314,7 +338,7 @@ impl Fetch {
         let socket = Arc::clone(&self.socket.borrow());
         // The fetcher ends, and reads no more from the connection.
         let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
-        let ended = timeout(END_TIME, async {
+        let ended = timeout(END_LIMIT, async {
             while let Ok(report) = channel::receive_report(socket.as_fd()) {
                 if report.is_none() {
                     socket.readable().await?.clear_ready();
@@ -323,7 +347,7 @@ impl Fetch {
             io::Result::Ok(())
         });
         let Ok(Ok(())) = ended.await else {
-            return warn!("{}: the fetcher does not end within {END_TIME:?}", self.name);
+            return warn!("{}: the fetcher does not end within {END_LIMIT:?}", self.name);
         };
         let Ok(plan) = self.files.plan.try_clone().map(File::from) else { return };
         for connection in self.connections() {
@@ -336,7 +360,7 @@ impl Fetch {
 
     /// Returns the connections in the fd store.
     fn connections(&self) -> Vec<OwnedFd> {
-        let stored = self.session.store().map(|store| peek_all(store.descriptor()));
+        let stored = store_of(&self.session, self.is_image).map(|store| peek_all(store.descriptor()));
         let entries = stored.and_then(Result::ok).unwrap_or_default();
         let peers = entries.into_iter().filter(|(entry, _)| entry.kind == EntryKind::Peer);
         peers.flat_map(|(_, connections)| connections).collect()
@@ -387,8 +411,8 @@ impl Fetch {
                     if let Some(store) = self.store() {
                         put(store, EntryKind::Peer, self.number.get(), &[connection.as_raw_fd()]).await?;
                     }
-                    // Not before: `criu dump --lazy-pages` takes the end of its connection for a failed restore,
-                    // and resumes the program, while the targets run.
+                    // Not before: `criu dump --lazy-pages` takes the end of its connection for a failed
+                    // restore, and resumes the program, while the targets run.
                     self.forget(EntryKind::Peer);
                 }
                 Ok(Some(FetchReport::Closed)) => return Ok(FetcherEnd::Closed),
@@ -428,7 +452,7 @@ impl Fetch {
         }
         let (child, socket) = fetcher_process::start(self.connected.get(), &self.files, None, &self.readers)?;
         *self.child.borrow_mut() = Some(child);
-        *self.socket.borrow_mut() = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        *self.socket.borrow_mut() = Arc::new(watched::watch(socket).context("watching the fetcher")?);
         self.number.set(self.number.get() + 1);
         self.use_it().await?;
         if finishing {
@@ -450,17 +474,22 @@ impl Fetch {
         self.forget(EntryKind::Remote);
         // If the fetcher has ended, that is found by its socket.
         let _ = channel::send_readers(socket.as_fd(), &borrowed(&self.readers));
-        *self.socket.borrow_mut() = Arc::new(sys::watch(socket).context("watching the fetcher")?);
+        *self.socket.borrow_mut() = Arc::new(watched::watch(socket).context("watching the fetcher")?);
         self.use_it().await
     }
 }
 
+/// Returns the fd store that has the descriptors of a fetcher.
+fn store_of(session: &Session, is_image: bool) -> Option<&FdStore> {
+    if is_image { session.own_store() } else { session.root_store() }
+}
+
 /// Puts descriptors into the fd store, which a reactor may use at the moment.
 async fn put(store: &FdStore, kind: EntryKind, index: u32, numbers: &[i32]) -> anyhow::Result<()> {
-    let deadline = Instant::now() + STORE_TIME;
+    let deadline = Instant::now() + STORE_LIMIT;
     loop {
         match store.put(StoreEntry { kind, index, life: 0 }, numbers) {
-            Err(error) if wants_room(&error) && Instant::now() < deadline => sleep(STORE_PAUSE).await,
+            Err(error) if wants_room(&error) && Instant::now() < deadline => sleep(STORE_INTERVAL).await,
             put => return put.context("putting the fetcher's descriptors into the fd store"),
         }
     }

@@ -40,7 +40,8 @@ impl FetchPeer {
     }
 }
 
-/// Finds where the memory of an image is when a session begins. Returns what the agent has, too, if it has the image.
+/// Finds where the memory of an image is when a session begins. Returns what the agent has, too, if it has
+/// the image.
 ///
 /// # Errors
 /// The agent does not run, or refuses.

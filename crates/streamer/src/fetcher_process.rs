@@ -16,8 +16,8 @@ use rewake_fetcher::process::COMMAND;
 use crate::last_words::LastWords;
 use crate::session::image::Image;
 use crate::session::image::remote_memory::RemoteMemory;
-use crate::supervise::launch;
 use crate::sys;
+use rewake_process::time_slice;
 
 /// The descriptors of a fetcher that outlive it.
 #[derive(Debug)]
@@ -64,10 +64,10 @@ pub(crate) fn start(
 ) -> anyhow::Result<(Child, OwnedFd)> {
     let (ours, its) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
         .context("making a socket for the fetcher")?;
-    let mut command = Command::new(launch::program()?);
+    let mut command = Command::new(sys::program()?);
     command.arg(COMMAND).env_clear().process_group(0);
     command.stdin(Stdio::from(its)).stdout(Stdio::null()).stderr(files.words.writer()?);
-    sys::give_short_time_slices(&mut command);
+    time_slice::give_short_time_slices(&mut command);
     let child = command.spawn().context("starting the fetcher")?;
     let sent =
         channel::send_start(ours.as_fd(), again, [files.plan.as_fd(), files.presence.as_fd()], connected)

@@ -8,7 +8,7 @@ use std::process::Stdio;
 
 use rewake_process::names::printable;
 
-use crate::session::image::sealed;
+use crate::session::image::plan_file;
 
 /// Bytes that a message shows.
 const SHOWN: usize = 200;
@@ -21,7 +21,7 @@ impl LastWords {
     /// # Errors
     /// EMFILE, ENOMEM.
     pub(crate) fn new() -> io::Result<Self> {
-        sealed::memory_file().map(Self)
+        plan_file::memory_file().map(Self)
     }
 
     /// For a child.
@@ -32,7 +32,8 @@ impl LastWords {
         self.0.try_clone().map(Stdio::from)
     }
 
-    /// Takes what was said, with a colon before it; empty if nothing was. The next child's words come first again.
+    /// Takes what was said, with a colon before it; empty if nothing was. The next child's words come first
+    /// again.
     pub(crate) fn take(&self) -> String {
         let mut words = [0; SHOWN];
         let count = self.0.read_at(&mut words, 0).unwrap_or(0);

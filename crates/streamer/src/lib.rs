@@ -38,8 +38,9 @@ pub mod session;
 pub mod shared_fetch;
 mod sidecar_file;
 pub mod supervise;
-pub mod sys;
+mod sys;
 #[cfg(test)]
 mod uffd_child;
 pub mod units;
+pub mod watched;
 pub mod working_set;

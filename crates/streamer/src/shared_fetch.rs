@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory of an image in the node's cache, which all streamers that restore the image share: one fetcher, one
-//! presence map, one copy in the page cache. The node agent has it; [`agent_fetch`](crate::agent_fetch) is the
-//! streamer's side.
+//! The memory of an image in the node's cache, which all streamers that restore the image share: one fetcher,
+//! one presence map, one copy in the page cache. The node agent has it; [`agent_fetch`](crate::agent_fetch)
+//! is the streamer's side.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -14,7 +14,7 @@ use rewake_image_io::{PAGE, PresenceMap};
 use crate::fetch_peer::FetchPeer;
 use crate::fetcher_process::{self, FetchDescriptors};
 use crate::planner;
-use crate::session::image::{LazyMemory, sealed};
+use crate::session::image::{LazyMemory, plan_file};
 
 /// What the fetchers of an image need, one after another.
 #[derive(Debug)]
@@ -29,15 +29,16 @@ pub struct SharedFetch {
 }
 
 impl SharedFetch {
-    /// Plans what an image in a directory lacks, and compares what it has with its checksums. It may take long.
+    /// Plans what an image in a directory lacks, and compares what it has with its checksums. It may take
+    /// long.
     ///
     /// # Errors
     /// The directory has no image, or a damaged one.
     pub fn prepare(images: &Path, server: &FetchPeer) -> anyhow::Result<Self> {
-        let image = planner::plan(images, &LazyMemory::ForCache)?;
+        let image = planner::plan(images, &LazyMemory::ForCache, &[])?;
         let remote = image.remote().context("an image whose memory is all here")?;
         let plan = image.fetch_plan(remote, server)?;
-        let memory = sealed::memory_file().context("making a memory file for the fetcher")?;
+        let memory = plan_file::memory_file().context("making a memory file for the fetcher")?;
         plan.write(&memory).context("writing the fetch plan")?;
         let files = FetchDescriptors::of(&image, remote, memory, &plan)?;
         let map = PresenceMap::open(files.presence.as_fd(), plan.len).context("the presence map")?;

@@ -16,13 +16,13 @@ use rewake_process::file_lock::acquired;
 /// The longest wait for another writer, which needs milliseconds.
 const LOCK_LIMIT: Duration = Duration::from_secs(2);
 /// Time between two attempts to lock.
-const LOCK_PAUSE: Duration = Duration::from_millis(5);
+const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Has `change` read and replace files of the directory while no other program does. File systems without locks of
-/// directories let all do it.
+/// Has `change` read and replace files of the directory while no other program does. File systems without
+/// locks of directories let all do it.
 ///
 /// # Errors
-/// Another program has the lock for long. Or those of `change`.
+/// Another program has the lock for too long, or `change` fails.
 pub(crate) fn alone<T>(
     images: BorrowedFd<'_>,
     change: impl FnOnce(BorrowedFd<'_>) -> anyhow::Result<T>,
@@ -34,7 +34,7 @@ pub(crate) fn alone<T>(
     let began = Instant::now();
     while let Ok(false) = acquired(directory.try_lock()) {
         ensure!(began.elapsed() < LOCK_LIMIT, "another program has locked the image directory");
-        std::thread::sleep(LOCK_PAUSE);
+        std::thread::sleep(LOCK_INTERVAL);
     }
     change(directory.as_fd())
 }

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Wraps the few system calls that nix does not, each in one function without policy.
 
+use std::ffi::OsStr;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
 use std::process::Command;
-use std::sync::Arc;
 
+use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 
-pub use rewake_process::pidfd::{
+pub(crate) use rewake_process::pidfd::{
     ends_within, has_ended, pidfd_getfd, pidfd_kill, pidfd_open, pidfd_open_thread, pidfd_pid, pidfd_signal,
     wait_for_end,
 };
@@ -33,7 +34,7 @@ fn to_fd(number: libc::c_long) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// ESRCH: the process has ended, or is in another pid namespace.
-pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+pub(crate) fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     /// `include/uapi/asm-generic/socket.h`
     const SO_PEERPIDFD: libc::c_int = 77;
     let mut number: libc::c_int = -1;
@@ -54,24 +55,9 @@ pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
 }
 
-/// Sends SIGKILL to process `pid`, and to no process if the number is not above 0.
-pub fn kill(pid: i32) {
-    if pid > 0 {
-        // SAFETY: two integers. A number above 0 names one process, never a group.
-        unsafe { libc::kill(pid, libc::SIGKILL) };
-    }
-}
-
-/// Writes one byte to a descriptor, and ignores an error: no process may read it.
-pub fn write_byte(number: RawFd, byte: u8) {
-    // SAFETY: one live byte; a closed descriptor gives EBADF, and a pipe without a reader EPIPE: Rust has
-    // SIGPIPE ignored.
-    unsafe { libc::write(number, (&raw const byte).cast(), 1) };
-}
-
 /// Which of the two processes [`fork_sharing_files`] has returned in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fork {
+pub(crate) enum Fork {
     /// The parent, with the child's pid.
     Parent(i32),
     /// The child.
@@ -88,7 +74,7 @@ pub enum Fork {
 ///
 /// # Errors
 /// EAGAIN, ENOMEM.
-pub unsafe fn fork_sharing_files() -> io::Result<Fork> {
+pub(crate) unsafe fn fork_sharing_files() -> io::Result<Fork> {
     let flags = libc::CLONE_FILES | libc::SIGCHLD;
     // SAFETY: no new stack, no thread-local changes: a fork with one more flag. The caller keeps fork's rule.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) })?;
@@ -96,32 +82,19 @@ pub unsafe fn fork_sharing_files() -> io::Result<Fork> {
     Ok(if pid == 0 { Fork::Child } else { Fork::Parent(pid) })
 }
 
-/// Makes an anonymous memory file of `len` bytes, closed on exec.
-///
-/// # Errors
-/// EMFILE, ENOMEM.
-pub fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<OwnedFd> {
-    // SAFETY: a live C string and integer flags.
-    let fd = check(unsafe { libc::syscall(libc::SYS_memfd_create, name.as_ptr(), libc::MFD_CLOEXEC) })?;
-    let fd = to_fd(fd)?;
-    let file = std::fs::File::from(fd);
-    file.set_len(len)?;
-    Ok(file.into())
-}
-
 /// Returns the owner of a descriptor that the ledger or the kernel gave as a number.
 ///
 /// # Safety
 /// `fd` must be open, and nothing in this process may own it.
 #[must_use]
-pub unsafe fn take_over(fd: RawFd) -> OwnedFd {
+pub(crate) unsafe fn take_over(fd: RawFd) -> OwnedFd {
     // SAFETY: the caller's promise.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
 /// Returns true if descriptor `number` of this process is a userfaultfd.
 #[must_use]
-pub fn is_userfaultfd(number: RawFd) -> bool {
+pub(crate) fn is_userfaultfd(number: RawFd) -> bool {
     let link = std::fs::read_link(format!("/proc/self/fd/{number}"));
     link.is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]")
 }
@@ -132,7 +105,7 @@ pub fn is_userfaultfd(number: RawFd) -> bool {
 ///
 /// # Errors
 /// The kernel's errno.
-pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Result<()> {
+pub(crate) fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Result<()> {
     let offset: libc::c_int = offset.unwrap_or(-1);
     set_socket_option(socket, libc::SO_PEEK_OFF, offset)
 }
@@ -142,32 +115,18 @@ pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Resul
 ///
 /// # Errors
 /// The descriptor is no socket.
-pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<usize> {
+pub(crate) fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<usize> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one integer.
     check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) }.into())?;
     usize::try_from(bytes).map_err(io::Error::other)
 }
 
-/// Signals an eventfd.
-pub fn write_eventfd(eventfd: &OwnedFd) {
-    // One whose counter is full is readable all the same.
-    let _ = nix::unistd::write(eventfd, &1u64.to_ne_bytes());
-}
-
-/// Makes a second descriptor of the same open file, closed on exec.
-///
-/// # Errors
-/// EMFILE.
-pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    fd.try_clone_to_owned()
-}
-
 /// The number that the kernel gives to this socket alone, as long as the machine runs.
 ///
 /// # Errors
 /// It is no socket.
-pub fn socket_cookie(socket: impl AsFd) -> io::Result<u64> {
+pub(crate) fn socket_cookie(socket: impl AsFd) -> io::Result<u64> {
     let mut cookie = 0_u64;
     let mut length: libc::socklen_t = 8;
     // SAFETY: both pointers are to locals of the lengths that the call is given, which live through it.
@@ -184,60 +143,24 @@ pub fn socket_cookie(socket: impl AsFd) -> io::Result<u64> {
 }
 
 /// Waits for a millisecond. It makes only a system call.
-pub fn nap() {
+pub(crate) fn nap() {
     // SAFETY: a plain wait: no descriptors.
     unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
 }
 
 /// Returns true if the peer socket is closed in all processes.
 #[must_use]
-pub fn has_hung_up(socket: RawFd) -> bool {
+pub(crate) fn has_hung_up(socket: RawFd) -> bool {
     let mut poll = libc::pollfd { fd: socket, events: 0, revents: 0 };
     // SAFETY: one live pollfd; no wait.
     unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLHUP != 0 }
-}
-
-/// The first version of `struct sched_attr` (`include/uapi/linux/sched/types.h`).
-#[repr(C)]
-struct SchedAttr {
-    size: u32,
-    policy: u32,
-    flags: u64,
-    nice: i32,
-    priority: u32,
-    runtime: u64,
-    deadline: u64,
-    period: u64,
-}
-const _: () = assert!(size_of::<SchedAttr>() == 48);
-
-/// Gives the calling thread the ordinary policy with a time slice of 100 µs, the shortest possible.
-///
-/// The thread then runs soon after it is woken, and lets others do the same. Kernels before Linux 6.12 ignore
-/// the slice.
-///
-/// # Errors
-/// The kernel's errno.
-pub fn short_time_slice() -> io::Result<()> {
-    let attr = SchedAttr {
-        size: 48,
-        policy: 0, // SCHED_OTHER
-        flags: 0,
-        nice: 0,
-        priority: 0,
-        runtime: 100_000,
-        deadline: 0,
-        period: 0,
-    };
-    // SAFETY: pid 0 is this thread; `attr` is live and says its own size.
-    check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) }).map(drop)
 }
 
 /// Makes huge pages of a range of another process's memory (`MADV_COLLAPSE`, Linux 6.1).
 ///
 /// # Errors
 /// The kernel's errno: not all of the range has huge pages.
-pub fn collapse(process: BorrowedFd<'_>, range: &Range<u64>) -> nix::Result<()> {
+pub(crate) fn collapse(process: BorrowedFd<'_>, range: &Range<u64>) -> nix::Result<()> {
     // An address of the other process, which this one does not access.
     let length = usize::try_from(range.end - range.start).map_err(|_| nix::Error::EINVAL)?;
     let part = libc::iovec { iov_base: range.start as *mut libc::c_void, iov_len: length };
@@ -254,34 +177,15 @@ pub fn collapse(process: BorrowedFd<'_>, range: &Range<u64>) -> nix::Result<()> 
 ///
 /// # Errors
 /// The kernel cannot start a thread.
-pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+pub(crate) fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
     before.thread_set_mask()?;
     thread.map(drop)
 }
 
-/// Makes the runtime wait for what a descriptor has to read. It is not woken where there is room to write:
-/// that is after each message that the peer takes.
-///
-/// # Errors
-/// The descriptor cannot be watched.
-pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd always gives the same descriptor and keeps it open while it lives.
-    unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.map_err(Into::into)
-}
-
-/// As [`watch`], for a descriptor that others use too.
-///
-/// # Errors
-/// The descriptor cannot be watched.
-pub fn watch_shared(fd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
-    // SAFETY: the OwnedFd always gives the same descriptor, and keeps it open while this reference to it lives.
-    unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.map_err(Into::into)
-}
-
 /// Makes a command's program inherit no descriptors but the standard ones.
-pub fn leave_descriptors(command: &mut Command) {
+pub(crate) fn leave_descriptors(command: &mut Command) {
     let close = || {
         // SAFETY: integers only. The child has its own table by then, and exec closes the marked descriptors.
         let marked =
@@ -292,19 +196,19 @@ pub fn leave_descriptors(command: &mut Command) {
     unsafe { command.pre_exec(close) };
 }
 
-/// Gives a command's program short time slices, as [`short_time_slice`] does.
-pub fn give_short_time_slices(command: &mut Command) {
-    let shorten = || {
-        // Without them it runs a little later.
-        let _ = short_time_slice();
-        Ok(())
+/// Makes a command's program inherit these descriptors under their numbers, after [`leave_descriptors`].
+pub(crate) fn pass_descriptors(command: &mut Command, numbers: Vec<RawFd>) {
+    let unmark = move || {
+        // SAFETY: integers only. The child has its own table by then.
+        let unmarked = |number: &RawFd| check(unsafe { libc::fcntl(*number, libc::F_SETFD, 0) }.into());
+        numbers.iter().try_for_each(|number| unmarked(number).map(drop))
     };
-    // SAFETY: the closure only makes a system call.
-    unsafe { command.pre_exec(shorten) };
+    // SAFETY: the closure only makes system calls.
+    unsafe { command.pre_exec(unmark) };
 }
 
 /// Makes a command's program start with all signals blocked: only SIGKILL and SIGSTOP have an effect then.
-pub fn block_signals(command: &mut Command) {
+pub(crate) fn block_signals(command: &mut Command) {
     let block = || Ok(SigSet::all().thread_block()?);
     // SAFETY: the closure only makes a system call, and std has set the child's mask by then.
     unsafe { command.pre_exec(block) };
@@ -314,7 +218,7 @@ pub fn block_signals(command: &mut Command) {
 ///
 /// # Errors
 /// The kernel's errno.
-pub fn pass_credentials(socket: BorrowedFd<'_>) -> io::Result<()> {
+pub(crate) fn pass_credentials(socket: BorrowedFd<'_>) -> io::Result<()> {
     set_socket_option(socket, libc::SO_PASSCRED, 1)
 }
 
@@ -326,4 +230,17 @@ fn set_socket_option(socket: BorrowedFd<'_>, option: libc::c_int, value: libc::c
         libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
     };
     check(result.into()).map(drop)
+}
+
+/// Returns the path of this program. After an upgrade it is the path of the new program in the old one's
+/// place.
+///
+/// # Errors
+/// The path cannot be found.
+pub(crate) fn program() -> anyhow::Result<PathBuf> {
+    let program = std::env::current_exe().context("finding this program")?;
+    // The kernel appends this to the path of a removed file (`d_path` of fs/d_path.c).
+    let replaced = program.as_os_str().as_bytes().strip_suffix(b" (deleted)");
+    let replaced = replaced.map(|path| PathBuf::from(OsStr::from_bytes(path)));
+    Ok(replaced.filter(|path| path.is_file()).unwrap_or(program))
 }

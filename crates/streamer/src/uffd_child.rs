@@ -108,7 +108,7 @@ impl UffdChild {
 
 impl Drop for UffdChild {
     fn drop(&mut self) {
-        sys::kill(self.pid);
+        kill(self.pid);
         // SAFETY: waits for a child of this process; no status is asked for.
         unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
     }
@@ -120,7 +120,8 @@ fn child(start: u64, tell: RawFd, taken: RawFd, act: fn(u64)) -> ! {
         let uffd = Uffd::open(FEATURES).ok()?;
         uffd.register_missing(start, LEN as u64).ok()?;
         let number = uffd.as_fd().as_raw_fd().to_ne_bytes();
-        // SAFETY: writes from and reads into live buffers of the lengths given, and closes what is not used again.
+        // SAFETY: writes from and reads into live buffers of the lengths given, and closes what is not used
+        // again.
         unsafe {
             libc::write(tell, number.as_ptr().cast(), number.len());
             libc::close(tell);
@@ -144,16 +145,16 @@ pub(crate) fn sleep(_: u64) {
 }
 
 /// Reads the first missing page.
-pub(crate) fn touch(start: u64) {
+pub(crate) fn access(start: u64) {
     // SAFETY: inside a mapping that is never unmapped; waits for the page.
     unsafe { (start as *const u8).read_volatile() };
 }
 
 /// Forks a child that reads the first missing page.
-pub(crate) fn fork_and_touch(start: u64) {
+pub(crate) fn fork_and_access(start: u64) {
     // SAFETY: a process with one thread; the child only reads memory and ends.
     if unsafe { libc::fork() } == 0 {
-        touch(start);
+        access(start);
     } else {
         sleep(start);
     }
@@ -166,7 +167,8 @@ pub(crate) fn is_open(number: RawFd) -> bool {
     unsafe { libc::fcntl(number, libc::F_GETFD) >= 0 }
 }
 
-/// True when descriptor `number` is open and for the same file as `copy`: other tests may have got the number since.
+/// True when descriptor `number` is open and for the same file as `copy`: other tests may have got the number
+/// since.
 pub(crate) fn is_open_for(number: RawFd, copy: &OwnedFd) -> bool {
     let own = std::process::id().cast_signed();
     match rewake_process::kcmp::same_file(copy.as_raw_fd(), own, number) {
@@ -182,4 +184,9 @@ pub(crate) fn until(mut what: impl FnMut() -> bool) {
         assert!(Instant::now() < end, "the condition is still false after a minute");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Sends SIGKILL to a child of this process, which may have ended.
+pub(crate) fn kill(pid: i32) {
+    let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
 }

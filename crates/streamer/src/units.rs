@@ -44,7 +44,8 @@ pub fn seconds(time: Duration) -> String {
     }
 }
 
-/// Bytes in nanoseconds as `2.31 GB/s`, less than a tenth of one as `6.29 MB/s`; a dash when there was no time.
+/// Bytes in nanoseconds as `2.31 GB/s`, less than a tenth of one as `6.29 MB/s`; a dash when there was no
+/// time.
 #[must_use]
 #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
 pub fn rate(bytes: u64, nanos: u64) -> String {

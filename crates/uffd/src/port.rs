@@ -108,8 +108,8 @@ impl Uffd {
 
     /// Corrects ENOENT for memory that is being moved. The kernel finds the mapping before it checks again
     /// for a change (Linux 6.18, `mm/userfaultfd.c: mfill_atomic`). So a change that began in between gives
-    /// ENOENT for moved memory. [`Uffd::changing`] shows it until its event is read, which callers prevent
-    /// meanwhile.
+    /// ENOENT for moved memory. [`Uffd::changing`] shows the change until its event is read, and callers do
+    /// not read events during a fill.
     fn settle(&self, outcome: Outcome) -> Outcome {
         if outcome.stop == Some(Stop::NotMapped) && self.changing() {
             return Outcome { stop: Some(Stop::Changing), ..outcome };
@@ -148,7 +148,7 @@ pub fn negotiated_features(uffd: BorrowedFd<'_>) -> io::Result<u64> {
     };
     let info = std::fs::read(&path)?;
     let text = String::from_utf8_lossy(&info);
-    // The kernel's own bits (`UFFD_FEATURE_INITIALIZED`) are above those of the interface.
+    // The kernel's own bits (`UFFD_FEATURE_INITIALIZED`) are above the interface's bits.
     let features = features(&text).map(|features| features & !abi::FEATURE_INITIALIZED);
     features.ok_or_else(|| io::Error::other(format!("{path}: no userfaultfd: {text:?}")))
 }

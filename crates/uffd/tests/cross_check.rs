@@ -142,7 +142,8 @@ fn fills_are_refused_until_the_event_of_dropped_memory_is_read() {
     assert!(uffd.copy(start, &[1; PAGE]).complete(PAGE_SIZE));
 }
 
-/// A successor wakes threads whose messages a killed worker had read: the kernel sends a message a thread only once.
+/// A successor wakes threads whose messages a killed worker had read: the kernel sends a message a thread
+/// only once.
 #[test]
 fn a_wake_of_a_range_has_each_of_its_waiting_threads_report_its_page_again() {
     let _alone = alone();

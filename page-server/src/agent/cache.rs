@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Requests for the node's cache. What waits for a store runs in a thread of its own, and the client gets a
-//! message each second meanwhile.
+//! Requests for the node's cache. What waits for a store runs in a thread of its own, so that the client gets
+//! a message each second.
 
+use rewake_image_signature::Signers;
+use std::ffi::OsString;
 use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::ffi::OsStringExt as _;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use rewake_node_cache::{CachePin, CachedImageState, MemoryLost, NodeCache, SharedSockets};
-use rewake_streamer::control::WAITING;
+use rewake_streamer::control::WAITING_INTERVAL;
 use rewake_streamer::control::descriptors::send_descriptors;
 use rewake_streamer::control::frame::FrameError;
 use rewake_streamer::control::proto::{self, reply};
@@ -25,7 +29,7 @@ const NO_CACHE: &str = "this `rewake serve` has no cache: start it with --cache 
 /// Requests for the cache that have a thread at once. Restores without the cache need threads, too.
 const MAX_WORKS: usize = 256;
 /// Time between two looks whether an image is complete.
-const LOOK: Duration = Duration::from_millis(100);
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The agent's cache; none: it has none.
 #[derive(Debug, Clone)]
@@ -55,7 +59,7 @@ impl AgentCache {
             let _permit = permit;
             work(&cache)
         });
-        let mut waits = interval_at(Instant::now() + WAITING, WAITING);
+        let mut waits = interval_at(Instant::now() + WAITING_INTERVAL, WAITING_INTERVAL);
         loop {
             tokio::select! {
                 done = &mut done => return Ok(done.context("a thread of the cache").flatten()),
@@ -70,11 +74,12 @@ impl AgentCache {
         stream: &mut UnixStream,
         acquire: proto::Acquire,
     ) -> Result<Option<CachePin>, FrameError> {
-        let proto::Acquire { url, id, whole } = acquire;
+        let proto::Acquire { url, id, whole, signers } = acquire;
+        let signers: Vec<PathBuf> = signers.into_iter().map(|path| OsString::from_vec(path).into()).collect();
         let name = url.clone();
         let acquired = self.run(stream, move |cache| {
             let id = Some(&*id).filter(|id| !id.is_empty());
-            cache.acquire(&url.parse()?, id)
+            cache.acquire(&url.parse()?, id, &Signers::all(&signers)?)
         });
         let mut acquired = acquired.await?;
         if whole && let Ok(pin) = &acquired {
@@ -139,7 +144,8 @@ impl AgentCache {
 
 /// Waits until all of an image is here, as long as its client.
 async fn is_complete(stream: &mut UnixStream, pin: &CachePin) -> Result<anyhow::Result<()>, FrameError> {
-    let (mut looks, mut waits) = (interval(LOOK), interval_at(Instant::now() + WAITING, WAITING));
+    let (mut looks, mut waits) =
+        (interval(LOOK_INTERVAL), interval_at(Instant::now() + WAITING_INTERVAL, WAITING_INTERVAL));
     loop {
         tokio::select! {
             _ = looks.tick() => match pin.is_complete() {

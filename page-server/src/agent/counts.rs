@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Adds up what the workers of sessions have counted. So no number of the agent decreases when a session ends.
+//! Adds up what the workers of sessions have counted. So no number of the agent decreases when a session
+//! ends.
 
 use std::collections::BTreeMap;
 
@@ -99,7 +100,8 @@ impl EndedCounts {
     }
 }
 
-/// Returns what all workers have counted, by source: those that have ended, and those of sessions that are served.
+/// Returns what all workers have counted, by source: the workers that have ended, and the workers of sessions
+/// that are served.
 pub(super) fn totals(status: &proto::Status) -> BTreeMap<MemorySource, LoadCounts> {
     let mut totals = EndedCounts::default();
     for ended in status.agent.iter().flat_map(|agent| &agent.ended) {

@@ -18,18 +18,19 @@ use tracing::{debug, info, warn};
 use super::answer::{answer, failure};
 use super::cache::AgentCache;
 use super::metrics;
+use super::recovery;
 use super::session::Registry;
 use rewake_node_cache::NodeCache;
 use rewake_streamer::control::frame::{FrameError, receive};
 use rewake_streamer::control::proto::{self, Request, reply, request};
 use rewake_streamer::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
-use rewake_streamer::supervise::left;
+use rewake_streamer::supervise::leftover_stores;
 
 /// Time between two looks at what is to be taken back.
-const TAKE_BACK: Duration = Duration::from_secs(60);
+const TAKE_BACK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers continue afterwards.
-/// `cache` has images of stores. Clients of the listener `metrics` read metrics.
+/// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers continue
+/// afterwards. `cache` has images of stores. Clients of the listener `metrics` read metrics.
 ///
 /// # Errors
 /// The listener or signals cannot be used.
@@ -66,13 +67,15 @@ pub async fn run(
         .await
 }
 
-/// Takes back what frozen or traced processes keep of restores that are over, when they can be stopped again.
+/// Takes back what frozen or traced processes keep of restores that are over, when they can be stopped again,
+/// and has sessions of other starters served again.
 async fn take_back() {
-    let mut ticks = interval(TAKE_BACK);
+    let mut ticks = interval(TAKE_BACK_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        match spawn_blocking(left::take_back).await {
+        recovery::recover_others().await;
+        match spawn_blocking(leftover_stores::take_back).await {
             Ok(Ok(left)) => left.iter().for_each(|line| debug!("{line}")),
             Ok(Err(error)) => debug!("{error:#}"),
             // The agent ends.
@@ -99,8 +102,8 @@ impl Server {
         Rc::new(Self { registry, cache, clients, opening, opened, ends: Cell::new(false) })
     }
 
-    /// Serves clients until the agent is `asked` to end. A client that waits for its streamer then gets its answer, and
-    /// the streamer what it asks for: memory of an image of the cache.
+    /// Serves clients until the agent is `asked` to end. A client that waits for its streamer then gets its
+    /// answer, and the streamer what it asks for: memory of an image of the cache.
     async fn serve(self: Rc<Self>, listener: UnixListener, asked: impl Future<Output = ()>) {
         let ended = async {
             asked.await;
@@ -208,7 +211,7 @@ mod tests {
             let mut client = Client::connect(&path).await.unwrap();
             assert_eq!(client.status().await.unwrap().sessions.len(), 0);
             let (images, work) = (Path::new("/images"), Path::new("/work"));
-            let refused = client.open(images, work, LoadingOptions::default()).await.unwrap_err();
+            let refused = client.open(images, work, LoadingOptions::default(), &[]).await.unwrap_err();
             assert!(refused.to_string().contains("was asked to end"), "{refused}");
             server.opening.set(0);
             server.opened.notify_one();

@@ -4,8 +4,10 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -16,17 +18,21 @@ use tracing::{error, info, warn};
 
 use super::cache::AgentCache;
 use super::counts::{EndedCounts, FailureKind};
+use super::recovery;
 use super::sessions_file::{self, SessionEntry, Sessions};
 use crate::commands::verify::expect_as_sealed;
+use rewake_criu_images::amdgpu::image_has_gpu;
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{self, Ended, MemorySource, State, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED, StartedNotLazily};
 use rewake_streamer::control::work_folder::{self, LOG};
 use rewake_streamer::failure::FailureCause;
-use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{LaunchPlan, MemoryServer};
 use rewake_streamer::working_set::LoadingOptions;
 
+/// How often a session gets another streamer when all processes of its streamer were killed. What kills
+/// streamers again and again (an out-of-memory killer) is to be looked at.
+const MOST_RECOVERIES: u32 = 3;
 /// Sessions that have ended and are remembered.
 const REMEMBERED: usize = 64;
 
@@ -70,7 +76,8 @@ impl Live {
 }
 
 impl Registry {
-    /// Makes the registry of an agent with this control socket, and follows the sessions that an earlier agent had.
+    /// Makes the registry of an agent with this control socket, and follows the sessions that an earlier
+    /// agent had.
     pub(super) fn start(socket: &Path, cache: AgentCache) -> Rc<Self> {
         let file = sessions_file::path(socket);
         let Sessions { last, sessions } = sessions_file::read(&file).unwrap_or_else(|error| {
@@ -100,7 +107,8 @@ impl Registry {
     /// Checks an image, starts a streamer for its restore, and follows that.
     ///
     /// # Errors
-    /// A path is not absolute, the image cannot be served, or the streamer does not start: with its own words.
+    /// A path is not absolute, the image cannot be served, or the streamer does not start: with its own
+    /// words.
     pub(super) async fn open(self: &Rc<Self>, open: &proto::Open) -> anyhow::Result<proto::Opened> {
         let path = |bytes| PathBuf::from(std::ffi::OsStr::from_bytes(bytes));
         let (images, work) = (path(&open.images_dir), path(&open.work_dir));
@@ -126,7 +134,9 @@ impl Registry {
             record: open.record,
             on_demand_only: (open.on_demand_only_s > 0).then(|| Duration::from_secs(open.on_demand_only_s)),
         };
-        let mut plan = self.plan(images.clone()).await?;
+        let signers: Vec<PathBuf> =
+            open.signers.iter().map(|path| OsString::from_vec(path.clone()).into()).collect();
+        let mut plan = self.plan(images.clone(), signers).await?;
         loading.check(plan.gpus)?;
         let session = self.last.get() + 1;
         self.last.set(session);
@@ -140,10 +150,12 @@ impl Registry {
             plan.eager = Some(reason.to_string());
         }
         if let Some(reason) = &plan.eager {
+            ensure!(!open.by_plugin, "it cannot be restored lazily: {reason}");
             plan.check(loading)?;
             warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
             let image = images.clone();
-            spawn_blocking(move || expect_as_sealed(&image)).await??;
+            let signers = plan.signers.clone();
+            spawn_blocking(move || expect_as_sealed(&image, &signers)).await??;
             streamer::start(&images, work, &plan, loading, Some(&log), false).await?;
         }
         info!(session, "a streamer waits for a restore of {}", images.display());
@@ -154,14 +166,13 @@ impl Registry {
     }
 
     /// Decides how an image is served. The agent brings what one of its cache lacks.
-    async fn plan(&self, images: PathBuf) -> anyhow::Result<LaunchPlan> {
+    async fn plan(&self, images: PathBuf, signers: Vec<PathBuf>) -> anyhow::Result<LaunchPlan> {
         let (cache, socket) = (self.cache.cache.clone(), self.socket.clone());
         let plan = move || {
             let Some(id) = cache.and_then(|cache| cache.partial_at(&images)) else {
-                return LaunchPlan::with_log(&images);
+                return LaunchPlan::with_log(&images, signers);
             };
-            let gpus = plugin_folder::image_has_gpu(&images)
-                .with_context(|| format!("reading {}", images.display()))?;
+            let gpus = image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
             let eager = if gpus { LaunchPlan::cannot_hold_calls() } else { None };
             ensure!(
                 eager.is_none(),
@@ -170,7 +181,7 @@ impl Registry {
                 eager.unwrap_or_default()
             );
             let server = MemoryServer::Agent { socket, id: id.to_string() };
-            Ok(LaunchPlan::from_server(gpus, server))
+            Ok(LaunchPlan::from_server(gpus, server, signers))
         };
         tokio::task::spawn_blocking(plan).await?
     }
@@ -182,7 +193,17 @@ impl Registry {
         self.live.borrow_mut().insert(number, live);
         let registry = Rc::clone(self);
         tokio::task::spawn_local(async move {
-            let ended = streamer::follow(&work, |progress| registry.report(number, progress)).await;
+            let mut recoveries = 0;
+            let ended = loop {
+                let report = |progress| registry.report(number, progress);
+                let ended = streamer::follow(&work, Duration::ZERO, report).await;
+                let was_killed = matches!(ended, Err(ClientError::NotServed(_))) && work.is_dir();
+                if !was_killed || recoveries == MOST_RECOVERIES || !recovery::recover(&work).await {
+                    break ended;
+                }
+                recoveries += 1;
+                warn!(session = number, "its streamer was killed, and another one serves it now");
+            };
             registry.ended(number, ended);
         });
     }
@@ -267,7 +288,7 @@ impl Registry {
         }
         let memory_is_lost = !session.reason.is_empty() && live.progress.state() != State::Ended;
         if memory_is_lost {
-            // Its log stays, and those of some earlier ones.
+            // Its log stays, and the logs of some earlier restores.
             self.sweep();
         } else if work_folder::is_of_agent(&work, self.folder()) {
             work_folder::remove_unused(&work);
@@ -281,7 +302,7 @@ impl Registry {
         self.save();
     }
 
-    /// Notes that a restore, which has begun at a time, cannot use an image of the cache as it is.
+    /// Notes that a restore, which began at `began`, cannot use an image of the cache in its present state.
     fn doubt(&self, images: PathBuf, began: Instant) {
         if let Some(cache) = self.cache.cache.clone() {
             // It waits for the fetcher's end.
@@ -331,7 +352,7 @@ mod tests {
     use super::super::counts::totals;
     use super::*;
 
-    /// What a worker reports that has filled so many bytes for page faults.
+    /// What a worker reports that has filled `fault_bytes` bytes for page faults.
     fn report(worker: i32, fault_bytes: u64) -> Streaming {
         let counts = Some(LoadCounts { fault_bytes, ..LoadCounts::default() });
         let source = MemorySource::Image.into();

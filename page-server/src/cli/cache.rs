@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use rewake_image_store::ImageUrl;
 
+use super::store::image_id;
+
 /// Options of `rewake cache`.
 #[derive(Debug, Args)]
 pub struct CacheArgs {
@@ -25,16 +27,20 @@ pub enum CacheAct {
         /// The image: s3://BUCKET/FOLDER/NAME or file:///DIRECTORY/NAME
         #[arg(value_name = "URL")]
         image: ImageUrl,
-        /// Refuse any other image than the one whose id begins with these digits, 16 at least
-        #[arg(long, value_name = "ID")]
+        /// Refuse any other image than the one with this id, or whose id begins with these digits, 32 at
+        /// least
+        #[arg(long, value_name = "ID", value_parser = image_id)]
         id: Option<String>,
+        /// Refuse an image without a valid signature of one of the signers in this file: as of `rewake pull`
+        #[arg(long, value_name = "FILE")]
+        signers: Option<PathBuf>,
     },
     /// Lists the images, the one that was used last first
     Ls,
     /// Removes an image that no restore uses
     Rm {
-        /// The beginning of its id, as `rewake cache ls` shows it
-        #[arg(value_name = "ID")]
+        /// Its id, as `rewake cache ls` shows it, or the first digits of the id, 32 at least
+        #[arg(value_name = "ID", value_parser = image_id)]
         id: String,
     },
 }

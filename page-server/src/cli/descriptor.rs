@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Arguments that are the number of an open descriptor. They are looked at while the command line is read, when this
-//! program has opened nothing of its own: a number that is free then might be one of ours later.
+//! Arguments that are the number of an open descriptor. They are looked at while the command line is read,
+//! when this program has opened nothing of its own: a number that is free then might be one of ours later.
 
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 
@@ -28,7 +28,7 @@ impl GivenDescriptor {
         Ok(Self { number, is_open })
     }
 
-    /// Its number; none if it is negative, by which CRIU means no descriptor.
+    /// Its number, or `None` if it is negative, by which CRIU means no descriptor.
     #[must_use]
     pub fn number(self) -> Option<RawFd> {
         (self.number >= 0).then_some(self.number)
@@ -42,8 +42,8 @@ impl GivenDescriptor {
         let number = self.number;
         if !self.is_open {
             bail!(
-                "{option} {number}: this descriptor is not open: expected one that the caller has opened for this \
-                 command, as a shell does with `{number}>FILE`"
+                "{option} {number}: this descriptor is not open: expected one that the caller has opened for \
+                 this command, as a shell does with `{number}>FILE`"
             );
         }
         if STANDARD.contains(&number) {
@@ -51,8 +51,8 @@ impl GivenDescriptor {
             let standard = unsafe { BorrowedFd::borrow_raw(number) };
             return standard.try_clone_to_owned().with_context(|| format!("{option} {number}"));
         }
-        // SAFETY: it was open before this program opened anything, so it is the caller's, who gave it to us to use and
-        // to close; the commands refuse two options that name one descriptor.
+        // SAFETY: it was open before this program opened anything, so it is the caller's, who gave it to us
+        // to use and to close; the commands refuse two options that name one descriptor.
         Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 }

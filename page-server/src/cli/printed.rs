@@ -14,8 +14,8 @@ const NUMBERS: [&str; 5] = ["PID", "P", "MS", "S", "N"];
 /// Words that end a command of a shell.
 const ENDS: [&str; 5] = ["|", ">", ">>", "&&", ";"];
 
-/// The arguments of a command. Of a synopsis these are all that it names, and the first of those that exclude each
-/// other.
+/// The arguments of a command. Of a synopsis these are all that it names, and the first of those that exclude
+/// each other.
 fn arguments(line: &str) -> Vec<String> {
     let (mut words, mut is_other) = (Vec::new(), false);
     for word in line.split_whitespace() {

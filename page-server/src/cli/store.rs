@@ -4,11 +4,16 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::Args;
 use rewake_image_store::{ImageStoreError, ImageUrl, StoreUrl};
+use rewake_image_transfer::pull::ID_DIGITS;
 
 use super::RemoteImage;
+
+/// Digits of an image id.
+const MAX_ID_DIGITS: usize = 64;
 
 /// Options of `rewake push`.
 #[derive(Debug, Args)]
@@ -20,6 +25,9 @@ pub struct PushArgs {
     /// file:///DIRECTORY/NAME or oci://REGISTRY/REPOSITORY:TAG. An image of that name is replaced
     #[arg(value_name = "URL")]
     pub image: ImageUrl,
+    /// Sign the image with this private key, an Ed25519 key of OpenSSH without a passphrase
+    #[arg(long, value_name = "KEY")]
+    pub sign: Option<PathBuf>,
 }
 
 /// Options of `rewake ls`.
@@ -69,29 +77,38 @@ impl PullSource {
             Ok(Self::Archive(given.into()))
         } else {
             RemoteImage::of(&given).map(Self::Server).map_err(|expected| {
-                format!("{expected}, a URL, or an archive: a path with a / or with the ending .tar, .tar.gz or .tar.zst")
+                format!(
+                    "{expected}, a URL, or an archive: a path with a / or with the ending .tar, .tar.gz \
+                    or .tar.zst"
+                )
             })
         }
     }
 }
 
-/// Whether this is the path of an archive. A host's name has no slash, and CRI-O's archives have colons in theirs.
+/// Whether this is the path of an archive. A host's name has no slash, and CRI-O's archives have colons in
+/// theirs.
 fn is_archive(given: &[u8]) -> bool {
     let mut host = given.split(|byte| *byte == b':').next().unwrap_or_default().iter();
     let endings = [".tar", ".tar.gz", ".tgz", ".tar.zst"];
     host.any(|byte| *byte == b'/') || endings.iter().any(|ending| given.ends_with(ending.as_bytes()))
 }
 
-/// A sealed image: its directory, or its URL in a store.
+/// A directory, or a URL in a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum SealedPlace {
-    /// Its directory.
+pub enum Place<U> {
+    /// The directory's path.
     Directory(PathBuf),
-    /// Its URL.
-    Store(ImageUrl),
+    /// The URL.
+    Store(U),
 }
 
-impl SealedPlace {
+/// A sealed image.
+pub type SealedPlace = Place<ImageUrl>;
+/// Where the images are that `rewake export` serves: below one directory, or in a store.
+pub type ExportedPlace = Place<StoreUrl>;
+
+impl<U: FromStr<Err = ImageStoreError>> Place<U> {
     pub(super) fn of(given: OsString) -> Result<Self, String> {
         match url_in(&given)? {
             Some(url) => parse(url).map(Self::Store),
@@ -100,30 +117,22 @@ impl SealedPlace {
     }
 }
 
-/// Where the images are that `rewake export` serves.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ExportedPlace {
-    /// Directories below one directory.
-    Directory(PathBuf),
-    /// A store.
-    Store(StoreUrl),
+/// Reads an image id, or the first digits of one. Fewer digits are no identity: an author of images who
+/// computes for some hours makes two images whose ids begin with the same 16 digits.
+pub(super) fn image_id(given: &str) -> Result<String, String> {
+    let is_one = given.bytes().all(|byte| byte.is_ascii_hexdigit())
+        && (ID_DIGITS..=MAX_ID_DIGITS).contains(&given.len());
+    is_one.then(|| given.to_ascii_lowercase()).ok_or_else(|| {
+        format!("expected an image id: {MAX_ID_DIGITS} hexadecimal digits, or the first {ID_DIGITS} at least")
+    })
 }
 
-impl ExportedPlace {
-    pub(super) fn of(given: OsString) -> Result<Self, String> {
-        match url_in(&given)? {
-            Some(url) => parse(url).map(Self::Store),
-            None => Ok(Self::Directory(given.into())),
-        }
-    }
-}
-
-fn parse<U: std::str::FromStr<Err = ImageStoreError>>(url: &str) -> Result<U, String> {
+fn parse<U: FromStr<Err = ImageStoreError>>(url: &str) -> Result<U, String> {
     url.parse().map_err(|error: ImageStoreError| error.to_string())
 }
 
-/// The argument, if it names something in a store. A directory's path may have two slashes, and a colon, but seldom
-/// all.
+/// The argument, if it names something in a store. A directory's path may have two slashes, and a colon, but
+/// seldom all.
 fn url_in(given: &OsStr) -> Result<Option<&str>, String> {
     let is_url = given.as_bytes().windows(3).any(|part| part == b"://");
     is_url.then(|| given.to_str().ok_or_else(|| "a URL that is not UTF-8".to_owned())).transpose()
@@ -147,6 +156,16 @@ mod tests {
             assert_eq!(PullSource::of(path.clone()), Ok(PullSource::Archive(path.into())));
         }
         assert!(matches!(PullSource::of(given(b"host:caf\xe9")), Ok(PullSource::Server(_))));
+    }
+
+    #[test]
+    fn an_image_id_has_32_digits_at_least() {
+        let id = "4451C6BC7724F9E8".repeat(4);
+        assert_eq!(image_id(&id).unwrap(), id.to_ascii_lowercase());
+        image_id(&id[..32]).unwrap();
+        for wrong in ["", &id[..16], &id[..31], &format!("{id}0"), &id.replace('C', "x")] {
+            image_id(wrong).unwrap_err();
+        }
     }
 
     #[test]

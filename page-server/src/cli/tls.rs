@@ -26,8 +26,8 @@ pub struct TlsArgs {
     /// The key of that certificate [default: /etc/pki/criu/private/key.pem]
     #[arg(long, value_name = "FILE", requires = "tls")]
     pub tls_key: Option<PathBuf>,
-    /// Accept every certificate of the CA. Otherwise the peer's must have the name of the address that this side
-    /// was given
+    /// Accept every certificate of the CA. Otherwise the peer's must have the name of the address that this
+    /// side was given
     #[arg(long, requires = "tls")]
     pub tls_no_cn_verify: bool,
 }
@@ -58,8 +58,8 @@ impl TlsArgs {
 pub struct PeerTlsArgs {
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
-    /// Permit an address that other hosts reach, without TLS. Memory then travels unencrypted, and any host can
-    /// connect
+    /// Permit an address that other hosts reach, without TLS. Memory then travels unencrypted, and any host
+    /// can connect
     #[arg(long, conflicts_with = "tls")]
     pub insecure: bool,
 }
@@ -78,8 +78,8 @@ impl PeerTlsArgs {
         let Some(options) = self.tls.options() else { return Ok(Admission::in_clear()) };
         ensure!(
             !options.any_name,
-            "--tls-no-cn-verify: this server does not compare its clients' names with its address; leave the option out, \
-             and name the clients with --allow"
+            "--tls-no-cn-verify: this server does not compare its clients' names with its address; leave the \
+             option out, and name the clients with --allow"
         );
         Ok(Admission::encrypted(TlsServer::new(&options, None).context("--tls")?, allowed.to_vec()))
     }

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake cache`: shows and changes the images that the node agent keeps.
 
+use std::path::absolute;
+
 use rewake_streamer::control::client::Client;
 use rewake_streamer::control::proto::{Acquire, CachedImage};
 use rewake_streamer::units;
 
-use super::{control_socket, print};
+use super::{bytes_of, control_socket, print};
 use crate::cli::{CacheAct, CacheArgs};
 use crate::logging;
 
@@ -20,10 +22,13 @@ pub fn run(options: &CacheArgs) -> anyhow::Result<u8> {
     runtime.block_on(async {
         let mut client = Client::connect(&socket).await?;
         match &options.act {
-            CacheAct::Warm { image, id } => {
+            CacheAct::Warm { image, id, signers } => {
+                let signers = signers.iter().map(absolute).collect::<Result<Vec<_>, _>>()?;
                 let id = id.clone().unwrap_or_default();
-                let acquired = client.acquire(Acquire { url: image.to_string(), id, whole: true }).await?;
-                print::done(format!("{image}: the cache has image {:.16}", acquired.image_id));
+                let acquired = client
+                    .acquire(Acquire { url: image.to_string(), id, whole: true, signers: bytes_of(signers) })
+                    .await?;
+                print::done(format!("{image}: the cache has image {}", acquired.image_id));
             }
             CacheAct::Ls => {
                 for image in client.cached().await? {
@@ -43,5 +48,5 @@ fn line(image: &CachedImage) -> String {
     let CachedImage { image_id, url, bytes, complete, unused_s, in_use } = image;
     let state = if *complete { "complete" } else { "partial" };
     let used = if *in_use { "in use".to_owned() } else { format!("used {unused_s} s ago") };
-    format!("{image_id:.16} {state:<8} {:>10}  {used:<18} {url}", units::bytes(*bytes))
+    format!("{image_id} {state:<8} {:>10}  {used:<18} {url}", units::bytes(*bytes))
 }

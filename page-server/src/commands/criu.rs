@@ -13,13 +13,14 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_process::names::printable;
+use rewake_process::criu::{self, starting};
 use tokio::io::unix::AsyncFd;
 
 use crate::cli::Programs;
-use rewake_streamer::gpu::plugin_folder;
+use rewake_plugin_protocol::plugin_folder;
+use rewake_process::pidfd::pidfd_open;
 use rewake_streamer::supervise::processes;
-use rewake_streamer::sys;
+use rewake_streamer::watched;
 
 /// Letters of CRIU's short options that have a value.
 const WITH_VALUE: &str = "tDovxrJLWM";
@@ -86,8 +87,8 @@ impl CriuOptions {
 }
 
 impl CriuOptions {
-    /// Refuses options that a command gives to CRIU itself, in all forms that CRIU accepts: `--tree=9`, `--tre 9`,
-    /// `-t9`, `-jt9`.
+    /// Refuses options that a command gives to CRIU itself, in all forms that CRIU accepts: `--tree=9`,
+    /// `--tre 9`, `-t9`, `-jt9`.
     ///
     /// # Errors
     /// One of them is given.
@@ -141,14 +142,14 @@ pub(super) struct CriuInvocation<'a> {
 impl CriuInvocation<'_> {
     /// The command line.
     pub(super) fn command(&self, program: &Path) -> Command {
-        let mut command = Command::new(program);
-        command.arg(self.name).args(self.ours).arg("-D").arg(self.images).arg("-W").arg(self.work);
-        if self.options.log.is_none() {
-            command.arg("-o").arg(self.log_name());
-        }
-        if let Some(folder) = self.plugins {
-            command.arg("--libdir").arg(folder);
-        }
+        let mut command = criu::command(
+            program,
+            self.name,
+            self.ours,
+            [self.images, self.work],
+            self.options.log.is_none().then(|| self.log_name()).as_deref(),
+            self.plugins,
+        );
         command.args(self.given).envs(self.environment.iter().copied());
         command
     }
@@ -186,8 +187,8 @@ impl Programs {
 }
 
 /// For a failure where a GPU is in play and CRIU was given no folder of plugins.
-pub(super) const NO_PLUGIN: &str = "; no amdgpu_plugin.so was found, so CRIU had to do with the plugins in its own \
-                                    folder (name ours with --plugin-dir)";
+pub(super) const NO_PLUGIN: &str = "; no amdgpu_plugin.so was found, so CRIU had to do with the plugins in \
+                                    its own folder (name ours with --plugin-dir)";
 
 /// A running CRIU.
 #[derive(Debug)]
@@ -206,7 +207,7 @@ impl Criu {
     pub(super) fn start(program: &Path, act: &CriuInvocation<'_>, stdout: bool) -> anyhow::Result<Self> {
         let mut command = act.command(program);
         if !stdout {
-            command.stdout(Stdio::from(sys::duplicate(io::stderr().as_fd())?));
+            command.stdout(Stdio::from(io::stderr().as_fd().try_clone_to_owned()?));
         }
         let resumed = act.work.join(RESUMED);
         match fs::remove_file(&resumed) {
@@ -216,8 +217,7 @@ impl Criu {
             _ => {}
         }
         let child = command.spawn().with_context(|| starting(program))?;
-        let pidfd =
-            sys::pidfd_open(child.id().cast_signed()).and_then(sys::watch).context("watching criu")?;
+        let pidfd = pidfd_open(child.id().cast_signed()).and_then(watched::watch).context("watching criu")?;
         Ok(Self { child, pidfd, log: act.log(), resumed })
     }
 
@@ -236,7 +236,7 @@ impl Criu {
     pub(super) fn kill_tree(&self) {
         let pid = self.child.id().cast_signed();
         // Not collected yet, so the number is its own.
-        if let Ok(pidfd) = rewake_streamer::sys::pidfd_open(pid) {
+        if let Ok(pidfd) = pidfd_open(pid) {
             processes::kill_descendants(pid, pidfd.as_raw_fd());
         }
         // It may have ended.
@@ -249,15 +249,11 @@ impl Criu {
     }
 }
 
-/// For an error of starting CRIU.
-pub(super) fn starting(program: &Path) -> String {
-    format!("starting {} (name it with --criu)", program.display())
-}
-
 /// Shows the last error lines of a log of CRIU on stderr.
 pub(super) fn show_errors(log: &Path) {
     let bytes = fs::read(log).unwrap_or_default();
-    for line in errors(&String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(LOOKED_AT)..])) {
+    let end = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(LOOKED_AT)..]);
+    for line in criu::error_lines(&end, SHOWN) {
         // If stderr is closed, the exit code alone reports it.
         let _ = writeln!(io::stderr(), "criu: {line}");
     }
@@ -267,12 +263,6 @@ pub(super) fn show_errors(log: &Path) {
 pub(super) fn code(exit: ExitStatus) -> u8 {
     let code = exit.code().unwrap_or_else(|| 128 + exit.signal().unwrap_or(0));
     u8::try_from(code).unwrap_or(1)
-}
-
-/// Lines that CRIU marks as errors, the last ones. They have names of the program's.
-fn errors(log: &str) -> Vec<String> {
-    let lines: Vec<&str> = log.lines().filter(|line| line.contains("Error (")).collect();
-    lines[lines.len().saturating_sub(SHOWN)..].iter().map(|line| printable(line.as_bytes())).collect()
 }
 
 #[cfg(test)]
@@ -337,11 +327,6 @@ mod tests {
         let first = CriuOptions::read(&given[..2], &[]).unwrap();
         assert_eq!((first.log, first.scripts), (Some(name.clone().into()), vec![name.clone()]));
         assert_eq!(CriuOptions::read(&given[2..], &[]).unwrap().log, Some(name.into()));
-    }
-
-    #[test]
-    fn an_error_of_a_log_is_no_command_to_a_terminal() {
-        assert_eq!(errors("a\nError (x): b\u{1b}[2J\n"), ["Error (x): b\\u{1b}[2J"]);
     }
 
     #[test]
@@ -410,7 +395,7 @@ mod tests {
         for number in 0..20 {
             log.push_str(&format!("(00.2) Error (criu/x.c:{number}): went wrong\n(00.2) fine\n"));
         }
-        let shown = errors(&log);
+        let shown = criu::error_lines(&log, SHOWN);
         assert_eq!(shown.len(), SHOWN);
         assert!(shown.iter().all(|line| line.contains("went wrong")) && shown[SHOWN - 1].contains("x.c:19"));
     }

@@ -36,7 +36,7 @@ pub(super) fn enter(options: &CriuServerArgs) -> anyhow::Result<Directories> {
         .with_context(|| format!("entering work directory {}", work.display()))?;
     let log = logging::start(options.log_file.as_deref(), options.verbosity)?;
     if let Some(file) = &options.config {
-        warn!("--config {}: not read: all options are those of the command line", file.display());
+        warn!("--config {}: not read: only options of the command line are used", file.display());
     }
     Ok(Directories { images, work, log })
 }

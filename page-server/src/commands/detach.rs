@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `-d`: daemons in the background, and their pidfiles.
 //!
-//! The daemon does nothing before its pidfile is written, so a pidfile that cannot be written leaves no process.
+//! The daemon does nothing before its pidfile is written, so a pidfile that cannot be written leaves no
+//! process.
 
 use std::fs::{self, File};
 use std::io::{self, PipeReader, Read as _, Write as _};
@@ -20,11 +21,11 @@ const MAX_PIDFILE: usize = 20;
 /// Whose rule a pidfile follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PidfileRule {
-    /// CRIU's: a file that exists is refused, and the daemon leaves its own behind for the script that waits for its
-    /// end.
+    /// CRIU's: a file that exists is refused, and the daemon leaves its own behind for the script that waits
+    /// for its end.
     Criu,
-    /// That of daemons which are started again with the same command: the file of a process that no longer runs is
-    /// replaced, and a daemon that ends removes its own.
+    /// That of daemons which are started again with the same command: the file of a process that no longer
+    /// runs is replaced, and a daemon that ends removes its own.
     Agent,
 }
 
@@ -59,13 +60,14 @@ impl Pidfile {
         }
         let Some(pid) = pid(&found) else {
             bail!(
-                "--pidfile {shown}: the file exists, and has no process id in it: name another; nothing was started"
+                "--pidfile {shown}: the file exists, and has no process id in it: name another; nothing was \
+                 started"
             );
         };
         if runs(pid) {
             bail!(
-                "--pidfile {shown}: it names process {pid}, which runs: end that process, or name another file; nothing \
-                 was started"
+                "--pidfile {shown}: it names process {pid}, which runs: end that process, or name another \
+                 file; nothing was started"
             );
         }
         fs::remove_file(&self.path).with_context(|| format!("--pidfile {shown}: replacing it"))
@@ -108,15 +110,16 @@ fn pid(file: &[u8]) -> Option<Pid> {
     pid.filter(|pid| *pid >= 0 && file.len() <= MAX_PIDFILE).map(Pid::from_raw)
 }
 
-/// Whether a process runs. One of another user does, too; one that has ended and was not awaited yet does not.
+/// Whether a process runs. One of another user does, too; one that has ended and was not awaited yet does
+/// not.
 fn runs(pid: Pid) -> bool {
     let has_ended = || proc::status(pid.as_raw()).is_some_and(|status| status.has_ended());
     pid.as_raw() > 0 && kill(pid, None) != Err(nix::errno::Errno::ESRCH) && !has_ended()
 }
 
 /// Becomes a background process. In the parent returns the exit code, once the daemon is ready or the child
-/// has failed; in the child, whose pidfile is written, returns none. The child releases the terminal when it is
-/// ready.
+/// has failed; in the child, whose pidfile is written, returns none. The child releases the terminal when it
+/// is ready.
 ///
 /// # Errors
 /// No process can be made, or the pidfile cannot be written: no process is left.
@@ -153,8 +156,9 @@ pub(super) fn background(
     }
 }
 
-/// Has a daemon release the standard descriptors of the command that started it, because a script reads until no
-/// process has its pipe any more. Until the daemon is ready, it says there what goes wrong; from then on, in its log.
+/// Has a daemon release the standard descriptors of the command that started it, because a script reads until
+/// no process has its pipe any more. Until the daemon is ready, it says there what goes wrong; from then on,
+/// in its log.
 ///
 /// # Errors
 /// There is no `/dev/null`.

@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
+use crate::page_server::endpoint::{Endpoint, Entrance};
 use anyhow::bail;
-use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
-use rewake_image_server::exports::{Exports, ImageDirectory, ImageFolder};
-use rewake_image_server::server;
 use rewake_image_store::{ImageStore, StoreFolder};
+use rewake_image_transfer::server::exports::{Exports, ImageDirectory, ImageFolder};
+use rewake_image_transfer::server::peers;
 
 use super::{print, store_runtime};
 use crate::cli::{ExportArgs, ExportedPlace};
@@ -36,5 +36,5 @@ pub fn run(options: &ExportArgs) -> anyhow::Result<u8> {
     // With port 0 the kernel chose it, and clients need it.
     print::say(format!("listening on {entrance}"));
     let Entrance::Tcp(listener) = entrance else { bail!("{entrance}: expected a TCP port") };
-    server::run(exports, admission, &listener)
+    peers::run(exports, admission, &listener)
 }

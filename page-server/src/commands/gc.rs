@@ -24,8 +24,8 @@ pub fn run(options: &GcArgs) -> anyhow::Result<u8> {
         report;
     let [removed_bytes, bytes, unused, waiting] = [removed_bytes, bytes, unused, waiting].map(units::bytes);
     print::done(format!(
-        "{}: removed {removed_images} images and {removed_packs} packs of {removed_bytes}; {packs} packs of {bytes} are \
-         left, of which no image uses {unused}; {waiting} are removed when they are a day old",
+        "{}: removed {removed_images} images and {removed_packs} packs of {removed_bytes}; {packs} packs of \
+         {bytes} are left, of which no image uses {unused}; {waiting} are removed when they are a day old",
         options.store
     ));
     Ok(0)

@@ -50,6 +50,7 @@ pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
         server: page_server,
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
         or_eagerly: false,
+        signers: Vec::new(),
     })?;
     let code = supervisor::supervise(ready, |start| {
         restore.serve(start).unwrap_or_else(|error| {

@@ -22,7 +22,7 @@ pub fn run(options: &LsArgs) -> anyhow::Result<u8> {
     for (name, image) in images {
         match image {
             Ok(StoredImage { id, files, bytes, .. }) => {
-                print::done(format!("{name:<24} {id:.16} {files:>5} files {:>10}", units::bytes(bytes)));
+                print::done(format!("{name:<24} {id} {files:>5} files {:>10}", units::bytes(bytes)));
             }
             Err(error) => {
                 damaged += 1;

@@ -9,8 +9,8 @@ use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::dry_run;
 use rewake_migration_agent::pre_copy::PreCopyGoal;
 use rewake_migration_agent::source::{self, SourceOptions};
-use rewake_streamer::gpu::plugin_folder;
-use rewake_streamer::supervise::left;
+use rewake_plugin_protocol::plugin_folder;
+use rewake_streamer::supervise::leftover_stores;
 
 use super::criu::CriuOptions;
 use super::{aborts, print};
@@ -51,8 +51,8 @@ fn host(to: &str) -> &str {
     host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
 }
 
-/// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory, 1 when it
-/// runs here.
+/// Runs the command; gives the exit code: 0 when the program runs at the destination with all its memory, 1
+/// when it runs here.
 ///
 /// # Errors
 /// Nothing was touched.
@@ -66,7 +66,7 @@ pub fn run(options: &MigrateArgs) -> anyhow::Result<u8> {
     if options.dry_run {
         return dry_run(&wanted);
     }
-    let kept = left::take_back_from(options.tree)?;
+    let kept = leftover_stores::take_back_from(options.tree)?;
     ensure!(kept.is_empty(), "-t {} was not touched: {}", options.tree, kept.join("; "));
     let aborts = aborts::watch()?;
     let report = source::migrate(&wanted, aborts)?;

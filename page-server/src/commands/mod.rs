@@ -35,12 +35,13 @@ mod detach;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use nix::sys::stat::{SFlag, fstat};
+use rewake_process::private_socket;
 use rewake_process::ready::Ready;
-use rewake_streamer::session::address;
 use tokio::runtime::Runtime;
 
 use crate::cli::GivenDescriptor;
@@ -90,7 +91,7 @@ fn connected(
 fn control_socket(named: Option<&Path>) -> anyhow::Result<PathBuf> {
     Ok(match named {
         Some(path) => std::path::absolute(path)?,
-        None => address::default_socket()?,
+        None => private_socket::default_socket()?,
     })
 }
 
@@ -100,4 +101,9 @@ const STORE_THREADS: usize = 2;
 /// The runtime of a command that uses a store.
 fn store_runtime() -> io::Result<Runtime> {
     tokio::runtime::Builder::new_multi_thread().worker_threads(STORE_THREADS).enable_all().build()
+}
+
+/// Paths for a message of the agent.
+fn bytes_of(paths: impl IntoIterator<Item = PathBuf>) -> Vec<Vec<u8>> {
+    paths.into_iter().map(|path| path.into_os_string().into_vec()).collect()
 }

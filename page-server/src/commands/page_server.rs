@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake page-server`: the server with the options of `criu page-server`, in both of its roles.
 
-use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
-use rewake_criu_page_server::receive::{ReceiveOptions, Receiver};
-use rewake_criu_page_server::serve::ServedImage;
-use rewake_criu_page_server::server::{self, PageService, Role};
+use crate::page_server::clients::{self, PageService, Role};
+use crate::page_server::endpoint::{Endpoint, Entrance};
+use crate::page_server::receive::{ReceiveOptions, Receiver};
+use crate::page_server::serve::ServedImage;
 use rewake_criu_tls::TlsServer;
 use tracing::{info, warn};
 
@@ -31,7 +31,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
     let role = if options.lazy_pages {
         let image = ServedImage::open(&images)?;
         info!("{}: {} lazy pages", images.display(), image.lazy_pages());
-        Role::Serve(image)
+        Role::Serve(Box::new(image))
     } else {
         Role::Receive(Receiver::new(
             &images,
@@ -56,7 +56,7 @@ pub fn run(options: &PageServerArgs) -> anyhow::Result<u8> {
             warn!(%error, "reporting that clients can connect");
         }
     };
-    match server::run(PageService { role, tls, keep_listening: options.keep_listening }, entrance, report) {
+    match clients::run(PageService { role, tls, keep_listening: options.keep_listening }, entrance, report) {
         Ok(()) => Ok(0),
         Err(error) => {
             complain(server, &error);

@@ -1,49 +1,52 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake park`: gives processes a descriptor of a session's fd store, or takes it from them. A streamer runs it
-//! (`rewake_streamer::supervise::parking`); it is no command for users.
+//! `rewake park`: gives processes a descriptor of their fd store, or takes it from them. A streamer
+//! runs it (`rewake_streamer::supervise::parking`); it is no command for users.
 //!
 //! One line for each target, in order: [`DONE`], [`LATER`] or [`NEVER`], and a reason.
 
 use std::io::Write as _;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::stat::fstat;
 use rewake_plugin_protocol::ProcessId;
+use rewake_process::pidfd::{pidfd_getfd, pidfd_open};
 use rewake_ptrace_inject::{Error, with_stopped};
 
 use crate::cli::ParkArgs;
-use rewake_streamer::supervise::left::StoreId;
-use rewake_streamer::supervise::parking::{DONE, LATER, NEVER};
+use rewake_streamer::supervise::parking::{DONE, LATER, NEVER, ParkTarget};
 use rewake_streamer::supervise::processes;
+use rewake_streamer::supervise::store_id::StoreId;
 
 /// Time limit for another tracer, mostly CRIU, to release a process, and for its threads to stop.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// The same, of the first try to take descriptors away: a process that waits for a disk takes all of it, and may be one
-/// of hundreds before a process that can be stopped.
-const FIRST_PATIENCE: Duration = Duration::from_millis(20);
+const STOP_LIMIT: Duration = Duration::from_secs(1);
+/// The same, of the first try to take descriptors away: a process that waits for a disk takes all of it, and
+/// may be one of hundreds before a process that can be stopped.
+const FIRST_STOP_LIMIT: Duration = Duration::from_millis(20);
 /// Tries to take a descriptor away, and time between them.
 const TRIES: u32 = 5;
-const PAUSE: Duration = Duration::from_millis(500);
-/// Time for all tries together.
-const LIMIT: Duration = Duration::from_secs(15);
+/// Pause between two of these tries, in which a process may leave the call that it cannot be stopped in.
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// Time for all tries together, because there may be hundreds of processes.
+const TOTAL_LIMIT: Duration = Duration::from_secs(15);
 
 /// Runs the command; gives the exit code.
 ///
 /// # Errors
-/// Standard input is no fd store, a target is not spelled `PID-START`, or standard output is closed.
+/// A target is not spelled `PID-START=NUMBER`, its store is not open, or standard output is closed.
 pub fn run(options: &ParkArgs) -> anyhow::Result<u8> {
     if !options.unpark.is_empty() {
         let parse =
             |text: &String| StoreId::parse(text).with_context(|| format!("{text:?}: expected INODE-COOKIE"));
         return unpark(&options.unpark.iter().map(parse).collect::<anyhow::Result<Vec<_>>>()?);
     }
-    let store = std::io::stdin();
-    let inode = fstat(&store).context("looking at the fd store")?.st_ino;
+    let own = pidfd_open(std::process::id().cast_signed()).context("opening this process")?;
     for target in &options.targets {
-        let target: ProcessId = parse(target).with_context(|| format!("{target:?}: expected PID-START"))?;
-        let (word, why) = match give(target, store.as_fd(), inode) {
+        let target =
+            ParkTarget::parse(target).with_context(|| format!("{target:?}: expected PID-START=NUMBER"))?;
+        let store = pidfd_getfd(own.as_fd(), target.store).context("the fd store")?;
+        let (word, why) = match give(target.process, store.as_fd()) {
             Ok(why) => (DONE, why),
             Err(error) if may_pass(&error) => (LATER, error.to_string()),
             Err(error) => (NEVER, error.to_string()),
@@ -53,14 +56,11 @@ pub fn run(options: &ParkArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-fn parse(text: &str) -> Option<ProcessId> {
-    let (pid, started) = text.split_once('-')?;
-    Some(ProcessId { pid: pid.parse().ok()?, started: started.parse().ok()? })
-}
-
 /// The result.
-fn give(target: ProcessId, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Result<String, Error> {
+fn give(target: ProcessId, store: BorrowedFd<'_>) -> Result<String, Error> {
     let pid = target.pid;
+    // A store of which nothing is known is no process's.
+    let inode = fstat(store).map_or(0, |status| status.st_ino);
     // A process that cannot be inspected is tried.
     let has_ended = || ProcessId::of(pid).is_ok_and(|of| of != Some(target));
     let parked = || processes::number_of_socket(pid, inode).map(|number| format!("has descriptor {number}"));
@@ -70,7 +70,7 @@ fn give(target: ProcessId, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Re
     if let Some(number) = parked() {
         return Ok(number);
     }
-    let given = with_stopped(pid, PATIENCE, |stopped| match parked() {
+    let given = with_stopped(pid, STOP_LIMIT, |stopped| match parked() {
         // As long as the process has not ended its number is its own.
         _ if has_ended() => Ok("has ended".to_owned()),
         // The plugin was quicker.
@@ -83,26 +83,30 @@ fn give(target: ProcessId, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Re
     }
 }
 
-/// Takes the stores from every process that has one. A line for each that keeps one: the store and the reason.
+/// Takes the stores from every process that has one. A line for each that keeps one: the store and the
+/// reason.
 fn unpark(stores: &[StoreId]) -> anyhow::Result<u8> {
     let start = Instant::now();
-    let mut patience = FIRST_PATIENCE;
+    let mut patience = FIRST_STOP_LIMIT;
     let mut left = Vec::new();
     for _ in 0..TRIES {
         left.clear();
-        // Children inherit it meanwhile.
+        // Children may have inherited it since the last look.
         for (pid, store) in holders(stores) {
-            if start.elapsed() > LIMIT {
-                left.push((store, format!("process {pid} was not stopped within {} s", LIMIT.as_secs())));
+            if start.elapsed() > TOTAL_LIMIT {
+                left.push((
+                    store,
+                    format!("process {pid} was not stopped within {} s", TOTAL_LIMIT.as_secs()),
+                ));
             } else if let Some(why) = take_back(pid, store, patience) {
                 left.push((store, why));
             }
         }
-        if left.is_empty() || start.elapsed() > LIMIT {
+        if left.is_empty() || start.elapsed() > TOTAL_LIMIT {
             break;
         }
-        std::thread::sleep(PAUSE);
-        patience = (patience * 5).min(PATIENCE);
+        std::thread::sleep(RETRY_INTERVAL);
+        patience = (patience * 5).min(STOP_LIMIT);
     }
     for (store, why) in &left {
         say(&format!("{store} {}", why.replace(['\n', '\r'], " ")))?;

@@ -1,22 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How much of a restore is resident, for users and programs.
 
-use std::time::Duration;
-
 use serde_json::{Value, json};
 
 use rewake_streamer::control::proto::{State, StreamedMemory, StreamedProcess, Streaming};
 use rewake_streamer::record::model::{left, percent};
+use rewake_streamer::record::text::{self, Row};
 use rewake_streamer::units;
 
-/// Lines that a terminal is asked to hold. `rewake status --json` has all.
-const MOST: usize = 12;
-/// Columns of a process's number and name, of which the longest lose their ends.
-const LABEL: usize = 20;
+/// Columns of the bar.
 const BAR: usize = 16;
 
-/// A line for each process, below it one for its CPU memory and one for each GPU, and one for all. Each fits
-/// 80 columns.
+/// A line for each process's CPU memory and for its memory on each GPU, and one for all. Each fits 80
+/// columns.
 pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     match picture.state() {
         State::Listening => return vec!["waiting for criu".to_owned()],
@@ -28,14 +24,8 @@ pub(super) fn lines(picture: &Streaming) -> Vec<String> {
         }
         _ => {}
     }
-    let of_one =
-        |of| std::iter::once(process_line(of)).chain(parts(of).map(|(whose, part)| line(&whose, part)));
-    let all = || picture.processes.iter().filter(|of| parts(of).next().is_some()).flat_map(of_one);
-    let mut lines: Vec<String> = all().take(MOST).collect();
-    let more = all().count().saturating_sub(MOST);
-    if more > 0 {
-        lines.push(format!("... and {more} more"));
-    }
+    let rows = picture.processes.iter().flat_map(|process| parts(process).map(|part| row(process, part)));
+    let mut lines = text::table(&rows.collect::<Vec<_>>());
     lines.push(summary(picture));
     lines
 }
@@ -51,54 +41,34 @@ fn parts(process: &StreamedProcess) -> impl Iterator<Item = (String, &StreamedMe
     of_cpus.chain(process.memory.iter().map(|part| (format!("renderD{}", part.minor), part)))
 }
 
-/// A process may choose any name; a streamer of another version may not check it.
-fn label(process: &StreamedProcess) -> String {
-    let text = format!("{} {}", process.pid, process.name);
-    text.chars().map(|char| if char.is_control() { '?' } else { char }).take(LABEL).collect()
-}
-
-fn process_line(process: &StreamedProcess) -> String {
-    let gate = match process {
-        StreamedProcess { without_gate: true, .. } => "",
-        StreamedProcess { gate_open_us: 0, .. } => "  gate closed",
-        _ => "  gate open",
-    };
-    format!("{:<LABEL$} {}{gate}", label(process), of_all(&[process], rate_of(process)))
-}
-
-fn line(whose: &str, memory: &StreamedMemory) -> String {
-    format!(
-        "  {whose:<10} {:>10} / {:>10} {:>3} % {:>11}  {} left",
-        units::bytes(memory.resident),
-        units::bytes(memory.bytes),
-        percent(memory.resident, memory.bytes),
-        rate(memory.rate),
-        shown(time_left([memory].into_iter(), memory.rate)),
-    )
+fn row(process: &StreamedProcess, (whose, memory): (String, &StreamedMemory)) -> Row {
+    Row {
+        process: format!("{} {}", process.pid, process.name),
+        whose,
+        bytes: memory.bytes,
+        resident: memory.resident,
+        rate: memory.rate,
+        resident_us: None,
+    }
 }
 
 fn summary(picture: &Streaming) -> String {
-    let all: Vec<_> = picture.processes.iter().collect();
-    let gated = || all.iter().filter(|of| !of.without_gate);
+    let gated = || picture.processes.iter().filter(|of| !of.without_gate);
     let (gates, open) = (gated().count(), gated().filter(|of| of.gate_open_us > 0).count());
     let gates = if gates == 0 { String::new() } else { format!("  {open} of {gates} gates open") };
-    let (there, bytes) = sizes_of(&all);
-    let full = BAR * usize::try_from(percent(there, bytes)).unwrap_or(100) / 100;
+    let (there, bytes) = sizes(picture);
+    let share = percent(there, bytes);
+    let full = BAR * usize::try_from(share).unwrap_or(100) / 100;
     let bar = ["=".repeat(full), " ".repeat(BAR - full)].concat();
-    format!("[{bar}] {}{gates}", of_all(&all, picture.rate))
-}
-
-/// The resident share of all memory of these, its rate, the time left, and the number of page faults.
-fn of_all(processes: &[&StreamedProcess], bytes_per_second: u64) -> String {
-    let (there, all) = sizes_of(processes);
-    let faults: u64 = processes.iter().map(|of| of.faults + of.page_faults).sum();
-    let left = shown(left(all.saturating_sub(there), bytes_per_second));
-    format!("{:>3} %  {}  {left} left  {faults} faults", percent(there, all), rate(bytes_per_second))
+    let (rate, left) = (text::per_second(picture.rate), left(bytes.saturating_sub(there), picture.rate));
+    let left = left.map_or_else(|| "-".to_owned(), units::seconds);
+    format!("[{bar}] {share:>3} %  {rate}  {left} left  {} faults{gates}", faults(picture))
 }
 
 /// The resident bytes of a restore, and all.
 pub(super) fn sizes(picture: &Streaming) -> (u64, u64) {
-    sizes_of(&picture.processes.iter().collect::<Vec<_>>())
+    let memory = || picture.processes.iter().flat_map(parts).map(|(_, part)| part);
+    (memory().map(|of| of.resident).sum(), memory().map(|of| of.bytes).sum())
 }
 
 /// The page faults of a restore that were served.
@@ -119,31 +89,14 @@ pub(super) fn state_name(state: State) -> &'static str {
     }
 }
 
-/// The resident bytes of some processes, and all.
-fn sizes_of(processes: &[&StreamedProcess]) -> (u64, u64) {
-    let memory = || processes.iter().flat_map(|of| parts(of)).map(|(_, part)| part);
-    (memory().map(|of| of.resident).sum(), memory().map(|of| of.bytes).sum())
-}
-
 fn rate_of(process: &StreamedProcess) -> u64 {
     parts(process).map(|(_, part)| part.rate).sum()
 }
 
-fn shown(left: Option<Duration>) -> String {
-    left.map_or_else(|| "-".to_owned(), units::seconds)
-}
-
-fn rate(bytes: u64) -> String {
-    units::rate(bytes, Duration::from_secs(1).as_nanos().try_into().unwrap_or(u64::MAX))
-}
-
 /// The time until all of this memory is resident, at this rate; none where nothing is loaded.
-fn time_left<'a>(memory: impl Iterator<Item = &'a StreamedMemory>, rate: u64) -> Option<Duration> {
-    left(memory.map(|of| of.bytes.saturating_sub(of.resident)).sum(), rate)
-}
-
 fn left_us<'a>(memory: impl Iterator<Item = &'a StreamedMemory>, rate: u64) -> Option<u64> {
-    time_left(memory, rate).map(|left| left.as_micros().try_into().unwrap_or(u64::MAX))
+    let left = left(memory.map(|of| of.bytes.saturating_sub(of.resident)).sum(), rate)?;
+    Some(left.as_micros().try_into().unwrap_or(u64::MAX))
 }
 
 /// The whole picture.
@@ -219,14 +172,13 @@ mod tests {
     }
 
     #[test]
-    fn a_line_for_each_process_and_kind_of_its_memory_and_one_for_all() {
+    fn a_line_for_each_kind_of_memory_of_each_process_and_one_for_all() {
         let wanted = [
-            "4194304 a-long-name-  66 %  0.54 GB/s  2.00 s left  6 faults  gate closed",
-            "  renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s  4.00 s left",
-            "  renderD129    1.0 GiB /    1.0 GiB 100 %   0.27 GB/s  0.00 s left",
-            "4712 rank?1           62 %  0.54 GB/s  3.00 s left  36 faults  gate open",
-            "  CPUs        512.0 MiB /    2.0 GiB  25 %   0.27 GB/s  6.00 s left",
-            "  renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s  0.00 s left",
+            "process              memory of       bytes   %        rate  resident",
+            "4194304 a-long-name- renderD128    2.0 GiB  50   0.27 GB/s  in 4.00 s",
+            "4194304 a-long-name- renderD129    1.0 GiB 100              all of it",
+            "4712 rank?1          CPUs          2.0 GiB  25   0.27 GB/s  in 6.00 s",
+            "4712 rank?1          renderD129    2.0 GiB 100              all of it",
             "[==========      ]  64 %  0.54 GB/s  5.00 s left  42 faults  1 of 2 gates open",
         ];
         assert_eq!(lines(&picture()), wanted);
@@ -241,11 +193,10 @@ mod tests {
             of_cpus: Some(part(0, 8, 4)),
             ..process(7, "sh", 3, vec![])
         };
-        assert!(lines(&picture)[0].starts_with("7 sh ") && lines(&picture)[0].ends_with(" 6 faults"));
-        assert!(lines(&picture)[1].starts_with("  CPUs "));
-        assert!(lines(&picture)[5].ends_with("  1 of 1 gates open"), "{:?}", lines(&picture));
+        assert!(lines(&picture)[1].starts_with("7 sh                 CPUs "), "{:?}", lines(&picture));
+        assert!(lines(&picture)[4].ends_with("  1 of 1 gates open"), "{:?}", lines(&picture));
         picture.processes.truncate(1);
-        assert!(is_loading(&picture) && lines(&picture)[2].ends_with(" faults"), "{:?}", lines(&picture));
+        assert!(is_loading(&picture) && lines(&picture)[2].ends_with("  6 faults"), "{:?}", lines(&picture));
     }
 
     #[test]
@@ -263,7 +214,7 @@ mod tests {
         let mut picture = picture();
         picture.processes = vec![picture.processes[0].clone(); 1000];
         let lines = lines(&picture);
-        assert_eq!((lines.len(), lines[MOST].as_str()), (MOST + 2, "... and 2988 more"));
+        assert_eq!((lines.len(), lines[17].as_str()), (19, "... and 1984 more"));
     }
 
     #[test]

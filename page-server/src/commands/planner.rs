@@ -16,5 +16,5 @@ pub fn run(options: &PlannerArgs) -> anyhow::Result<u8> {
         PlannerArgs { in_cache: true, .. } => PlannedMemory::InCache,
         _ => PlannedMemory::Whole,
     };
-    child::run(&options.images_dir, memory)
+    child::run(&options.images_dir, memory, &options.signers)
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What commands write to standard output and to standard error. Neither has to have a reader: a terminal may be
-//! closed, and a script may have seen enough. What a command has done stays done, and its exit code says it.
+//! What commands write to standard output and to standard error. Neither has to have a reader: a terminal may
+//! be closed, and a script may have seen enough. What a command has done stays done, and its exit code says
+//! it.
 
 use std::fmt::Display;
 use std::io::{self, BufWriter, StdoutLock, Write as _};
@@ -27,8 +28,13 @@ pub(super) fn report(
 
 /// Says something to the user on standard error.
 pub(super) fn say(line: impl Display) {
-    // One call, so that a line is not cut by those of other processes. No message can say that none can be written.
-    let _ = io::stderr().write_all(format!("rewake: {line}\n").as_bytes());
+    // One call, so that lines of other processes do not cut a line.
+    show(&format!("rewake: {line}\n"));
+}
+
+/// Writes text to standard error. If that fails, no message can report that.
+pub(super) fn show(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 /// Writes a line about what was done to standard output. A full disk is named on standard error.

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use rewake_checkpoint_archive::{ExtractReport, extract};
 use rewake_criu_tls::TlsClient;
-use rewake_image_pull::{ImageSource, PullReport, pull};
+use rewake_image_signature::Signers;
 use rewake_image_store::{ImageStore, ImageUrl, StoreSource};
+use rewake_image_transfer::pull::{ImageSource, PullReport, pull};
 use rewake_manifest::seal;
 use rewake_peer_stream::{self as peer_stream, PATIENT, PeerStream, watch_peer};
 use rewake_streamer::units;
@@ -37,12 +38,12 @@ pub fn run(options: &PullArgs) -> anyhow::Result<u8> {
     let PullReport { id, files, bytes, sent, kept, left: _ } = report;
     let (directory, time) = (options.directory.display(), units::seconds(start.elapsed()));
     if sent == 0 {
-        print::done(format!("{directory}: it has image {id:.16} already"));
+        print::done(format!("{directory}: it has image {id} already"));
         return Ok(0);
     }
     let [bytes, sent, kept] = [bytes, sent, kept].map(units::bytes);
     print::done(format!(
-        "{directory}: {files} files, {bytes} in {time}: {sent} were sent, {kept} were here; image {id:.16}"
+        "{directory}: {files} files, {bytes} in {time}: {sent} were sent, {kept} were here; image {id}"
     ));
     Ok(0)
 }
@@ -59,7 +60,7 @@ fn from_server(options: &PullArgs, image: &RemoteImage) -> anyhow::Result<PullRe
     }
     let connect = move || Ok(Box::new(connect(&host, port, tls.as_ref())?) as _);
     let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
-    pull(&mut source, &options.directory, options.id.as_deref()).context(what)
+    pull(&mut source, &options.directory, options.id.as_deref(), &signers(options)?).context(what)
 }
 
 fn from_store(options: &PullArgs, image: &ImageUrl) -> anyhow::Result<PullReport> {
@@ -67,7 +68,13 @@ fn from_store(options: &PullArgs, image: &ImageUrl) -> anyhow::Result<PullReport
     let runtime = store_runtime()?;
     let store = ImageStore::open(&image.store)?;
     let mut source = runtime.block_on(StoreSource::open(&store, &image.name))?;
-    pull(&mut source, &options.directory, options.id.as_deref()).with_context(|| image.to_string())
+    pull(&mut source, &options.directory, options.id.as_deref(), &signers(options)?)
+        .with_context(|| image.to_string())
+}
+
+/// The signers that were given, and the signers of this node.
+fn signers(options: &PullArgs) -> anyhow::Result<Vec<Signers>> {
+    Ok(Signers::all(options.signers.as_slice())?)
 }
 
 /// Extracts CRIU's files from an archive, and seals them.
@@ -78,13 +85,18 @@ fn from_archive(options: &PullArgs, archive: &Path) -> anyhow::Result<u8> {
         options.id.is_none(),
         "{shown}: --id is for sealed images: that of an archive gets its id when it is extracted"
     );
+    ensure!(
+        signers(options)?.is_empty(),
+        "{shown}: an archive has no signature, and one is required: extract it where none is, and then sign \
+         it with `rewake seal --sign`"
+    );
     let start = Instant::now();
     let ExtractReport { files, bytes } = extract(archive, directory)?;
     let sealed =
         seal(directory).with_context(|| format!("{shown}: its image was extracted, but not sealed"))?;
     let (bytes, time) = (units::bytes(bytes), units::seconds(start.elapsed()));
     print::done(format!(
-        "{}: {files} files, {bytes} in {time}, of {shown}; sealed as image {:.16}",
+        "{}: {files} files, {bytes} in {time}, of {shown}; sealed as image {}",
         directory.display(),
         sealed.id
     ));
@@ -95,7 +107,8 @@ fn from_archive(options: &PullArgs, archive: &Path) -> anyhow::Result<u8> {
 pub(super) fn warn_unencrypted(host: &str, addresses: &[SocketAddr]) {
     if addresses.iter().any(|address| !address.ip().is_loopback()) {
         print::say(format!(
-            "the image travels unencrypted from {host}, and any host in between can read and change it: use --tls"
+            "the image travels unencrypted from {host}, and any host in between can read and change it: use \
+             --tls"
         ));
     }
 }

@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
+use crate::page_server::endpoint::{Endpoint, Entrance};
 use anyhow::{bail, ensure};
-use rewake_criu_page_server::endpoint::{Endpoint, Entrance};
 use rewake_migration::destination::DestinationOutcome;
 use rewake_migration_agent::criu::CriuChoice;
 use rewake_migration_agent::destination;
-use rewake_streamer::gpu::plugin_folder;
+use rewake_plugin_protocol::plugin_folder;
 use rewake_streamer::supervise::launch::LaunchPlan;
 
 use super::criu::CriuOptions;
@@ -82,7 +82,8 @@ pub fn run(options: &ReceiveArgs) -> anyhow::Result<u8> {
         }
         DestinationOutcome::Restored { is_discarded: false } => {
             print::say(
-                "the program runs here, with all its memory; the source has not reported that it has ended it",
+                "the program runs here, with all its memory; the source has not reported that it has ended \
+                 it",
             );
             return Ok(0);
         }

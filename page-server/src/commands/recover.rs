@@ -3,8 +3,9 @@
 
 use std::fs::File;
 use std::io::{PipeWriter, Read as _};
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use nix::sys::resource::{Resource, getrlimit};
@@ -15,27 +16,25 @@ use tracing::{error, info, warn};
 use super::{detach::release_terminal, print};
 use crate::cli::RecoverArgs;
 use crate::logging;
+use rewake_process::private_socket;
 use rewake_process::ready::Ready;
 use rewake_streamer::control::work_folder;
 use rewake_streamer::ledger::{Folder, Ledger};
-use rewake_streamer::session::address;
-use rewake_streamer::session::summary::report;
-use rewake_streamer::supervise::left;
+use rewake_streamer::restore::StreamedRestore;
+use rewake_streamer::supervise::leftover_stores;
 use rewake_streamer::supervise::recover::take_up;
 use rewake_streamer::supervise::supervisor::{self, Start};
-use rewake_streamer::supervise::worker;
-use rewake_streamer::sys;
-use rewake_streamer::working_set::LoadingOptions;
 
-/// Descriptors of an address space: userfaultfd, journal and process. An entry may occur twice, and its userfaultfds of
-/// forked children lie in messages.
+/// Descriptors of an address space: userfaultfd, journal and process. An entry may occur twice, and its
+/// userfaultfds of forked children lie in messages.
 const DESCRIPTORS: u64 = 6;
 /// Everything else: images, three for each file, reactors, logs.
 const OWN_DESCRIPTORS: u64 = 384;
 /// Exit code when processes were killed, or their memory could not be loaded.
 const LOST: u8 = 1;
 
-/// Runs the command; gives the exit code: 0 when all memory is resident (with `-d`: when all sessions are served).
+/// Runs the command; gives the exit code: 0 when all memory is resident (with `-d`: when all sessions are
+/// served).
 ///
 /// # Errors
 /// The folder of the ledgers cannot be read, or a ledger has another version.
@@ -64,7 +63,7 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
         }
     }
     // Nothing is lost: a process has a descriptor too much.
-    left::take_back()?.iter().for_each(print::say);
+    leftover_stores::take_back()?.iter().for_each(print::say);
     if code == 0 {
         print::say(match (sessions, options.daemon) {
             (0, _) => "no session waits for a streamer".to_owned(),
@@ -75,9 +74,9 @@ pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
     Ok(code)
 }
 
-/// Starts a streamer for each ledger whose processes have all ended, and waits for none: `rewake serve` does that
-/// when it starts. `own`: a descriptor that is for the caller alone. `daemon`: the caller's log, if it becomes a
-/// daemon.
+/// Starts a streamer for each ledger whose processes have all ended, and waits for none: `rewake serve` does
+/// that when it starts. `own`: a descriptor that is for the caller alone. `daemon`: the caller's log, if it
+/// becomes a daemon.
 pub fn start_all(own: Option<RawFd>, daemon: Option<Option<&File>>) {
     let folders = Folder::all().unwrap_or_else(|error| {
         warn!("looking for sessions without a streamer: {error:#}");
@@ -109,7 +108,7 @@ fn start(path: &Path, own: Option<RawFd>, daemon: Option<Option<&File>>) -> anyh
     let Ok((folder, ledger)) = Folder::take(path)? else { return Ok(None) };
     if !ledger.is_depended_on() {
         // What processes keep of the session is taken back later, because that may take seconds.
-        left::leave(folder, ledger.session());
+        leftover_stores::leave(folder, ledger.session());
         return Ok(None);
     }
     let (ready, tell) = std::io::pipe().context("making a pipe")?;
@@ -120,7 +119,7 @@ fn start(path: &Path, own: Option<RawFd>, daemon: Option<Option<&File>>) -> anyh
             drop(ready);
             if let Some(own) = own {
                 // SAFETY: this process's copy of it; nothing here uses it.
-                drop(unsafe { sys::take_over(own) });
+                drop(unsafe { OwnedFd::from_raw_fd(own) });
             }
             let _ = setsid();
             let served = reporting_to(tell, daemon).and_then(|ready| serve(folder, ledger, ready));
@@ -148,7 +147,7 @@ fn serve(mut folder: Folder, ledger: Ledger, mut ready: Ready) -> anyhow::Result
     has_descriptors_for(ledger)?;
     folder.rename()?;
     let silent = ledger.silent_for();
-    let found = take_up(ledger);
+    let found = take_up(&folder, ledger).context("opening the session's folder")?;
     for (pid, why) in &found.killed {
         print::say(format!("killed process {pid}: {why}"));
     }
@@ -164,9 +163,18 @@ fn serve(mut folder: Folder, ledger: Ledger, mut ready: Ready) -> anyhow::Result
     if !found.killed.is_empty() {
         ready.waiting.clear();
     }
-    let (_, work) = ledger.session().paths();
-    let code = supervisor::supervise_ledger(folder, ledger, true, ready, worker_main)?;
-    let socket = address::default_socket();
+    let (images, work) = ledger.session().paths();
+    let is_served = found.spaces.is_some();
+    let restore = is_served.then(|| StreamedRestore::recovered(images, work.clone()));
+    let code = supervisor::supervise_ledger(folder, ledger, true, ready, |start| match &restore {
+        Some(restore) => worker_main(restore, start),
+        None => {
+            start.ready();
+            0
+        }
+    })?;
+    drop(restore);
+    let socket = private_socket::default_socket();
     if code == 0
         && socket.is_ok_and(|socket| socket.parent().is_some_and(|of| work_folder::is_of_agent(&work, of)))
     {
@@ -182,28 +190,20 @@ fn has_descriptors_for(ledger: Ledger) -> anyhow::Result<()> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).context("asking for the limit of open files")?;
     ensure!(
         limit >= wanted,
-        "{spaces} address spaces wait for a streamer, and this process may open {limit} files, expected {wanted}: \
-         raise RLIMIT_NOFILE and run `rewake recover` again"
+        "{spaces} address spaces wait for a streamer, and this process may open {limit} files, expected \
+         {wanted}: raise RLIMIT_NOFILE and run `rewake recover` again"
     );
     Ok(())
 }
 
-fn worker_main(start: &Start) -> u8 {
-    let served = worker::block_on(start, async |worker| {
-        let session = worker.inherit(LoadingOptions::default())?;
-        start.ready();
-        let Some(mut session) = session else { return Ok(0) };
-        let outcome = worker.serve(&mut session, None).await;
-        worker.close(session).await;
-        let summary = outcome?;
-        report(&summary);
-        Ok(summary.lost_program().map_or(0, |line| {
-            print::say(line);
+fn worker_main(restore: &Arc<StreamedRestore>, start: &Start) -> u8 {
+    match restore.serve_recovered(start) {
+        Ok((code, None)) => code,
+        Ok((_, Some(lost))) => {
+            print::say(lost);
             LOST
-        }))
-    });
-    served.unwrap_or_else(|error| {
-        error!("{error:#}");
-        LOST
-    })
+        }
+        // It is logged.
+        Err(_) => LOST,
+    }
 }

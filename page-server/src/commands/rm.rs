@@ -16,7 +16,7 @@ pub fn run(options: &RmArgs) -> anyhow::Result<u8> {
     let runtime = store_runtime()?;
     let store = ImageStore::open(&options.image.store)?;
     let removed = runtime.block_on(store.remove(&options.image.name))?;
-    let id = removed.map(|id| format!(" image {id:.16}")).unwrap_or_default();
+    let id = removed.map(|id| format!(" image {id}")).unwrap_or_default();
     print::done(format!("{}: removed{id}; `rewake gc` frees its space after a day", options.image));
     Ok(0)
 }

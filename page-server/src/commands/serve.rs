@@ -15,7 +15,7 @@ use crate::agent;
 use crate::cli::ServeArgs;
 use crate::logging;
 use rewake_node_cache::{CacheFolder, NodeCache};
-use rewake_streamer::session::address;
+use rewake_process::private_socket;
 
 /// Runs the command; gives the exit code.
 ///
@@ -36,7 +36,7 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let folder =
         options.cache.as_deref().map(|path| CacheFolder::open(path, options.cache_size)).transpose()?;
     let metrics = options.metrics.map(listen).transpose()?;
-    let listener = address::bind(&socket)?;
+    let listener = private_socket::bind(&socket)?;
     if options.daemon
         && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {
@@ -61,7 +61,8 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     if let Some(pidfile) = pidfile {
         pidfile.release();
     }
-    // Threads that wait for a store or compare an image end with the process: an agent may be killed at any moment.
+    // Threads that wait for a store or compare an image end with the process: an agent may be killed at any
+    // moment.
     runtime.shutdown_background();
     std::mem::forget(cache);
     served.map(|()| 0)

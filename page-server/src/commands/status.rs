@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 
 use super::{picture, print};
 use crate::cli::StatusArgs;
+use rewake_process::private_socket;
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::proto::{self, State};
 use rewake_streamer::control::streamer;
-use rewake_streamer::session::address;
-use rewake_streamer::supervise::left;
+use rewake_streamer::supervise::leftover_stores;
 use rewake_streamer::supervise::recover::{self, Orphan};
 use rewake_streamer::units;
 
@@ -38,10 +38,10 @@ pub fn run(options: &StatusArgs) -> anyhow::Result<u8> {
     }
     let socket = match &options.socket {
         Some(path) => absolute(path)?,
-        None => address::default_socket()?,
+        None => private_socket::default_socket()?,
     };
     let orphans = recover::orphans()?;
-    let left = left::all()?.into_iter().map(|(_, left)| (left.holders(), left.images));
+    let left = leftover_stores::all()?.into_iter().map(|(_, left)| (left.holders(), left.images));
     let left: Vec<_> = left.filter(|(processes, _)| !processes.is_empty()).collect();
     let status = runtime.block_on(async { Client::connect(&socket).await?.status().await });
     let status = match status {
@@ -63,8 +63,8 @@ pub fn run(options: &StatusArgs) -> anyhow::Result<u8> {
 fn left_as_line(images: &Path, processes: &[i32]) -> String {
     let processes: Vec<String> = processes.iter().map(ToString::to_string).collect();
     format!(
-        "a restore of {} is over, and processes keep an empty descriptor of it, with which CRIU cannot dump them: {}; run \
-         `rewake recover` when they are neither frozen nor traced\n",
+        "a restore of {} is over, and processes keep an empty descriptor of it, with which CRIU cannot dump \
+         them: {}; run `rewake recover` when they are neither frozen nor traced\n",
         images.display(),
         processes.join(", ")
     )
@@ -76,8 +76,8 @@ fn left_as_json(images: &Path, processes: &[i32]) -> Value {
 
 fn orphan_as_line(orphan: &Orphan) -> String {
     format!(
-        "a restore of {} has no streamer for {} s: {} processes have missing memory, {} of their threads wait; run \
-         `rewake recover`\n",
+        "a restore of {} has no streamer for {} s: {} processes have missing memory, {} of their threads \
+         wait; run `rewake recover`\n",
         orphan.images.display(),
         orphan.silent.as_secs(),
         orphan.processes.len(),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake streamer`: the streamer of one restore. `rewake restore` and `rewake serve` start it.
 //!
-//! It serves CPU memory to `criu restore --lazy-pages` (with `-D`), and loads GPU memory that CRIU's plugin hands over
-//! (where the image has some).
+//! It serves CPU memory to `criu restore --lazy-pages` (with `-D`), and loads GPU memory that CRIU's plugin
+//! hands over (where the image has some).
 
 use std::time::Duration;
 
@@ -22,9 +22,9 @@ use rewake_streamer::working_set::LoadingOptions;
 /// The exit code when memory could not be loaded, or the restore has failed.
 const FAILED: u8 = 1;
 
-/// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was asked to
-/// stop and nothing depended on it, [`NOT_LAZY`] when the image cannot be restored lazily, [`DAMAGED_IMAGE`] when it is
-/// damaged.
+/// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was
+/// asked to stop and nothing depended on it, [`NOT_LAZY`] when the image cannot be restored lazily,
+/// [`DAMAGED_IMAGE`] when it is damaged.
 ///
 /// # Errors
 /// Options or directories are wrong, or another streamer serves there already.
@@ -43,6 +43,7 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
         server: server(options),
         connect_timeout: options.connect_timeout.map(Duration::from_secs),
         or_eagerly: true,
+        signers: options.signers.clone(),
     })?;
     let code = supervisor::supervise(ready(options.status_fd)?, |start| {
         restore.serve(start).unwrap_or_else(|error| match FailureCause::of(&error) {
@@ -59,7 +60,7 @@ pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
     Ok(code)
 }
 
-/// Returns what has missing memory of the image; none if all of it is here.
+/// Returns what has missing memory of the image, or `None` if all of it is here.
 fn server(options: &StreamerArgs) -> Option<FetchPeer> {
     let id = options.from_id.clone()?;
     let (peer, name) = match (&options.from_agent, &options.from_image) {

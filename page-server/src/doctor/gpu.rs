@@ -156,12 +156,13 @@ fn queues(gpus: &[Gpu]) -> Check {
             QueueSupport::Restored => return None,
             QueueSupport::Firmware => "run by firmware (MES), which takes no saved state".to_owned(),
             QueueSupport::FirstXccSaved => {
-                xccs + "of which this kernel saves one: a dump is refused, because restored queues would never run"
+                xccs + "of which this kernel saves one: a dump is refused, because restored queues would \
+                    never run"
             }
             QueueSupport::Refused => xccs + "and this kernel saves their state and refuses to restore it",
             QueueSupport::Unknown => xccs + "and what AMD's own driver (DKMS) does with them is not known",
         };
-        Some(format!("those of {:#x} ({}) are {why}", gpu.gpu_id, gpu.gfx))
+        Some(format!("the queues of {:#x} ({}) are {why}", gpu.gpu_id, gpu.gfx))
     };
     let reasons: Vec<String> = gpus.iter().filter_map(reason).collect();
     if reasons.is_empty() {

@@ -12,7 +12,7 @@ use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
 use super::gpu::{CopyMethod, Facts, Gpu, PluginFolders};
-use rewake_streamer::gpu::plugin_folder;
+use rewake_plugin_protocol::plugin_folder;
 
 /// The folder where CRIU looks for plugins without `--libdir` (`CR_PLUGIN_DEFAULT`).
 pub(super) const DEFAULT: &str = "/usr/lib/criu";

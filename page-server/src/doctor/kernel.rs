@@ -7,8 +7,8 @@ use super::Check;
 use rewake_streamer::ledger::MAX_SPACES;
 
 /// The oldest kernel with all that a streamer requires. Linux 5.11 has CLOSE_RANGE_CLOEXEC. Before 5.15 two
-/// concurrent changes of one address space hid each other from UFFDIO_COPY (commit a759a909d42d), so that a stale
-/// page was possible.
+/// concurrent changes of one address space hid each other from UFFDIO_COPY (commit a759a909d42d), so that a
+/// stale page was possible.
 const OLDEST: [u32; 2] = [5, 15];
 /// The features that CRIU requests of a userfaultfd (`include/uapi/linux/userfaultfd.h`).
 pub const FEATURES: [(u64, &str); 4] =

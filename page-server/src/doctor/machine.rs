@@ -11,7 +11,7 @@ use rewake_uffd::Uffd;
 use super::gpu_machine::DEFAULT;
 use super::kernel::{FEATURES, Kernel};
 use super::plugin;
-use rewake_streamer::gpu::plugin_folder;
+use rewake_plugin_protocol::plugin_folder;
 
 /// cachestat(2): the same number on every architecture except alpha.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -49,7 +49,7 @@ pub fn userfaultfd_feature(bit: u64) -> bool {
     Uffd::open(bit).is_ok()
 }
 
-/// Sets an engine up as the daemon does. Returns none if it has io_uring, or what is missing.
+/// Sets an engine up as the daemon does. Returns what is missing, or `None` if the engine has io_uring.
 ///
 /// # Errors
 /// No engine can be set up.
@@ -86,7 +86,7 @@ pub fn criu_plugins() -> plugin::PluginFolder {
     plugin::PluginFolder { has_plugin: path.join(plugin::FILE).is_file(), path }
 }
 
-/// Reads a small file, without surrounding blanks; returns none if that fails.
+/// Reads a small file, without surrounding blanks. Returns `None` if that fails.
 fn text(path: &str) -> Option<String> {
     Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checks whether this machine has what Rewake needs, and advises what to do otherwise. `docs/doctor.md`
+//! Checks whether this machine has what Rewake needs, and advises what to do otherwise. `docs/diagnose.md`
 //! describes checks and limits.
 //!
 //! * [`machine`], [`gpu_machine`]: read facts. [`program`]: gets facts from CRIU.

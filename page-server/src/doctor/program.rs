@@ -3,17 +3,16 @@
 
 use std::env;
 use std::ffi::OsStr;
-use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use rewake_streamer::sys;
+use rewake_process::descriptors::memory_file;
 
 /// How long one CRIU command may take; `criu check` takes well under a second.
-const LIMIT: Duration = Duration::from_secs(10);
+const COMMAND_LIMIT: Duration = Duration::from_secs(10);
 /// How many bytes of its output are read.
 const OUTPUT_BYTES: u64 = 64 * 1024;
 
@@ -45,7 +44,7 @@ pub struct CriuProgram {
 /// CRIU is not found; the error says where it was searched.
 pub fn examine() -> Result<CriuProgram, String> {
     let path = locate()?;
-    let run = |arguments: &[&str]| run(&path, arguments, LIMIT).map_err(|error| error.to_string());
+    let run = |arguments: &[&str]| run(&path, arguments, COMMAND_LIMIT).map_err(|error| error.to_string());
     let version = run(&["--version"]);
     let check = run(&["check"]);
     let dirty_tracking = run(&["check", "--feature", "mem_dirty_track"]);
@@ -75,7 +74,7 @@ fn on_path(name: &OsStr) -> Option<PathBuf> {
 /// Runs a command for `limit` at most.
 fn run(path: &Path, arguments: &[&str], limit: Duration) -> io::Result<Answer> {
     // A file and not a pipe: a process that the command leaves running could keep a pipe open.
-    let mut output = File::from(sys::memory_file(c"criu-output", 0)?);
+    let mut output = memory_file(c"criu-output", 0)?;
     let mut command = Command::new(path);
     command.args(arguments).stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output.try_clone()?);
     let status = wait(command.spawn()?, limit)?;
@@ -106,7 +105,8 @@ mod tests {
 
     #[test]
     fn both_outputs_and_the_exit_code_are_the_answer() {
-        let answer = run(Path::new("/bin/sh"), &["-c", "echo one; echo two >&2; exit 3"], LIMIT).unwrap();
+        let answer =
+            run(Path::new("/bin/sh"), &["-c", "echo one; echo two >&2; exit 3"], COMMAND_LIMIT).unwrap();
         assert_eq!(answer, Answer { success: false, text: "one\ntwo\n".into() });
     }
 
@@ -121,6 +121,6 @@ mod tests {
 
     #[test]
     fn a_missing_program_is_an_error() {
-        assert!(run(Path::new("/nowhere/criu"), &[], LIMIT).is_err());
+        assert!(run(Path::new("/nowhere/criu"), &[], COMMAND_LIMIT).is_err());
     }
 }

@@ -7,8 +7,10 @@ use std::path::Path;
 use rewake_criu_images::{
     ImageDir, ImageError, LazyMappings, Mm, Overcommit, PAGE, PageFlags, Pagemap, Task, TaskState, Vma,
 };
+use rewake_manifest::ManifestReader;
 
 use super::{FileReport, InspectReport, Lazy, Pages, TaskReport, Totals, Verdict, VmaReport, gpu};
+use crate::commands::verify::signed_by;
 
 /// Reads the directory.
 ///
@@ -31,6 +33,9 @@ pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
     let files = reader.files();
     let gpu =
         gpu::collect::collect(&reader.image, files.iter().map(|file| file.name.as_str()), &mut reader.damage);
+    // An image that is not sealed, or whose manifest is damaged, has none: `rewake verify` says why.
+    let id = ManifestReader::open(&reader.image).ok().map(|manifest| manifest.id());
+    let signed_by = id.and_then(|id| signed_by(&reader.image, id));
     let totals = Totals::of(&tasks, &files);
     let damage = reader.damage.messages;
     // Where the kernel does not say what it permits, only the image decides.
@@ -40,6 +45,8 @@ pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
         images_dir: path.display().to_string(),
         parent_dirs: parents.iter().map(real_path).collect(),
         image_version: inventory.as_ref().map(|inventory| inventory.version),
+        image_id: id.map(|id| id.to_string()),
+        signed_by,
         run_id: inventory.as_ref().and_then(|inventory| inventory.run_id.as_deref().map(text)),
         plugins: inventory.map_or_else(Vec::new, |of| of.plugins.iter().map(|name| text(name)).collect()),
         page_bytes: PAGE,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reports what an image directory contains, for users and scripts. `docs/inspect.md` explains the numbers.
+//! Reports what an image directory contains, for users and scripts. `docs/diagnose.md` explains the numbers.
 //!
 //! * [`collect`]: reads all files, and lists what cannot be read.
 //! * [`gpu`]: the files of CRIU's amdgpu plugin.
@@ -22,6 +22,10 @@ pub struct InspectReport {
     pub parent_dirs: Vec<String>,
     /// The version of the image format.
     pub image_version: Option<u32>,
+    /// The image id, if the image is sealed.
+    pub image_id: Option<String>,
+    /// The fingerprint of the key that has signed the image id, or what is wrong with the signature.
+    pub signed_by: Option<String>,
     /// The id of the dump, if CRIU wrote one.
     pub run_id: Option<String>,
     /// CRIU plugins that the restore will need.

@@ -45,6 +45,12 @@ fn header(report: &InspectReport, out: &mut impl Write) -> io::Result<()> {
         writeln!(out, "         ... and {} more", parents.len() - MOST_PARENTS)?;
         writeln!(out, "parent:  {}", printable(last))?;
     }
+    if let Some(id) = &report.image_id {
+        writeln!(out, "image:   {id}")?;
+    }
+    if let Some(signed_by) = &report.signed_by {
+        writeln!(out, "signed:  {}", printable(signed_by))?;
+    }
     if let Some(run_id) = &report.run_id {
         writeln!(out, "run id:  {}", printable(run_id))?;
     }

@@ -2,18 +2,19 @@
 //! CRIU's plugin for processes that a session of `rewake` restored and that have missing memory. It has no
 //! GPU code, and belongs into the plugin folder of every CRIU on the host.
 //!
+//! * Restore: it becomes lazy where the host's policy (`/etc/rewake/rewake.toml`) wants it.
 //! * Restore: each task gets the session's fd store before it runs. So missing memory is never read as zeros,
 //!   also when all processes of the streamer have ended.
 //! * Dump: CRIU waits, before it stops any task, until no process of the tree has missing memory.
 //! * `criu pre-dump` does not wait: it dumps no descriptors, and the dump that follows waits.
 //!
-//! `docs/rewake-plugin.md` describes its use, [`rewake_plugin_session`] has the code.
+//! `docs/plugin.md` describes its use, [`rewake_plugin_session`] has the code.
 #![deny(unsafe_code)]
 
 use std::ffi::CStr;
 
 use rewake_criu_plugin::{Answer, Host, Plugin, Refusal, Stage, register};
-use rewake_plugin_session::{Dumped, Parking};
+use rewake_plugin_session::{Dumped, Parking, PluginImages, restore_lazily};
 
 /// The plugin of one CRIU command.
 #[derive(Debug)]
@@ -31,7 +32,10 @@ impl Plugin for Rewake {
         match stage {
             Stage::Dump => Ok(Self::Dump(Dumped::wait(host)?)),
             Stage::PreDump => Err(Refusal::NotMine),
-            Stage::Restore { .. } => Ok(Self::Restore(Parking::new())),
+            Stage::Restore { .. } => {
+                restore_lazily(host, PluginImages::WithoutGpus)?;
+                Ok(Self::Restore(Parking::new()))
+            }
         }
     }
 

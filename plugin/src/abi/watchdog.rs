@@ -20,7 +20,7 @@ use rewake_process::pidfd::{pidfd_open, pidfd_signal};
 /// seconds.
 const ATTEMPTS: u32 = 5000;
 const RETRY_INTERVAL: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 1_000_000 };
-/// Descriptors of the watchdog: CRIU's pidfd, the log, and then those of its action.
+/// Descriptors of the watchdog: CRIU's pidfd, the log, and then the descriptors of its action.
 const CRIU_FD: i32 = 0;
 const LOG_FD: i32 = 1;
 const FIRST_FD: i32 = 2;
@@ -157,7 +157,7 @@ fn run(action: &OnCriuDeath<'_>, end: i32, log: i32, own: &[OwnedFd], found: Vec
     unsafe { libc::_exit(0) }
 }
 
-/// Runs the action. Returns the line for the log, or none if there was nothing to do.
+/// Runs the action. Returns the line for the log, or `None` if there was nothing to do.
 fn act(action: &OnCriuDeath<'_>, mut found: Vec<i32>) -> Option<&'static [u8]> {
     match action {
         OnCriuDeath::ResumeQueues(_, tasks) => {
@@ -260,7 +260,7 @@ fn wait_for_criu_death() -> bool {
 }
 
 /// Traces the task that opened the `/dev/kfd`, which may be running, and resumes its queues. The trace ends
-/// with this process. Returns none if no such task exists any more.
+/// with this process. Returns `None` if no such task exists any more.
 fn resume_queues(tasks: &[i32]) -> Option<bool> {
     let mut any = None;
     for task in tasks {

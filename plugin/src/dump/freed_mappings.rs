@@ -14,7 +14,7 @@ use crate::buffers::{Buffers, gpu_of_minor};
 use crate::device::DeviceFile;
 
 /// Finds the mappings without a buffer in stopped tasks that have the `/dev/kfd` of `image` open. Returns
-/// none if an image cannot hold so many.
+/// `None` if there are more of them than an image can hold.
 pub(super) fn find(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTreeSet<FreedMapping>>> {
     let buffers = Buffers::of(image);
     let mut found = BTreeSet::new();

@@ -29,13 +29,14 @@ pub(super) struct GpuName {
 #[derive(Debug, thiserror::Error)]
 enum UnrestorableQueue {
     #[error(
-        "process {pid} has queues on GPU {gpu:#x} ({gfx}), whose firmware (MES) runs them: no kernel up to 7.3 \
-         restores such queues, so the process is not dumped, and continues"
+        "process {pid} has queues on GPU {gpu:#x} ({gfx}), whose firmware (MES) runs them: no kernel up to \
+         7.3 restores such queues, so the process is not dumped, and continues"
     )]
     Firmware { pid: u32, gpu: u32, gfx: GfxVersion },
     #[error(
-        "process {pid} has queues that are spread over the {xccs} XCCs of GPU {gpu:#x}, and this kernel saves the \
-         state of one: restored, they would never run, so the process is not dumped, and continues; {}",
+        "process {pid} has queues that are spread over the {xccs} XCCs of GPU {gpu:#x}, and this kernel \
+         saves the state of one: restored, they would never run, so the process is not dumped, and \
+         continues; {}",
         restored_by()
     )]
     FirstXcc { pid: u32, gpu: u32, xccs: u64 },

@@ -31,6 +31,7 @@ use tasks::Tasks;
 
 /// Attempts to resume a process's queues, and the time between them.
 const MAX_UNPAUSES: u32 = 10;
+/// Pause between two of these attempts.
 const UNPAUSE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// One `criu dump`.

@@ -74,7 +74,7 @@ fn kfd_numbers(pid: i32, devices: &Devices) -> Vec<i32> {
     numbers(pid, devices, |gpu| gpu == DeviceFile::Kfd)
 }
 
-/// Returns a task's descriptors of GPU files; none if the task has ended or cannot be read.
+/// Returns a task's descriptors of GPU files. The list is empty if the task has ended or cannot be read.
 fn numbers(pid: i32, devices: &Devices, wanted: impl Fn(DeviceFile) -> bool) -> Vec<i32> {
     let open = devices.open_in(pid).unwrap_or_default();
     open.into_iter().filter(|(_, gpu)| wanted(*gpu)).map(|(number, _)| number).collect()

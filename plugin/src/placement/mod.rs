@@ -2,9 +2,9 @@
 //! Assigns GPUs of this machine to the GPUs of an image.
 //!
 //! A GPU can take a place if it matches in what programs, saved queues and save areas depend on. The rules
-//! are those of CRIU's stock plugin: most properties must be equal, others (VRAM, firmware, caches, GWS) at
-//! least as large. Some of these checks can be switched off ([`Checks`]). All GPUs that the image uses must
-//! get different places, so that
+//! are the same as in CRIU's stock plugin: most properties must be equal, others (VRAM, firmware, caches,
+//! GWS) at least as large. Some of these checks can be switched off ([`Checks`]). All GPUs that the image
+//! uses must get different places, so that
 //!
 //! * linked GPUs are linked again: XGMI may replace PCIe, and a two-way link a one-way link;
 //! * GPUs of one hive are in one hive;
@@ -31,7 +31,7 @@ use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use compat::Compatibility;
 pub use property::Difference;
 pub use reason::{BadNodes, Mismatch, NoCompatibleGpu, NoPlacement, NodeName};
-use search::{Failure, MAX_NODES, Places, Problem, places};
+use search::{Failure, MAX_NODES, Places, Problem, contains, crowd, places};
 
 /// A GPU of the image, and the GPU that takes its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,14 +79,18 @@ impl Placement {
         if !misfits.is_empty() {
             return Err(NoPlacement::NoCompatibleGpu(misfits));
         }
+        if let Some(crowd) = crowd(&fits) {
+            let others = crowd.iter().map(|gpu| closest(*gpu)).filter(|misfit| misfit.closest.is_some());
+            let here = machine.iter().zip(0..).filter(|(_, place)| contains(fits[crowd[0]], *place));
+            return Err(NoPlacement::NotEnoughGpus {
+                closest: others.min_by_key(|misfit| misfit.closest.as_ref().map(|(_, all)| all.len())),
+                places: here.map(|(node, _)| name(node)).collect(),
+                gpus: crowd.iter().map(|gpu| name(wanted[*gpu])).collect(),
+            });
+        }
         let answer = place(image, &wanted, machine, &fits, checks.has(Switch::Numa));
         answer.map_err(|mut reason| {
-            if let NoPlacement::NotEnoughGpus { items, closest: near, .. } = &mut reason {
-                let crowd = (0..wanted.len()).filter(|gpu| items.contains(&name(wanted[*gpu])));
-                let others = crowd.map(closest).filter(|misfit| misfit.closest.is_some());
-                *near = others.min_by_key(|misfit| misfit.closest.as_ref().map(|(_, all)| all.len()));
-            }
-            if let NoPlacement::NotEnoughGpus { numa, .. } | NoPlacement::Links { numa, .. } = &mut reason {
+            if let NoPlacement::Links { numa, .. } = &mut reason {
                 *numa = checks.has(Switch::Numa) && place(image, &wanted, machine, &fits, false).is_ok();
             }
             reason
@@ -168,28 +172,13 @@ fn place(
 
 /// Explains a failure with the names of nodes.
 fn explain(failure: Failure, problem: &Problem, items: &[&NodeImage], machine: &[NodeImage]) -> NoPlacement {
-    match failure {
-        Failure::TooFew(mut crowd) => {
-            crowd.sort_unstable();
-            let fits = crowd.iter().fold(0, |all, item| all | problem.candidates[*item]);
-            let fits = machine.iter().zip(0..).filter(|(_, place)| search::contains(fits, *place));
-            NoPlacement::NotEnoughGpus {
-                places: fits.map(|(node, _)| name(node)).collect(),
-                items: crowd.iter().map(|item| name(items[*item])).collect(),
-                numa: false,
-                closest: None,
-            }
-        }
-        Failure::Links(dead) => {
-            let link = problem.wanted[dead.item][dead.last];
-            NoPlacement::Links {
-                item: name(items[dead.item]),
-                link: (link != 0).then(|| (links::name(link), name(items[dead.last]))),
-                placed: dead.placed,
-                all: items.len(),
-                numa: false,
-            }
-        }
-        Failure::Steps => NoPlacement::Steps,
+    let Failure::Links(dead) = failure else { return NoPlacement::Steps };
+    let link = problem.wanted[dead.item][dead.last];
+    NoPlacement::Links {
+        node: name(items[dead.item]),
+        other: name(items[dead.last]),
+        place: name(&machine[dead.place]),
+        link: (link != 0).then(|| links::name(link)),
+        numa: false,
     }
 }

@@ -16,28 +16,32 @@ pub enum NoPlacement {
     #[error("{}", join(.0, "; "))]
     NoCompatibleGpu(Vec<NoCompatibleGpu>),
     /// More GPUs than compatible places.
-    #[error("{} of the image can only take the place of {}{}{}", join(.items, ", "), listed(.places), also(.closest.as_ref()), hint(*.numa))]
+    #[error("{} of the image can only take the place of {}{}", join(.gpus, ", \
+        "), listed(.places), also(.closest.as_ref()))]
     NotEnoughGpus {
         /// The GPUs of the image.
-        items: Vec<NodeName>,
+        gpus: Vec<NodeName>,
         /// The compatible GPUs of the machine.
         places: Vec<NodeName>,
         /// The most similar GPU outside these places.
         closest: Option<NoCompatibleGpu>,
-        /// Whether a placement exists without the NUMA check.
-        numa: bool,
     },
     /// Links between GPUs, or between GPUs and CPUs, do not fit.
-    #[error("no choice of this machine's GPUs is linked as the image's are: with {placed} of {all} placed, no place remains for {item} of the image{}{}", linked(.link.as_ref()), hint(*.numa))]
+    #[error(
+        "no choice of this machine's GPUs is linked as the image's are: with {place} here in the place of \
+         {other}, no place remains for {node} of the image{}{}",
+        linked(*.link, *.other),
+        hint(*.numa)
+    )]
     Links {
-        /// The item without a place.
-        item: NodeName,
-        /// The link that is missing, and its other end.
-        link: Option<(&'static str, NodeName)>,
-        /// The number of items that had a place.
-        placed: usize,
-        /// The number of all items.
-        all: usize,
+        /// The first node of the image for which the search found no place.
+        node: NodeName,
+        /// The node of the image that had got a place before.
+        other: NodeName,
+        /// Its place on this machine.
+        place: NodeName,
+        /// The link between both nodes, if any.
+        link: Option<&'static str>,
         /// Whether a placement exists without the NUMA check.
         numa: bool,
     },
@@ -155,8 +159,8 @@ fn also(closest: Option<&NoCompatibleGpu>) -> String {
     closest.map_or_else(String::new, |misfit| format!("; {misfit}"))
 }
 
-fn linked(link: Option<&(&'static str, NodeName)>) -> String {
-    link.map_or_else(String::new, |(name, other)| format!(", which has {name} with {other}"))
+fn linked(link: Option<&'static str>, other: NodeName) -> String {
+    link.map_or_else(String::new, |link| format!(", which has {link} with {other}"))
 }
 
 fn hint(numa: bool) -> &'static str {

@@ -29,46 +29,41 @@ pub(super) struct Problem {
 }
 
 /// The reason why there is no solution.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// These items have fewer candidates together than they are.
-    TooFew(Vec<usize>),
-    /// The links do not fit.
+    /// The links do not fit. This is the first choice that was undone.
     Links(DeadEnd),
     /// The search was ended after [`MAX_STEPS`] choices.
     Steps,
 }
 
-/// The dead end with the most items placed.
+/// A choice after which items have too few candidates together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DeadEnd {
-    /// An item without a place.
+    /// One of these items.
     pub(super) item: usize,
     /// The item that was placed last.
     pub(super) last: usize,
-    /// The number of items that had a place.
-    pub(super) placed: usize,
+    /// Its place.
+    pub(super) place: usize,
 }
 
 struct Search<'a> {
     problem: &'a Problem,
     placed: Vec<Option<usize>>,
     steps: usize,
-    deepest: Option<DeadEnd>,
+    first: Option<DeadEnd>,
 }
 
 impl Problem {
     /// Finds a place for each item.
     pub(super) fn solve(&self) -> Result<Vec<usize>, Failure> {
-        if let Some(items) = crowded(&self.candidates) {
-            return Err(Failure::TooFew(items));
-        }
         let placed = vec![None; self.candidates.len()];
-        let mut search = Search { problem: self, placed, steps: 0, deepest: None };
+        let mut search = Search { problem: self, placed, steps: 0, first: None };
         match search.place_next(&self.candidates) {
             true => Ok(search.placed.into_iter().flatten().collect()),
             false if search.steps == MAX_STEPS => Err(Failure::Steps),
-            false => Err(search.deepest.map_or(Failure::Steps, Failure::Links)),
+            false => Err(search.first.map_or(Failure::Steps, Failure::Links)),
         }
     }
 }
@@ -87,8 +82,10 @@ impl Search<'_> {
             self.steps += 1;
             self.placed[item] = Some(place);
             let narrower = self.narrow(candidates, item, place);
-            match crowded(&narrower) {
-                Some(crowd) => self.note(DeadEnd { item: crowd[0], last: item, placed: self.count() }),
+            match crowd(&narrower) {
+                Some(crowd) => {
+                    self.first.get_or_insert(DeadEnd { item: crowd[0], last: item, place });
+                }
                 None if self.place_next(&narrower) => return true,
                 None => {}
             }
@@ -109,16 +106,6 @@ impl Search<'_> {
         };
         candidates.iter().enumerate().map(narrow).collect()
     }
-
-    fn note(&mut self, dead: DeadEnd) {
-        if self.deepest.is_none_or(|deepest| deepest.placed < dead.placed) {
-            self.deepest = Some(dead);
-        }
-    }
-
-    fn count(&self) -> usize {
-        self.placed.iter().flatten().count()
-    }
 }
 
 /// Returns the set of the places for which `chosen` yields true.
@@ -130,16 +117,18 @@ pub(super) fn contains(places: Places, place: usize) -> bool {
     places >> place & 1 == 1
 }
 
-/// Returns items that all candidates of one of them cannot hold, if any. The item with the fewest is first.
-fn crowded(candidates: &[Places]) -> Option<Vec<usize>> {
-    let crowd = |item: &usize| {
-        let within = |other: &usize| candidates[*other] & !candidates[*item] == 0;
-        let crowd: Vec<usize> = (0..candidates.len()).filter(within).collect();
-        (crowd.len() > candidates[*item].count_ones() as usize).then_some(crowd)
+/// Returns items that have fewer candidates together than they are, if any. The first one's candidates are
+/// all that they have, and no smaller set of candidates is too small.
+pub(super) fn crowd(candidates: &[Places]) -> Option<Vec<usize>> {
+    let crowd = |item: usize| {
+        let within = (0..candidates.len()).filter(|other| candidates[*other] & !candidates[item] == 0);
+        let others = within.filter(|other| *other != item);
+        let crowd: Vec<usize> = std::iter::once(item).chain(others).collect();
+        (crowd.len() > candidates[item].count_ones() as usize).then_some(crowd)
     };
     let mut items: Vec<usize> = (0..candidates.len()).collect();
     items.sort_by_key(|item| candidates[*item].count_ones());
-    items.iter().find_map(crowd)
+    items.into_iter().find_map(crowd)
 }
 
 #[cfg(test)]
@@ -166,16 +155,17 @@ mod tests {
     }
 
     #[test]
-    fn items_that_are_more_than_their_candidates_are_named() {
-        let mut problem = problem(groups(&[1, 1, 1]), groups(&[1, 1, 1]));
-        (problem.candidates[0], problem.candidates[2]) = (0b100, 0b100);
-        assert_eq!(problem.solve(), Err(Failure::TooFew(vec![0, 2])));
+    fn the_first_choice_that_was_undone_is_named() {
+        let failure = problem(groups(&[1, 3]), groups(&[2, 2])).solve();
+        // Item 0 took place 0. After that, item 1 cannot take place 1, because nothing is free beside it.
+        assert_eq!(failure, Err(Failure::Links(DeadEnd { item: 2, last: 1, place: 1 })));
     }
 
     #[test]
-    fn the_deepest_dead_end_is_named() {
-        let failure = problem(groups(&[1, 3]), groups(&[2, 2])).solve();
-        assert_eq!(failure, Err(Failure::Links(DeadEnd { item: 2, last: 1, placed: 2 })));
+    fn a_group_that_is_too_small_is_left_at_once() {
+        // Each choice in the smaller group has thousands of continuations, and none of them ends well.
+        let places = problem(groups(&[9, 7]), groups(&[7, 9])).solve().unwrap();
+        assert!(places[..9].iter().all(|place| *place >= 7) && places[9..].iter().all(|place| *place < 7));
     }
 
     #[test]

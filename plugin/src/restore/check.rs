@@ -43,8 +43,8 @@ struct MesQueues {
 /// Restored, the queue would never run, and its program would wait for ever.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "process {pid} has queues that were spread over the {xccs} XCCs of GPU {gpu:#x}, and the image has the state \
-     of fewer, because the kernel of the dump saves one only: they would never run; {}",
+    "process {pid} has queues that were spread over the {xccs} XCCs of GPU {gpu:#x}, and the image has the \
+     state of fewer, because the kernel of the dump saves one only: they would never run; {}",
     restored_by()
 )]
 struct PartOfQueue {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The CPU mappings of all tasks, by file and offset. A buffer's mappings are those of the render node of its
-//! GPU. Where the image does not name a mapping's file, the mapping may be one of any GPU.
+//! The CPU mappings of all tasks, by file and offset. A buffer's mappings are mappings of its GPU's render
+//! node. Where the image does not name a mapping's file, the mapping may be one of any GPU.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,8 +24,8 @@ pub(super) enum BackingDevice {
 pub(super) type FilePaths = Option<BTreeMap<u32, Option<PathBuf>>>;
 
 impl BackingDevice {
-    /// Returns the device of a mapping; none if the mapping cannot be one of a buffer. CRIU passes the same
-    /// path to the plugin when it restores the mapping.
+    /// Returns the device of a mapping, or `None` if the mapping cannot be one of a buffer. CRIU passes the
+    /// same path to the plugin when it restores the mapping.
     pub(super) fn of(vma: &Vma, files: &FilePaths) -> Option<Self> {
         let file = vma.file().and_then(|id| files.as_ref()?.get(&id));
         let gpu = match file {

@@ -33,8 +33,8 @@ struct GpuCountMismatch {
 
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "GPU {gpu:#x} of process {pid} was assigned to GPU {actual:#x}, which the task's device cgroup hides: GPUs are \
-     assigned among those that CRIU sees, so start CRIU in the task's cgroup, as runc does"
+    "GPU {gpu:#x} of process {pid} was assigned to GPU {actual:#x}, which the task's device cgroup hides: \
+     GPUs are assigned among those that CRIU sees, so start CRIU in the task's cgroup, as runc does"
 )]
 struct HiddenGpu {
     pid: u32,
@@ -145,7 +145,8 @@ impl Restore {
         Ok(())
     }
 
-    /// A GPU with several XCCs on which the state has a queue that the driver does not restore, and their number.
+    /// A GPU with several XCCs on which the state has a queue that the driver does not restore, and their
+    /// number.
     fn queue_of_several_xccs(&self, state: &Checkpoint) -> Option<(u32, u64)> {
         let private = state.private().ok()?;
         let of = |queue: &Queue| {

@@ -199,7 +199,7 @@ mod tests {
     const OTHER_NODE: u64 = 2;
     const WEIGHTS: u64 = 3;
 
-    /// So many that a search of all of them for each takes minutes.
+    /// With this number, a search of all mappings for each of them takes minutes.
     const MANY: u64 = 200_000;
     /// Far more than one pass over them takes.
     const SOON: Duration = Duration::from_secs(5);

@@ -31,8 +31,8 @@ enum HandoverError {
     #[error("pass {0} buffers to CRIU's main process: the socket's buffer is full")]
     Full(usize),
     #[error(
-        "{0}: the image's GPU memory has not arrived from another host, and no streamer listens that brings it: only \
-         the migration can restore this image"
+        "{0}: the image's GPU memory has not arrived from another host, and no streamer listens that brings \
+         it: only the migration can restore this image"
     )]
     NotArrived(&'static str),
     #[error(transparent)]
@@ -121,8 +121,8 @@ impl Restore {
     }
 }
 
-/// Refuses an image whose GPU memory arrives from another host, where no streamer brings it: nothing else would find
-/// zeros in the place of memory.
+/// Refuses an image whose GPU memory arrives from another host, where no streamer brings it: nothing else
+/// would find zeros in the place of memory.
 pub(super) fn refuse_arriving_files(host: &Host) -> Answer {
     let images = ImageDir::of(host.image_dir()?.try_clone_to_owned()?, "the image directory")?;
     Ok(expect_no_arriving_files(&images)?)
@@ -152,7 +152,7 @@ impl UnloadedBuffers {
     }
 }
 
-/// Receives the dma-bufs of `count` buffers; returns none if a message is malformed.
+/// Receives the dma-bufs of `count` buffers. Returns `None` if a message is malformed.
 fn receive(from: &OwnedFd, count: usize) -> Answer<Option<Vec<Option<OwnedFd>>>> {
     let mut dmabufs: Vec<Option<OwnedFd>> = (0..count).map(|_| None).collect();
     let mut space = nix::cmsg_space!([i32; MAX_DESCRIPTORS]);

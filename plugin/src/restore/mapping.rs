@@ -142,7 +142,8 @@ fn process_mapping(
     for index in restore.own.into_iter().chain(others) {
         let (_, image) = &restore.images.kfd[index];
         let Some((node, name)) = gpu_of_minor(image, minor) else { continue };
-        // If two buffers have one offset, only the process distinguishes them, by their addresses. Use the first.
+        // If two buffers have one offset, only the process distinguishes them, by their addresses. Use the
+        // first.
         let Some(buffer) = restore.buffers[index].at(name, offset) else { continue };
         host.debug(format_args!("mapping at {address:#x}: buffer {buffer} of process {}", image.pid));
         restore.shared_state.wait(index, image.pid)?;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The render nodes that a task opens.
 //!
-//! A container's `/dev` comes from its image, so it has the nodes of the GPUs that the container had, and not of those
-//! that it gets. A missing node is made, as container engines make it when they start a container: an open file of
-//! another root's `/dev` would work, but CRIU could not dump the program again. The device cgroup still decides
-//! whether the task may make and open it.
+//! A container's `/dev` comes from its image, so it has the nodes of the GPUs that the container had, and not
+//! of those that it gets. A missing node is made, as container engines make it when they start a container:
+//! an open file of another root's `/dev` would work, but CRIU could not dump the program again. The device
+//! cgroup still decides whether the task may make and open it.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -24,8 +24,8 @@ enum BadNode {
     #[error("open {} in this task's root", .0.display())]
     Open(PathBuf, #[source] Errno),
     #[error(
-        "make {}, which this task's /dev does not have, because /dev is of the image: mount the host's /dev/dri into \
-         the container",
+        "make {}, which this task's /dev does not have, because /dev is of the image: mount the host's \
+         /dev/dri into the container",
         .0.display()
     )]
     Make(PathBuf, #[source] Errno),
@@ -33,7 +33,8 @@ enum BadNode {
     Other(PathBuf),
 }
 
-/// The render nodes of the machine, by their minor numbers, as CRIU's main process sees them. Tasks inherit them.
+/// The render nodes of the machine, by their minor numbers, as CRIU's main process sees them. Tasks inherit
+/// them.
 #[derive(Debug)]
 pub(super) struct RenderNodes(BTreeMap<u32, nix::Result<FileStat>>);
 

@@ -2,8 +2,8 @@
 //! Restores buffers that processes share: one process allocates each, others import it, and open dma-bufs
 //! refer to it.
 //!
-//! A task makes its own state, shares the dma-bufs of its buffers with all tasks, and only then waits for
-//! those of others. So two tasks that need buffers of each other both get them.
+//! A task makes its own state, shares the dma-bufs of its buffers with all tasks, and only then waits for the
+//! dma-bufs of other tasks, so that two tasks that need buffers of each other both get them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -140,7 +140,7 @@ impl Sharing {
             .collect()
     }
 
-    /// Returns the index in `exports` of an open dma-buf; none if the file is no dma-buf.
+    /// Returns the index in `exports` of an open dma-buf, or `None` if the file is no dma-buf.
     pub(super) fn dmabuf(&self, host: &Host, id: u32) -> Answer<Option<usize>> {
         if let Some(export) = self.dmabufs.get(&id) {
             return Ok(Some(*export));
@@ -169,7 +169,8 @@ fn describe(buffer: &SharedBuffer) -> String {
 }
 
 impl Restore {
-    /// Shares the buffers that this task has made for others. `dmabufs`: those of all buffers of the process.
+    /// Shares the buffers that this task has made for others. `dmabufs` has the dma-bufs of all buffers of
+    /// the process.
     pub(super) fn share_exports(&self, host: &Host, process: usize, dmabufs: &[Option<OwnedFd>]) -> Answer {
         for (export, user) in self.sharing.exports.iter().enumerate() {
             if let Some(dmabuf) = dmabufs.get(user.buffer).filter(|_| user.process == process) {

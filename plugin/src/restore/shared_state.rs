@@ -13,7 +13,7 @@ use rewake_amdgpu_uapi::abi::memory::{Mapping, PAGE};
 use rewake_criu_images::amdgpu::KfdImage;
 
 /// How long a task waits for another one's GPU state. Loading the memory of the largest GPU takes less.
-const STATE_TIMEOUT: Duration = Duration::from_secs(600);
+const STATE_LIMIT: Duration = Duration::from_secs(600);
 /// Time between two checks of a state.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 const WORD: u64 = 8;
@@ -28,7 +28,7 @@ const CLAIMED: u64 = 3;
 ///
 /// Each `amdgpu-kfd-ID.img` has a row: its state, the id of the render node of each GPU, the new offset of
 /// each buffer, and its placeholders. Each open render node has a row, too. Then follow the ids of
-/// `/dev/kfd`s and exported buffers, and whether a CRIU watchdog runs. All ids are those of CRIU's store of
+/// `/dev/kfd`s and exported buffers, and whether a CRIU watchdog runs. All ids are from CRIU's store of
 /// descriptors.
 #[derive(Debug)]
 pub(crate) struct SharedState {
@@ -52,7 +52,7 @@ pub(crate) enum MmapOffset {
 /// Stands for [`MmapOffset::Nowhere`]. No offset has this value: an offset is a multiple of the page size.
 const NOWHERE: u64 = u64::MAX;
 
-/// Words in front of those of the placeholders: the ids of their file and their userfaultfd.
+/// Words in front of the placeholders' words: the ids of their file and their userfaultfd.
 const PLACEHOLDER_WORDS: usize = 2;
 
 #[derive(Debug, Clone, Copy)]
@@ -75,7 +75,7 @@ pub(crate) enum WaitError {
     )]
     Failed(u32),
     /// The process's state was not made in time.
-    #[error("waited {STATE_TIMEOUT:?} for the GPU state of process {0}, which this task needs")]
+    #[error("waited {STATE_LIMIT:?} for the GPU state of process {0}, which this task needs")]
     TimedOut(u32),
     /// The restore of a render node failed.
     #[error(
@@ -83,13 +83,13 @@ pub(crate) enum WaitError {
     )]
     NodeFailed(u32),
     /// The render node was not made in time.
-    #[error("waited {STATE_TIMEOUT:?} for the render node of file {0:#x}, which this task needs")]
+    #[error("waited {STATE_LIMIT:?} for the render node of file {0:#x}, which this task needs")]
     NodeTimedOut(u32),
 }
 
 impl SharedState {
-    /// Makes the memory with space for the images, `files` of `/dev/kfd`, `exports`, render nodes with so
-    /// many buffers each, and so many placeholders of each process.
+    /// Makes the memory with space for the images, `files` of `/dev/kfd`, `exports`, and the given number of
+    /// buffers of each render node and of placeholders of each process.
     pub(crate) fn new(
         images: &[(u32, KfdImage)],
         placeholders: impl Iterator<Item = usize>,
@@ -159,7 +159,7 @@ impl SharedState {
         self.put_stored(self.nodes[node].contents, stored);
     }
 
-    /// Returns the socket with the dma-bufs of a render node's buffers; none if it has no own buffers.
+    /// Returns the socket with the dma-bufs of a render node's buffers, or `None` if it has no own buffers.
     pub(crate) fn node_contents(&self, node: usize) -> Option<i32> {
         self.get_stored(self.nodes[node].contents)
     }
@@ -202,7 +202,8 @@ impl SharedState {
         self.put_stored(self.rows[image].contents, stored);
     }
 
-    /// Returns the socket with the dma-bufs of a process's buffers; none if no task has made the process.
+    /// Returns the socket with the dma-bufs of a process's buffers, or `None` if no task has made the
+    /// process.
     pub(crate) fn contents(&self, image: usize) -> Option<i32> {
         self.get_stored(self.rows[image].contents)
     }
@@ -213,7 +214,7 @@ impl SharedState {
         self.put_stored(self.rows[image].placeholders + WORD, uffd);
     }
 
-    /// Returns a process's placeholder file and userfaultfd; none if it has no placeholder.
+    /// Returns a process's placeholder file and userfaultfd, or `None` if it has no placeholder.
     pub(crate) fn placeholders(&self, image: usize) -> Option<(i32, i32)> {
         let row = self.rows[image].placeholders;
         self.get_stored(row).zip(self.get_stored(row + WORD))
@@ -226,7 +227,7 @@ impl SharedState {
         self.memory.store64(word + WORD, buffer as u64 + 1);
     }
 
-    /// Returns the buffer and file offset of a mapping's placeholder; none if the mapping has none.
+    /// Returns the buffer and file offset of a mapping's placeholder, or `None` if the mapping has none.
     pub(crate) fn placeholder(&self, image: usize, number: usize) -> Option<(usize, u64)> {
         let word = self.placeholder_word(image, number);
         let buffer = usize::try_from(self.memory.load64(word + WORD).checked_sub(1)?).ok()?;
@@ -293,8 +294,8 @@ impl SharedState {
         self.wait_until(row.state, || self.is_ready(row).then_some(()), errors)
     }
 
-    /// Waits until `ready` returns a value, `state` is [`FAILED`], or the time is over. The errors are those
-    /// of the latter two.
+    /// Waits until `ready` returns a value, `state` is [`FAILED`], or the time is over. The last argument has
+    /// the errors for the latter two.
     fn wait_until<T>(
         &self,
         state: u64,
@@ -309,7 +310,7 @@ impl SharedState {
             if self.memory.load64(state) == FAILED {
                 return Err(failed);
             }
-            if start.elapsed() > STATE_TIMEOUT {
+            if start.elapsed() > STATE_LIMIT {
                 return Err(timed_out);
             }
             sleep(POLL_INTERVAL);

@@ -18,7 +18,8 @@ use super::shared_state::{MmapOffset, SharedState};
 use super::{Restore, kfd_file};
 use crate::image::Images;
 
-/// Without a streamer the processes wait for memory that could be lazy. Only this line of CRIU's log says so.
+/// Without a streamer the processes wait for memory that could be lazy. Only this line of CRIU's log reports
+/// that.
 const NO_STREAMER: &str = "so all GPU memory is loaded before the processes run; to load it in the \
                            background, use `rewake restore`, or start `rewake lazy-pages` with this work \
                            directory before CRIU";
@@ -252,7 +253,7 @@ mod tests {
 
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 
-    use rewake_plugin_protocol::TIMEOUT;
+    use rewake_plugin_protocol::STEP_LIMIT;
 
     use super::*;
 
@@ -265,7 +266,7 @@ mod tests {
 
     /// Greets a streamer that sends this answer.
     fn greeted_with(answer: to_plugin::What) -> Result<StreamerConnection, Error> {
-        let (plugin, server) = channels(TIMEOUT);
+        let (plugin, server) = channels(STEP_LIMIT);
         let server = thread::spawn(move || {
             server.receive::<proto::ToServer>().unwrap();
             server.send(&proto::ToPlugin { what: Some(answer) }, &[]).unwrap();

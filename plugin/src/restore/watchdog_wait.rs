@@ -22,7 +22,7 @@ use super::shared_state::SharedState;
 const POLL_INTERVAL_MS: u16 = 1;
 /// How long a task waits for a watchdog. With CRIU 4.2 none starts if another plugin takes the POST_FORKING
 /// call for itself.
-const WATCHDOG_TIMEOUT: Duration = Duration::from_secs(5);
+const WATCHDOG_LIMIT: Duration = Duration::from_secs(5);
 
 /// How tasks notice the death of CRIU's main process.
 #[derive(Debug)]
@@ -49,9 +49,9 @@ impl WatchdogWait {
     /// In a task: waits until the watchdog runs.
     pub(super) fn wait(&self, host: &Host, state: &SharedState) -> Answer {
         let Some(criu) = self.criu.filter(|_| !state.has_watchdog()) else { return Ok(()) };
-        if !wait_for_watchdog(&host.stored_fd(criu)?, || state.has_watchdog(), WATCHDOG_TIMEOUT)? {
+        if !wait_for_watchdog(&host.stored_fd(criu)?, || state.has_watchdog(), WATCHDOG_LIMIT)? {
             host.warn(format_args!(
-                "no CRIU watchdog runs {WATCHDOG_TIMEOUT:?} after the fork of the restored tasks: does \
+                "no CRIU watchdog runs {WATCHDOG_LIMIT:?} after the fork of the restored tasks: does \
                  another plugin take POST_FORKING for itself? If CRIU is killed now, kill the tasks"
             ));
             // No other task has to wait.

@@ -82,7 +82,10 @@ prop_compose! {
     /// Generates a few nodes with any links.
     pub(super) fn small()(cpus in 0_usize..3, gpus in 0_usize..5)(
         nodes in Just((cpus, machine(cpus.max(1), &vec![1; gpus]))),
-        links in prop::collection::vec((prop::sample::select(vec![PCIE, XGMI, XGMI, 4]), 0_usize..8, 0_usize..8), 0..12),
+        links in prop::collection::vec(
+            (prop::sample::select(vec![PCIE, XGMI, XGMI, 4]), 0_usize..8, 0_usize..8),
+            0..12,
+        ),
         hives in prop::collection::vec(0_u64..3, 8),
     ) -> Vec<NodeImage> {
         let (cpus, mut nodes) = nodes;
@@ -258,7 +261,7 @@ fn cpus_alike(
     pairs: &[(NodeImage, NodeImage)],
     checks: Checks,
 ) -> bool {
-    let touches = |gpu: &NodeImage, cpu: &NodeImage| {
+    let is_linked = |gpu: &NodeImage, cpu: &NodeImage| {
         [PCIE, XGMI].iter().any(|kind| has(gpu, cpu, *kind) || has(cpu, gpu, *kind))
     };
     let both = |gpu: &(NodeImage, NodeImage), cpu: &(NodeImage, NodeImage)| {
@@ -270,10 +273,10 @@ fn cpus_alike(
         };
         return pairs
             .iter()
-            .all(|gpu| old.iter().filter(|cpu| touches(&gpu.0, cpu)).all(|cpu| replaced(gpu, cpu)));
+            .all(|gpu| old.iter().filter(|cpu| is_linked(&gpu.0, cpu)).all(|cpu| replaced(gpu, cpu)));
     }
     let old: Vec<&NodeImage> =
-        old.iter().filter(|cpu| pairs.iter().any(|gpu| touches(&gpu.0, cpu))).collect();
+        old.iter().filter(|cpu| pairs.iter().any(|gpu| is_linked(&gpu.0, cpu))).collect();
     let numbers = |nodes: &[&NodeImage]| nodes.iter().map(|node| node.properties.node_id).collect::<Vec<_>>();
     let node = |nodes: &[&NodeImage], number| {
         (*nodes.iter().find(|node| node.properties.node_id == number).unwrap()).clone()

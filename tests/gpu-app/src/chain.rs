@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use anyhow::{bail, ensure};
-use rewake_amdgpu_uapi::packet::{Aql, Signal};
-use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Event, QueueSpec, WaitOutcome};
 
 use crate::gpu::{Gpus, PATIENCE};
 use crate::kernel::{ARGUMENTS, Kernel};
+use crate::kfd::aql::{Aql, Signal};
+use crate::kfd::{Buffer, ComputeQueue, Event, QueueSpec, WaitOutcome};
 
 /// Space for dispatches in a lane at a time.
 pub const SLOTS: u64 = 8192;
@@ -112,7 +112,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Waits for the last of so many launched steps.
+    /// Waits for the last of this number of launched steps.
     ///
     /// # Errors
     /// A GPU faults or does not finish.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Several processes, each with some of the layers: the first starts the others and hands the activation to one
-//! after the other, over sockets or in one shared buffer.
+//! Several processes, each with some of the layers: the first starts the others and hands the activation to
+//! one after the other, over sockets or in one shared buffer.
 
 use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};

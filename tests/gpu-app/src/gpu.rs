@@ -6,15 +6,16 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
 use rewake_amdgpu_uapi::abi::memory::{Access, Mapping, PAGE};
 use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_amdgpu_uapi::{
-    Buffer, Device, Event, Events, Kfd, MemoryKind, QueueSpec, SdmaQueue, Spec, Userptr, doorbells, svm,
-};
 
 use crate::kernel;
+use crate::kfd::{
+    Buffer, Device, Event, Events, MemoryKind, QueueSpec, SdmaQueue, Spec, Userptr, doorbells, svm,
+};
 
 /// Patience with a GPU, in waiting time of this process: none of it passes while the process does not exist.
 pub const PATIENCE: Duration = Duration::from_secs(300);
@@ -38,7 +39,7 @@ impl Gpus {
     /// Opens the first `count` GPUs.
     ///
     /// # Errors
-    /// There are not so many, or one of them refuses.
+    /// The machine has fewer GPUs, or one of them refuses.
     pub fn open(count: usize) -> anyhow::Result<Arc<Self>> {
         let topology = Topology::read()?;
         let found = topology.gpus().count();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The soft GPU's built-in kernels: how a dispatch names one, what its arguments are, and what it computes. All
-//! numbers are little-endian; arithmetic wraps.
+//! The soft GPU's built-in kernels: how a dispatch names one, what its arguments are, and what it computes.
+//! All numbers are little-endian; arithmetic wraps.
 
 /// First word of a kernel's descriptor.
 const MAGIC: [u8; 8] = *b"SGKERN01";

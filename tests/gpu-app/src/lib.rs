@@ -5,7 +5,8 @@
 //! * [`shape`]: how large it is and what it does besides answering. [`weights`]: its numbers, from a seed.
 //! * [`kernel`]: the soft GPU's built-in kernels, and what each computes.
 //! * [`model`]: the same answers without any GPU.
-//! * [`gpu`]: one process's GPUs: memory, queues, events. [`chain`]: dispatches that wait for each other.
+//! * [`kfd`]: the compute driver's memory, queues and events. [`gpu`]: one process's GPUs, with all of them.
+//!   [`chain`]: dispatches that wait for each other.
 //! * [`stage`]: the layers of one process. [`family`]: several processes. [`small`]: many small buffers.
 //!   [`own`]: memory that no GPU can access.
 //! * [`side`]: other work during answers. [`rendered`]: a process without compute.
@@ -18,6 +19,7 @@ pub mod client;
 pub mod family;
 pub mod gpu;
 pub mod kernel;
+pub mod kfd;
 pub mod model;
 pub mod own;
 pub mod rendered;

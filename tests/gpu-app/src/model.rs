@@ -111,7 +111,7 @@ impl Model {
         answer
     }
 
-    /// One step; without `embed` the activation is used as it is.
+    /// One step; without `embed` the activation is used unchanged.
     fn step(&self, state: &mut State, token: u32, embed: bool) -> u32 {
         if embed {
             let width = usize::try_from(WIDTH).unwrap_or(0);

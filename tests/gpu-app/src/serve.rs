@@ -37,7 +37,8 @@ use crate::stage::{ACTIVATION, Ends, Stage};
 /// Bytes of a request's line, at most.
 const LINE: u64 = 1 << 20;
 
-/// Microseconds of a GPU's time for each of the tokens that are dispatched at once, so that a dump finds them waiting.
+/// Microseconds of a GPU's time for each of the tokens that are dispatched at once, so that a dump finds them
+/// waiting.
 const BUSY: u64 = 250_000;
 
 /// The first process's part and the other processes.

@@ -12,7 +12,7 @@ pub const VOCABULARY: u64 = 256;
 /// Entries of the list that a step follows.
 pub const LINKS: u64 = 2048;
 
-/// Small buffers, at most: a bound on dispatches at once.
+/// The most small buffers, as a bound on dispatches at once.
 pub const SMALL_BOS: u64 = 8000;
 
 /// Options that determine the server's answers, or its memory.

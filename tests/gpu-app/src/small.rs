@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use rewake_amdgpu_uapi::Buffer;
 
 use crate::chain::{Lane, Step};
 use crate::gpu::Gpus;
 use crate::kernel::Kernel;
+use crate::kfd::Buffer;
 use crate::model::{self, SMALL};
 use crate::shape::Shape;
 use crate::weights;

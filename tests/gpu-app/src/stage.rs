@@ -6,11 +6,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::ensure;
-use rewake_amdgpu_uapi::{Buffer, Userptr};
 
 use crate::chain::{Lane, SLOTS, Step};
 use crate::gpu::{Gpus, Memory, Uploader};
 use crate::kernel::Kernel;
+use crate::kfd::{Buffer, Userptr};
 use crate::model::{self, RESIDUAL};
 use crate::shape::{Mode, Shape, VOCABULARY, WIDTH};
 use crate::weights;

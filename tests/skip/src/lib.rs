@@ -14,7 +14,8 @@ use std::fmt::Display;
 use std::io::Write as _;
 use std::thread;
 
-/// Reports that the running test does not run, and why. Called on the test's own thread, whose name is the test's.
+/// Reports that the running test does not run, and why. Called on the test's own thread, whose name is the
+/// test's.
 ///
 /// The line bypasses the test harness, which hides what tests print while they pass.
 pub fn report(reason: impl Display) {
@@ -23,7 +24,7 @@ pub fn report(reason: impl Display) {
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
-/// Ends the running test, which does not run here; the arguments are those of `format!`, and give the reason.
+/// Ends the running test, which does not run here; the arguments are as for `format!`, and give the reason.
 #[macro_export]
 macro_rules! skip {
     ($($reason:tt)*) => {{

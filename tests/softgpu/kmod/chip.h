@@ -5,7 +5,7 @@
 #include "softgpu.h"
 
 const struct sg_chip *sg_chip_find(const char *name);
-/* The chip in a mode in which each GPU has so many of its XCCs. Called once. */
+/* The chip in a mode in which each GPU has this number of its XCCs. Called once. */
 const struct sg_chip *sg_chip_partition(const struct sg_chip *chip, u32 xccs);
 
 #endif

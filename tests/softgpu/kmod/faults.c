@@ -40,7 +40,7 @@ enum sg_fate {
 	SG_KILLED_AFTER,
 };
 
-/* Which calls are counted, and the fault of the Nth; none if `nth` is 0. */
+/* Which calls are counted, and the fault of the Nth. Without a fault, `nth` is 0. */
 struct sg_plan {
 	u64 nth;
 	enum sg_fate fate;

@@ -131,8 +131,8 @@ int sg_queues_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset)
 }
 
 /*
- * Linux 7.2 compares the record's size with that of one XCC's MQD, though it
- * dumps those of all: a queue of a multi-XCC chip cannot be restored there.
+ * Linux 7.2 compares the record's size with one XCC's MQD, though it dumps
+ * the MQDs of all XCCs, so a queue of a multi-XCC chip cannot be restored there.
  */
 static u32 sg_criu_mqd_expected(const struct sg_pdd *pdd, u32 one)
 {

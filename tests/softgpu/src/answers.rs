@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The model's answers, which are kept until the machine ends: an emulated processor computes seconds for one from
-//! twelve MiB of weights, and most tests ask servers of the same shape for the same answer.
+//! The model's answers, which are kept until the machine ends: an emulated processor computes seconds for one
+//! from twelve MiB of weights, and most tests ask servers of the same shape for the same answer.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -32,8 +32,8 @@ pub struct App {
 }
 
 impl App {
-    /// Starts a server of this shape with its files in `folder`, and waits until it serves. It is a session leader
-    /// without a terminal, as CRIU wants it.
+    /// Starts a server of this shape with its files in `folder`, and waits until it serves. It is a session
+    /// leader without a terminal, as CRIU wants it.
     ///
     /// # Errors
     /// The server does not start; the panic shows its log.
@@ -141,7 +141,7 @@ impl App {
         Ok(())
     }
 
-    /// Rounds of the work beside the answers.
+    /// Rounds of the work that runs in addition to the answers.
     ///
     /// # Errors
     /// A round was wrong.

@@ -70,19 +70,19 @@ impl Container {
     ///
     /// # Errors
     /// Its files cannot be written.
-    pub fn twin(&self, nodes: &[PathBuf]) -> anyhow::Result<Self> {
+    pub fn copy(&self, nodes: &[PathBuf]) -> anyhow::Result<Self> {
         let (inside, shape) = (self.inside.clone(), self.shape.clone());
-        let twin = Self { folder: tempfile::tempdir()?, inside, right: Answers::of(&shape), shape };
-        twin.make_folders()?;
+        let copy = Self { folder: tempfile::tempdir()?, inside, right: Answers::of(&shape), shape };
+        copy.make_folders()?;
         // The program has its log open.
-        fs::copy(self.path("files/log"), twin.path("files/log")).context("copy the log")?;
+        fs::copy(self.path("files/log"), copy.path("files/log")).context("copy the log")?;
         for file in fs::read_dir(self.images())?.flatten() {
             if file.file_type()?.is_file() {
-                fs::copy(file.path(), twin.images().join(file.file_name())).context("copy the images")?;
+                fs::copy(file.path(), copy.images().join(file.file_name())).context("copy the images")?;
             }
         }
-        twin.has(nodes)?;
-        Ok(twin)
+        copy.has(nodes)?;
+        Ok(copy)
     }
 
     fn make_folders(&self) -> anyhow::Result<()> {
@@ -140,7 +140,8 @@ impl Container {
         let arguments = command.into_iter().chain(serve).chain([files.join("socket").display().to_string()]);
         let devices = devices(nodes)?;
         let allowed = devices.iter().map(|device| {
-            json!({"allow": true, "type": "c", "major": device["major"], "minor": device["minor"], "access": "rwm"})
+            let (major, minor) = (&device["major"], &device["minor"]);
+            json!({"allow": true, "type": "c", "major": major, "minor": minor, "access": "rwm"})
         });
         let denied = [json!({"allow": false, "access": "rwm"})];
         let namespaces = ["pid", "network", "ipc", "uts", "mount"].map(|kind| json!({"type": kind}));

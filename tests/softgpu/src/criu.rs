@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The real CRIU, in two versions, with a plugin for GPUs: this project's, or the stock one that is written in C.
+//! The real CRIU, in two versions, with a plugin for GPUs: this project's, or the stock one that is written
+//! in C.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use rewake_testkit::process::{last_lines, output};
 use rewake_testkit::programs::{beside, rewake};
 use rewake_testkit::soon;
 
-use crate::left::doing;
+use crate::criu_leftovers::doing;
 
 /// Where `cargo xtask vm` puts the plugin that it builds from Debian's source of CRIU.
 const STOCK_PLUGIN: &str = "/usr/local/lib/criu";

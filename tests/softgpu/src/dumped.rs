@@ -16,12 +16,12 @@ pub use rewake_testkit::process::{dies, signal, signal_group, streamer_of};
 pub use rewake_testkit::soon;
 
 use crate::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
+use crate::criu_leftovers::runs;
 use crate::kept::{KeptDump, ServerFolder};
-use crate::left::runs;
 use crate::server::small;
-use crate::{Daemon, Held, Judge, Server, Streamer};
+use crate::{Daemon, DelayedCopies, Judge, Server, Streamer};
 
-/// With one ring, so that copies can be [held](Held), and run one after the other.
+/// With one ring, so that copies can be [held](DelayedCopies), and run one after the other.
 pub const ONE_RING: [(&str, &str); 1] = [("sdma_rings", "1")];
 
 /// Twelve MiB that no CPU can access.
@@ -76,8 +76,9 @@ impl Dumped {
         Self::made_or_copied(shape, version, KeptDump::of(shape, version, COUNT).as_ref())
     }
 
-    /// A server that runs beside another which was started before, and can be restored beside it. No other test gets
-    /// its dump: the other server has the first copy engines, so this one has queues of later numbers.
+    /// A server that runs next to another which was started before, and can be restored while that one runs.
+    /// No other test gets its dump, because the other server has the first copy engines and this one has
+    /// queues of later numbers.
     ///
     /// # Errors
     /// As [`Dumped::of`].
@@ -100,7 +101,7 @@ impl Dumped {
                 Self { server: Server::dumped(version, shape, folder.path(), pid), criu, folder }
             };
             let all: Vec<Self> = copies.into_iter().map(of_copy).collect();
-            return Ok(all.try_into().expect("so many"));
+            return Ok(all.try_into().expect("COUNT servers"));
         }
         let (folders, _last_pid) = match kept {
             Some(kept) => {
@@ -122,7 +123,7 @@ impl Dumped {
         if let Some(kept) = kept {
             kept.keep(all.iter().map(|dumped| (&dumped.folder, dumped.server.pid)));
         }
-        Ok(all.try_into().expect("so many"))
+        Ok(all.try_into().expect("COUNT servers"))
     }
 
     /// A streamer that CRIU's plugin finds.
@@ -159,11 +160,11 @@ impl Dumped {
     /// # Panics
     /// It fails, or its gate is open.
     #[must_use]
-    pub fn restores_paused(&self) -> (Streamer, Held) {
-        let (streamer, held) = (self.streamer(), Held::streamers());
+    pub fn restores_paused(&self) -> (Streamer, DelayedCopies) {
+        let (streamer, delayed) = (self.streamer(), DelayedCopies::streamers());
         self.criu.restore().unwrap();
         assert!(is_paused(self.server.pid), "{}", streamer.said());
-        (streamer, held)
+        (streamer, delayed)
     }
 
     /// Restores it, and waits until its queues are resumed; returns the streamer's log.
@@ -183,16 +184,16 @@ impl Dumped {
     /// # Panics
     /// It fails, or its gate is open.
     #[must_use]
-    pub fn restoring(&self) -> (Restoring, Held) {
-        let held = Held::streamers();
+    pub fn restoring(&self) -> (Restoring, DelayedCopies) {
+        let delayed = DelayedCopies::streamers();
         let restoring = Restoring::start(&self.criu);
         // CRIU has ended then.
         let runs = soon(|| is_paused(self.server.pid) && children(restoring.child.id()).len() == 1);
         if !runs {
-            drop(held);
+            drop(delayed);
             panic!("{:?}", restoring.end());
         }
-        (restoring, held)
+        (restoring, delayed)
     }
 
     /// Kills the restored server.

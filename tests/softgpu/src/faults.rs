@@ -21,7 +21,8 @@ pub enum Fault {
 /// Which calls are counted; all if neither is set.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Calls<'a> {
-    /// The name of a process (of its first thread, so that of the program in CRIU's children before their restore).
+    /// The name of a process (of its first thread, so that of the program in CRIU's children before their
+    /// restore).
     pub comm: Option<&'a str>,
     /// The kind of call: `kfd/CREATE_QUEUE`, `kfd/CRIU_OP`, `kfd/CRIU_OP/RESTORE`, `amdgpu/CS`,
     /// `drm/PRIME_FD_TO_HANDLE`.

@@ -33,7 +33,7 @@ pub struct Gate {
 pub struct Paused {
     /// Unfinished dispatches.
     pub waves: u64,
-    /// Unfinished packets, including those of these dispatches.
+    /// Unfinished packets, including the packets of these dispatches.
     pub packets: u64,
 }
 
@@ -145,7 +145,7 @@ impl Judge {
     /// # Panics
     /// As [`Judge::gates`].
     #[must_use]
-    pub fn shut(&self) -> usize {
+    pub fn closed_gates(&self) -> usize {
         self.gates().iter().filter(|gate| gate.paused).count()
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Dumps that the tests of one machine share: the first test that needs a server of a shape starts and dumps it, and
-//! each later one gets a copy of what that dump left, at the same paths. An emulated processor takes ten seconds to
-//! make a dump and one to copy it.
+//! Dumps that the tests of one machine share: the first test that needs a server of a shape starts and dumps
+//! it, and each later one gets a copy of what that dump left, at the same paths. An emulated processor takes
+//! ten seconds to make a dump and one to copy it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,7 +24,8 @@ const FOLDER: &str = "/run/rewake-test-dumps";
 const SERVERS: &str = "servers";
 /// The number that the kernel gave last (`pid_namespaces(7)`).
 const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
-/// Pids from here on are those of kept servers, so that no other process has one of them when they are restored.
+/// Pids from here on belong to kept servers, so that no other process has one of them when the servers are
+/// restored.
 const FIRST_PID: usize = 1_000_000;
 /// Pids for one kept dump: its servers, and what runs until they are dumped.
 const PIDS: usize = 10_000;
@@ -62,8 +63,8 @@ impl Drop for ServerFolder {
 }
 
 impl KeptDump {
-    /// The dump of that many servers of a shape. None where GPUs are real, because the machine is not the tests' own,
-    /// and in modes of which each test dumps another.
+    /// The dump of that many servers of a shape. None where GPUs are real, because the machine is not the
+    /// tests' own, and in modes of which each test dumps another.
     pub(crate) fn of(shape: &Shape, version: Version, count: usize) -> Option<Self> {
         static USES: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
         Judge::find()?;
@@ -98,8 +99,8 @@ impl KeptDump {
         Some(servers.lines().map(copy).collect())
     }
 
-    /// Folders for the servers of a dump that no test has made. What starts from here on has pids that no other
-    /// process gets, until [`LastPid`] is dropped.
+    /// Folders for the servers of a dump that no test has made. What starts from here on has pids that no
+    /// other process gets, until [`LastPid`] is dropped.
     ///
     /// # Panics
     /// A folder cannot be made, or the kernel does not take the number.
@@ -149,8 +150,9 @@ fn copy(from: &Path, to: &Path) {
     output(Command::new("cp").arg("--archive").arg(from).arg(to)).unwrap();
 }
 
-/// The number from which the kernel counts pids. CRIU moves it to those of restored tasks, and a later test's
-/// processes must not have the pids of servers that are restored again: dropping it sets the number back.
+/// The number from which the kernel counts pids. CRIU moves that number to the pids of restored tasks. A
+/// later test's processes must not have the pids of servers that are restored again, so dropping this sets
+/// the number back.
 #[derive(Debug)]
 pub(crate) struct LastPid(usize);
 

@@ -12,8 +12,8 @@ use rewake_amdgpu_uapi::topology::Topology;
 use rewake_testkit::process::wait_child;
 use rewake_testkit::{PATIENCE, soon};
 
+use crate::delayed_copies::DelayedCopies;
 use crate::faults::Faults;
-use crate::hold::Held;
 use crate::judge::Judge;
 use crate::kept::LastPid;
 
@@ -78,7 +78,7 @@ fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     }
     // Objects of an earlier test may still be alive.
     drop(Faults::find());
-    Held::none();
+    DelayedCopies::none();
     let before = judge.as_ref().map(Judge::alive);
     let _last_pid = judge.as_ref().map(|_| LastPid::read());
     let mut peer = Peer::start(&mut Command::new(this_program()), name, None, Stdio::inherit());

@@ -9,6 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
+use gpu_app::kfd::Device;
+use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::abi::memory::{Mapping, PAGE};
 use rewake_amdgpu_uapi::abi::{
     KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, call, kfd_criu_bo_bucket, kfd_criu_device_bucket,
@@ -16,7 +18,6 @@ use rewake_amdgpu_uapi::abi::{
 use rewake_amdgpu_uapi::criu::{self, Checkpoint};
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_amdgpu_uapi::{Device, Kfd};
 
 /// What the file holds.
 #[derive(Debug)]

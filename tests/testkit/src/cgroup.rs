@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use crate::process::{PATIENCE, ProcessId, run, until};
 
-/// Bytes that a group may have, beside those that it has, until it runs out of memory.
+/// Bytes that a group may have in addition to the ones that it has, before it runs out of memory.
 const MORE: u64 = 16 << 20;
 /// Groups of one test program have different names.
 static NUMBER: AtomicUsize = AtomicUsize::new(0);
@@ -79,7 +79,7 @@ impl Cgroup {
     /// Sends a signal to every process, one after the other, as a service manager does.
     pub fn signal(&self, signal: Signal) {
         for pid in self.processes() {
-            // A process that has ended meanwhile needs none.
+            // A process that has ended needs no signal.
             let _ = kill(pid, signal);
         }
     }

@@ -30,7 +30,7 @@ pub struct Daemon {
 pub struct DaemonOptions {
     /// Options of `rewake serve`.
     pub arguments: Vec<OsString>,
-    /// Variables, beside those of the test.
+    /// Variables in addition to the test's own.
     pub environment: Vec<(String, String)>,
 }
 

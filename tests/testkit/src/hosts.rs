@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Two hosts on one machine: each has network, pid and mount namespaces of its own, and a `/run/rewake`. The file
-//! system is shared, as a migration needs it. [`own_tmpfs`] gives one thread a place of its own.
+//! Two hosts on one machine: each has network, pid and mount namespaces of its own, and a `/run/rewake`. The
+//! file system is shared, as a migration needs it. [`own_tmpfs`] gives one thread a place of its own.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};

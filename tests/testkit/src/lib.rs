@@ -10,13 +10,16 @@
 //! * [`relay`]: a slow link to a server, which can be cut, and lies.
 //! * [`authority`]: certificates for TLS.
 //! * [`cgroup`]: processes that get one event together.
+//! * [`confined`]: processes that confine themselves.
 //! * [`seaweedfs`]: a store that answers as S3 does.
 //! * [`random`]: random numbers and moments that a seed repeats.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod authority;
 pub mod cgroup;
+#[allow(unsafe_code, reason = "a fork")]
+pub mod confined;
 pub mod daemon;
 pub mod export;
 pub mod hosts;
@@ -26,6 +29,7 @@ pub mod programs;
 pub mod random;
 pub mod relay;
 pub mod seaweedfs;
+pub mod trace;
 
 pub use daemon::Daemon;
 pub use process::{PATIENCE, soon, until};

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The commands that the README and the pages in `docs` print. The info string of a fenced block is `sh run=NAME` where
-//! a test runs the commands as they are printed, `sh not-run: WHY` where none does, and another language, or `text`,
-//! where the block has no commands. `cargo xtask tidy` checks that each block has one of these.
+//! The commands that the README and the pages in `docs` print. The info string of a fenced block is `sh
+//! run=NAME` where a test runs the commands as they are printed, `sh not-run: WHY` where none does, and
+//! another language, or `text`, where the block has no commands. `cargo xtask tidy` checks that each block
+//! has one of these.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ pub struct PrintedBlock {
 /// The pages that a user reads: the README and those in `docs`.
 ///
 /// # Panics
-/// They are not beside this crate.
+/// They are not in this crate's repository.
 #[must_use]
 pub fn pages() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("the repository");
@@ -58,7 +59,7 @@ fn blocks_of(page: &Path, text: &str) -> Vec<PrintedBlock> {
     blocks
 }
 
-/// A command as it is printed.
+/// A printed command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrintedCommand {
     /// `hostA` of the prompt `hostA$ `; empty without one.
@@ -108,7 +109,8 @@ mod tests {
 
     #[test]
     fn a_command_is_read_as_a_shell_reads_it() {
-        let text = "x\n```sh run=y\nhostA$ rewake a \\\n   -b c   # why\n\nrewake d &\n# none\n```\n```text\nz\n```\n";
+        let text = "x\n```sh run=y\nhostA$ rewake a \\\n   -b c   # why\n\nrewake d &\n# \
+            none\n```\n```text\nz\n```\n";
         let blocks = blocks_of(Path::new("p.md"), text);
         let [block, other] = &blocks[..] else { panic!("{blocks:?}") };
         assert_eq!((&block.place[..], &block.info[..], &other.text[..]), ("p.md:3", "sh run=y", "z\n"));

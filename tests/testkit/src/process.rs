@@ -16,8 +16,8 @@ use nix::unistd::Pid;
 use rewake_process::names::lines;
 use rewake_process::proc;
 
-/// How long to wait for what must happen: an emulated machine beside other load takes one minute to restore several
-/// programs. Only a test that fails waits so long.
+/// How long to wait for what must happen: an emulated machine on a busy host takes one minute to restore
+/// several programs. Only a test that fails waits so long.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 /// Polling interval of a wait: a twentieth of its duration, within these limits.
 const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(50)];
@@ -96,8 +96,8 @@ pub fn output(command: &mut Command) -> anyhow::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// Writes a program. A shell writes it: a program that this process has open for writing in one thread cannot be run
-/// by a child of another.
+/// Writes a program. A shell writes it: a program that this process has open for writing in one thread cannot
+/// be run by a child of another.
 ///
 /// # Errors
 /// The shell fails.
@@ -125,8 +125,8 @@ pub fn wait_child(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     until(limit, || child.try_wait().ok().flatten())
 }
 
-/// Waits for a restored process, which has become a child of this one (a subreaper); none when it still runs at the
-/// limit.
+/// Waits for a restored process, which has become a child of this one (a subreaper); none when it still runs
+/// at the limit.
 ///
 /// # Errors
 /// It is not a child of this process.
@@ -153,7 +153,8 @@ pub fn parent(pid: Pid) -> Option<Pid> {
     proc::status(pid.as_raw()).map(|status| Pid::from_raw(status.parent))
 }
 
-/// Whether all threads of a process have ended, so that its descriptors are closed: it has ended or is a zombie.
+/// Whether all threads of a process have ended, so that its descriptors are closed: it has ended or is a
+/// zombie.
 #[must_use]
 pub fn has_ended<P: ProcessId>(process: P) -> bool {
     let pid = process.pid().as_raw();
@@ -214,8 +215,8 @@ pub fn in_group(name: &str) -> Vec<Pid> {
     })
 }
 
-/// Whether a thread of a process sleeps in a page fault that no streamer has served. A thread that waits because the
-/// streamer has not read of its mremap(2) or fork(2) yet sleeps elsewhere.
+/// Whether a thread of a process sleeps in a page fault that no streamer has served. A thread that waits
+/// because the streamer has not read of its mremap(2) or fork(2) yet sleeps elsewhere.
 #[must_use]
 pub fn waits_in_a_page_fault<P: ProcessId>(process: P) -> bool {
     let pid = process.pid().as_raw();

@@ -71,8 +71,8 @@ pub fn count<T: FromStr>(variable: &str, default: T) -> T {
     env::var(variable).map_or(default, parse)
 }
 
-/// Rounds of a campaign of which a share must have the outcome that its moments are chosen for. The few rounds of the
-/// suite show that no outcome is wrong; `cargo xtask stress` runs enough of them for a share.
+/// Rounds of a campaign of which a share must have the outcome that its moments are chosen for. The few
+/// rounds of the suite show that no outcome is wrong; `cargo xtask stress` runs enough of them for a share.
 const ENOUGH: usize = 8;
 
 /// Whether at least one of `every` rounds had that outcome, if there were enough rounds for such a share.

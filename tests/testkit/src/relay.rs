@@ -15,10 +15,13 @@ use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::hosts::Host;
 
+/// The first bytes of a manifest.
+const MANIFEST: &[u8] = b"RWKIMAGE";
 /// Bytes that pass at once.
 const PIECE: usize = 16 << 10;
 
-/// A link with a rate. It carries any number of connections, one after another. Its threads end with the test program.
+/// A link with a rate. It carries any number of connections, one after another. Its threads end with the test
+/// program.
 #[derive(Debug)]
 pub struct SlowLink {
     port: u16,
@@ -28,13 +31,15 @@ pub struct SlowLink {
     passed: Arc<AtomicU64>,
     sent: Arc<AtomicU64>,
     lies: Arc<AtomicBool>,
+    /// Whether a client has received a manifest that anyone on the way can read.
+    has_shown_manifest: Arc<AtomicBool>,
     is_cut: Arc<AtomicBool>,
 }
 
 /// The bytes a second of one direction.
 #[derive(Debug)]
 struct PassRate {
-    /// Until so many bytes have passed.
+    /// Until this number of bytes has passed.
     until: AtomicU64,
     rate: AtomicU64,
     /// From then on.
@@ -42,7 +47,7 @@ struct PassRate {
 }
 
 impl SlowLink {
-    /// Makes a link to a port of this host that carries so many bytes a second to its clients.
+    /// Makes a link to a port of this host that carries `rate` bytes a second to its clients.
     ///
     /// # Errors
     /// The machine has no port.
@@ -50,7 +55,7 @@ impl SlowLink {
         Self::for_clients(usize::MAX, server, rate)
     }
 
-    /// Makes a link on a host to a server that the host reaches. Both directions carry so many bytes a second.
+    /// Makes a link on a host to a server that the host reaches. Both directions carry `rate` bytes a second.
     ///
     /// # Errors
     /// The host has no port.
@@ -82,6 +87,8 @@ impl SlowLink {
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
         let lies = Arc::new(AtomicBool::new(false));
         let is_cut = Arc::new(AtomicBool::new(false));
+        let has_shown_manifest = Arc::new(AtomicBool::new(false));
+        let shown = Arc::clone(&has_shown_manifest);
         let rates = [up, down].map(|rate| Arc::new(PassRate::of(rate)));
         let carried = rates.clone();
         let sent = Arc::new(AtomicU64::new(0));
@@ -109,13 +116,23 @@ impl SlowLink {
                 kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
                 let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
                 let (lie, [up, down]) = (Arc::clone(&lie), carried.clone());
-                spawn(move || carry(&answers, &back, &down, &count, &lie));
+                let shown = Arc::clone(&shown);
+                let pass = move |bytes: &mut [u8]| {
+                    // The middle of a whole piece is in the middle of data.
+                    if bytes.len() == PIECE && lie.swap(false, Ordering::Relaxed) {
+                        bytes[PIECE / 2] ^= 1;
+                    }
+                    if bytes.windows(MANIFEST.len()).any(|found| found == MANIFEST) {
+                        shown.store(true, Ordering::Relaxed);
+                    }
+                };
+                spawn(move || carry(&answers, &back, &down, &count, pass));
                 let sent = Arc::clone(&count_sent);
-                spawn(move || carry(&client, &server, &up, &sent, &AtomicBool::new(false)));
+                spawn(move || carry(&client, &server, &up, &sent, |_| ()));
             }
         });
         let port = listens.recv().context("a link")?.context("a port for a link")?;
-        Ok(Self { port, rates, streams, passed, sent, lies, is_cut })
+        Ok(Self { port, rates, streams, passed, sent, lies, has_shown_manifest, is_cut })
     }
 
     /// Its port.
@@ -124,12 +141,12 @@ impl SlowLink {
         self.port
     }
 
-    /// Has both directions carry so many bytes a second from now on.
+    /// Has both directions carry `rate` bytes a second from now on.
     pub fn slow_to(&self, rate: u64) {
         self.rates.iter().for_each(|of| of.set(rate));
     }
 
-    /// Has the link carry so many bytes to the server from now on, and then this rate.
+    /// Has the link carry `bytes` bytes to the server at the present rate, and all later ones at `rate`.
     pub fn slow_after(&self, bytes: u64, rate: u64) {
         let [up, _] = &self.rates;
         up.later.store(rate, Ordering::Relaxed);
@@ -146,6 +163,12 @@ impl SlowLink {
     #[must_use]
     pub fn sent(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
+    }
+
+    /// Whether a client has received a manifest that anyone on the way can read.
+    #[must_use]
+    pub fn has_shown_manifest(&self) -> bool {
+        self.has_shown_manifest.load(Ordering::Relaxed)
     }
 
     /// Has the link change one byte of what passes next to a client.
@@ -183,24 +206,28 @@ impl PassRate {
         self.later.store(rate, Ordering::Relaxed);
     }
 
-    /// The rate after so many bytes.
+    /// The rate after `passed` bytes.
     fn after(&self, passed: u64) -> u64 {
         let of = if passed < self.until.load(Ordering::Relaxed) { &self.rate } else { &self.later };
         of.load(Ordering::Relaxed)
     }
 }
 
-fn carry(mut from: &TcpStream, mut to: &TcpStream, rate: &PassRate, passed: &AtomicU64, lies: &AtomicBool) {
+/// `pass` sees, and may change, what passes.
+fn carry(
+    mut from: &TcpStream,
+    mut to: &TcpStream,
+    rate: &PassRate,
+    passed: &AtomicU64,
+    pass: impl Fn(&mut [u8]),
+) {
     let mut buffer = vec![0; PIECE];
     loop {
         match from.read(&mut buffer) {
             Ok(0) => break,
             Err(_) => return reset(to),
             Ok(len) => {
-                // The middle of a whole piece is in the middle of data.
-                if len == PIECE && lies.swap(false, Ordering::Relaxed) {
-                    buffer[PIECE / 2] ^= 1;
-                }
+                pass(&mut buffer[..len]);
                 if to.write_all(&buffer[..len]).is_err() {
                     break;
                 }

@@ -113,7 +113,8 @@ impl SeaweedServer {
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
     }
 
-    /// Writes an object of the bucket as a plain file, without S3; an empty name makes the bucket. Returns the status.
+    /// Writes an object of the bucket as a plain file, without S3; an empty name makes the bucket. Returns
+    /// the status.
     ///
     /// # Errors
     /// The server does not answer.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Replicas of one image at once: what they share, and how a hook makes them differ before they run (`docs/clones.md`).
+//! Replicas of one image at once: what they share, and how a hook makes them differ before they run
+//! (`docs/serve.md`).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -131,7 +132,7 @@ fn replicas_without_a_hook_have_the_same_secrets() {
     }
     let server = TlsServer::dumped(criu);
     let [one, other]: [Greeting; 2] = greetings(&server, 2, "exit 0").try_into().unwrap();
-    assert_eq!((one.hello, one.session), (other.hello, other.session), "docs/clones.md says so");
+    assert_eq!((one.hello, one.session), (other.hello, other.session), "as docs/serve.md explains");
 }
 
 #[test]

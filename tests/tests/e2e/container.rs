@@ -48,8 +48,8 @@ fn a_container_in_the_host_network_is_restored_by_another_criu() {
     restores(&need_runc!(Criu::alternative()), Network::Hosts, "plain");
 }
 
-/// Its tasks open files of the image themselves, as the namespace's root. Stock loads all memory of such a container
-/// first, too, because the kernel gives tasks of a user namespace no userfaultfd.
+/// Its tasks open files of the image themselves, as the namespace's root. Stock loads all memory of such a
+/// container first, too, because the kernel gives tasks of a user namespace no userfaultfd.
 #[test]
 fn a_container_with_users_is_restored_from_received_memory() {
     let criu = need_runc!(Criu::main());

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake dump`, and what `rewake restore` does with the plugin for GPUs. Machines with a GPU have tests of their own.
+//! `rewake dump`, and what `rewake restore` does with the plugin for GPUs. Machines with a GPU have tests of
+//! their own.
 
 use std::fs;
 use std::process::{Command, Output, Stdio};
@@ -35,8 +36,8 @@ fn dumped(criu: &Criu, rig: &Rig) {
     wait_pid(rig.pid(), ACT).unwrap();
 }
 
-/// An open dma-buf of no file of this tree: CRIU does not ask the plugin for it. A file that is added later would be
-/// refused in a sealed image, so the image is one that nothing sealed.
+/// An open dma-buf of no file of this tree: CRIU does not ask the plugin for it. A file that is added later
+/// would be refused in a sealed image, so the image is one that nothing sealed.
 fn add_gpu_state(rig: &Rig) {
     fs::remove_file(rig.path("images/rewake-manifest")).unwrap();
     fs::write(rig.path("images/amdgpu-dmabuf_99999.img"), b"\x02\0\0\0\0\0\0\0\x08\x05").unwrap();

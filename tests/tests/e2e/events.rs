@@ -13,9 +13,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_tests::cgroup::Cgroup;
 use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore};
-use rewake_tests::held::Gate;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::{children, has_ended, parent, run, session, until};
+use rewake_tests::restore_gate::Gate;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::sessions::{
     folders, meets_a_missing_page, own_sessions, parked, recover, served_again, waits_in_a_page_fault,
@@ -40,9 +40,11 @@ enum Phase {
 enum Outcome {
     /// The streamer serves it to its end, byte for byte, and ends with 0.
     Served,
-    /// No process of the streamer is left. The target waits, and `rewake recover` serves it to its end, byte for byte.
+    /// No process of the streamer is left. The target waits, and `rewake recover` serves it to its end, byte
+    /// for byte.
     Recovered,
-    /// It is killed before it reads a byte that was not in its image, and `rewake recover` leaves nothing behind.
+    /// It is killed before it reads a byte that was not in its image, and `rewake recover` leaves nothing
+    /// behind.
     Killed,
 }
 
@@ -219,7 +221,8 @@ fn every_event_to_a_cgroup_while_memory_is_missing() {
     table(MemoryMissing);
 }
 
-/// `rewake park` is in the cgroup, too, and is a tracer of the target: the kernel kills a target whose tracer ends.
+/// `rewake park` is in the cgroup, too, and is a tracer of the target: the kernel kills a target whose tracer
+/// ends.
 #[test]
 fn a_service_manager_s_stop_leaves_a_parked_target_unharmed() {
     let criu = need!(Criu::main());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A hostile image, or a process that dies, ends one restore and no other. In each test the same agent serves
-//! another restore meanwhile, and its target sees right bytes only.
+//! A hostile image, or a process that dies, ends one restore and no other. In each test the same agent also
+//! serves another restore, whose target sees right bytes only.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -12,9 +12,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, detached, timeline};
 use rewake_tests::fuse::SilentMount;
-use rewake_tests::held::Gate;
 use rewake_tests::limit::MemoryLimit;
 use rewake_tests::process::{children, output, processes_naming, until};
+use rewake_tests::restore_gate::Gate;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Setup;
 use rewake_tests::{Criu, Scene, Verdict, need};

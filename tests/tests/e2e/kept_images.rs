@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Images as people keep them: directories of symbolic links, a parent that is a directory, a lower layer of overlayfs.
-//! And one that CRIU cannot restore lazily.
+//! Images as people keep them: directories of symbolic links, a parent that is a directory, a lower layer of
+//! overlayfs. And one that CRIU cannot restore lazily.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;

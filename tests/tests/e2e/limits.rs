@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Hard limits of the caller, without CAP_SYS_RESOURCE, as containers and batch systems set them: where stock CRIU
-//! serves, so does `rewake lazy-pages`.
+//! Hard limits of the caller, without CAP_SYS_RESOURCE, as containers and batch systems set them: where stock
+//! CRIU serves, so does `rewake lazy-pages`.
 
 use std::path::PathBuf;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The end to end tests with the real CRIU. Each module is a suite of its own: `cargo xtask test` runs one after the
-//! other, so that their tests share no process.
+//! The end to end tests with the real CRIU. Each module is a suite of its own: `cargo xtask test` runs one
+//! after the other, so that their tests share no process.
 
 mod bad_images;
 mod clones;
@@ -10,11 +10,13 @@ mod events;
 mod family;
 mod handshake;
 mod hollow;
+mod hostile_program;
 mod incremental;
 mod isolation;
 mod kept_images;
 mod killed_daemon;
 mod layout;
+mod lazy_by_plugin;
 mod limits;
 mod metrics;
 mod migrate;
@@ -29,9 +31,9 @@ mod oci;
 mod options;
 mod page_server_client;
 mod page_server_dump;
+mod page_server_faults;
 mod page_server_input;
 mod page_server_lazy;
-mod page_server_lost;
 mod page_server_parent;
 mod page_server_tls;
 mod page_server_tls_client;
@@ -51,6 +53,7 @@ mod sealed_restore;
 mod serve;
 mod serve_gpus;
 mod signals;
+mod signed;
 mod store;
 mod store_s3;
 mod terminal;

@@ -8,9 +8,9 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use rewake_tests::daemon::{DaemonOptions, timeline};
-use rewake_tests::held::Gate;
 use rewake_tests::node_cache::{StoredScene, said};
 use rewake_tests::process::{PATIENCE, until};
+use rewake_tests::restore_gate::Gate;
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Verdict, need};
 use serde_json::Value;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake migrate` and `rewake receive`: a program moves between two hosts. It runs on one of them at most, and it
-//! sees right bytes only.
+//! `rewake migrate` and `rewake receive`: a program moves between two hosts. It runs on one of them at most,
+//! and it sees right bytes only.
 
 use std::fs;
 use std::path::Path;
@@ -59,7 +59,7 @@ fn a_program_moves_whose_names_are_not_utf_8() {
 }
 
 #[test]
-fn a_dry_run_compares_and_touches_nothing() {
+fn a_dry_run_compares_and_changes_nothing() {
     let criu = need!(Criu::main());
     let migration = Migration::started(&criu, "random", 1).unwrap();
     let mut receive = migration.receive(path(&criu)).unwrap();

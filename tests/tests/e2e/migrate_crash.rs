@@ -98,7 +98,7 @@ fn a_process_that_joins_the_frozen_cgroup_ends_the_migration() {
     migration.expect_right_bytes().unwrap();
 }
 
-/// No record says which processes may be spared: a wrong one would let the program run beside its copy.
+/// No record says which processes may be spared: a wrong one would let the program run while its copy runs.
 #[test]
 fn after_grant_all_of_the_frozen_cgroup_is_killed() {
     let criu = need!(Criu::main());

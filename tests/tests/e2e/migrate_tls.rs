@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake migrate --tls` and `rewake receive --tls`: which hosts a program moves between. Where one is refused, the
-//! program was not touched.
+//! `rewake migrate --tls` and `rewake receive --tls`: which hosts a program moves between. Where one is
+//! refused, the program was not touched.
 
 use std::path::Path;
 use std::process::Output;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Names are bytes: the kernel cuts that of a command in the middle of a character, and files may be in Latin-1.
+//! Names are bytes: the kernel cuts that of a command in the middle of a character, and files may be in
+//! Latin-1.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake restore URL`: an agent brings an image of a store into its cache, once for all restores. It survives its
-//! own end, that of its fetchers, a full cache and wrong bytes.
+//! `rewake restore URL`: an agent brings an image of a store into its cache, once for all restores. It
+//! survives its own end, that of its fetchers, a full cache and wrong bytes.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -12,11 +12,11 @@ use nix::sys::signal::{Signal, kill};
 use rewake_testkit::programs::rewake;
 use rewake_tests::daemon::{Daemon, DaemonOptions, has_namespaces, in_namespaces, timeline};
 use rewake_tests::export::{messages, streamer_ended, verify, with_messages_in_file, workers};
-use rewake_tests::held::Gate;
 use rewake_tests::images::{LAZY, PARENT, split};
 use rewake_tests::node_cache::{StoredScene, said};
 use rewake_tests::process::{PATIENCE, until};
 use rewake_tests::relay::SlowLink;
+use rewake_tests::restore_gate::Gate;
 use rewake_tests::scene::{ACT, Scene};
 use rewake_tests::seaweedfs::SeaweedServer;
 use rewake_tests::{Criu, Verdict, need, skip};
@@ -143,14 +143,14 @@ impl SlowStore {
         assert!(command.status().unwrap().success(), "{}", messages(&self.stored.scene));
     }
 
-    /// Runs `rewake` beside the link. Returns what it wrote: it succeeds.
+    /// Runs `rewake`, which succeeds, against the server without the link. Returns what it wrote.
     fn rewake(&self, arguments: &[&str]) -> String {
         let output = self.server.rewake(arguments).unwrap().output().unwrap();
         assert!(output.status.success(), "{arguments:?}: {}", said(&output));
         said(&output)
     }
 
-    /// Waits until so many bytes have passed the link.
+    /// Waits until `bytes` bytes have passed the link.
     fn passed(&self, bytes: u64) {
         let passed = until(ACT, || (self.link.passed() >= bytes).then_some(()));
         assert!(passed.is_some(), "{} bytes\n{}", self.link.passed(), self.stored.daemon.logs());
@@ -166,8 +166,8 @@ impl SlowStore {
         verify(&self.stored.cached()).unwrap();
     }
 
-    /// The program uses a quarter of its memory, and looks at the rest when that has arrived. Returns the record of the
-    /// restore.
+    /// The program uses a quarter of its memory, and looks at the rest when that has arrived. Returns the
+    /// record of the restore.
     fn answers(&self) -> serde_json::Value {
         let StoredScene { scene, daemon, .. } = &self.stored;
         let answered = scene.files().join("answered");
@@ -471,12 +471,18 @@ fn a_restore_without_a_cache_says_what_to_do() {
     let none = with_socket(&plain.socket());
     assert!(none.contains("has no cache: start it with --cache DIR"), "{none}");
 
-    let text = refused(&stored, &["--id", "0123456789abcdef"]);
-    assert!(text.contains("expected 0123456789abcdef") && text.lines().count() == 1, "{text}");
+    let other = "0123456789abcdef".repeat(2);
+    let text = refused(&stored, &["--id", &other]);
+    assert!(text.contains(&format!("expected {other}")) && text.lines().count() == 1, "{text}");
     let (succeeded, text) = stored.cache(&["warm", &format!("{}-none", stored.url)]).unwrap();
     assert!(!succeeded && text.contains("no image of this name") && text.lines().count() == 1, "{text}");
-    let (succeeded, text) = stored.cache(&["rm", "0123456789abcdef"]).unwrap();
-    assert!(!succeeded && text.contains("the cache has no image 0123456789abcdef"), "{text}");
+    let (succeeded, text) = stored.cache(&["rm", &other]).unwrap();
+    assert!(!succeeded && text.contains(&format!("the cache has no image {other}")), "{text}");
+    let few = &stored.id[..16];
+    for given in [&["rm", few][..], &["warm", &stored.url, "--id", few]] {
+        let (succeeded, text) = stored.cache(given).unwrap();
+        assert!(!succeeded && text.contains("or the first 32 at least"), "{text}");
+    }
     let shared = stored.folder().join("shared");
     fs::create_dir(&shared).unwrap();
     let mut serve = Command::new(rewake_testkit::programs::rewake().unwrap());

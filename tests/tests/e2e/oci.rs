@@ -45,7 +45,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A sealed image with so many random bytes of memory.
+/// A sealed image with `bytes` random bytes of memory.
 fn image(folder: &Path, name: &str, bytes: usize) -> PathBuf {
     let image = folder.join(name);
     fs::create_dir(&image).unwrap();

@@ -267,8 +267,8 @@ fn the_command_line_of_the_unit_starts_an_agent() {
     assert_eq!(wait_child(&mut agent, END).expect("it ends").code(), Some(0));
 }
 
-/// Runs the unit under a systemd of its own, in namespaces with an empty /run: the agent answers, is killed, is started
-/// again, and is stopped.
+/// Runs the unit under a systemd of its own, in namespaces with an empty /run: the agent answers, is killed,
+/// is started again, and is stopped.
 const UNDER_SYSTEMD: &str = r#"
 mount -t tmpfs none /run && mkdir -p /run/systemd/system /run/units && mkdir -m 700 /run/user || exit
 for tree in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified; do
@@ -290,7 +290,8 @@ first=$(agent)
 [ "$first" = "$(show MainPID)" ] && echo "the agent answers"
 kill -9 "$first"
 second=$(agent)
-[ "$first" != "$second" ] && [ "$second" = "$(show MainPID)" ] && echo "it was started again: $(show NRestarts)"
+[ "$first" != "$second" ] && [ "$second" = "$(show MainPID)" ] && echo "it was started again: $(show \
+    NRestarts)"
 systemctl --user stop rewake.service
 echo "$(show Result) $(show ActiveState) $(show KillMode) $(show OOMPolicy)"
 "$REWAKE" status 2>/dev/null || echo "no agent answers"

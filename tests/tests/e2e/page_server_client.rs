@@ -11,8 +11,8 @@ use rewake_tests::{Criu, Scene, images, need};
 
 const MIB: usize = 24;
 
-/// Moves a scene's images to another host, which serves them. The scene's own have other bytes in lazy pages: a restore
-/// that reads one of them from there fails.
+/// Moves a scene's images to another host, which serves them. The scene's own have other bytes in lazy pages:
+/// a restore that reads one of them from there fails.
 fn moved(scene: &Scene) -> std::path::PathBuf {
     let served = scene.files().join("served");
     images::copy(&scene.images(), &served).unwrap();

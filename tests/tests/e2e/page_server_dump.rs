@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake page-server` receives what `criu dump --page-server` sends: byte for byte the files that CRIU's own server
-//! writes, from which the program is restored.
+//! `rewake page-server` receives what `criu dump --page-server` sends: byte for byte the files that CRIU's
+//! own server writes, from which the program is restored.
 
 use std::ffi::OsStr;
 use std::fs;

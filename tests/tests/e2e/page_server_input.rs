@@ -9,8 +9,8 @@ use rewake_tests::process::until;
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, need};
 
-/// A client opens task 7 and sends one message more; the server must end with a line that contains `reason`, and keep
-/// no file.
+/// A client opens task 7 and sends one message more; the server must end with a line that contains `reason`,
+/// and keep no file.
 fn refused(command: u32, pages: u64, vaddr: u64, id: u64, reason: &str) {
     for kind in [Old, New] {
         let images = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Incremental dumps. The kernel of this machine does not track changes (no soft-dirty bits), so no CRIU can make
-//! one here: a client sends the messages of one, to CRIU's server and to ours.
+//! Incremental dumps. The kernel of this machine does not track changes (no soft-dirty bits), so no CRIU can
+//! make one here: a client sends the messages of one, to CRIU's server and to ours.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake lazy-pages --page-server --tls` restores programs whose lazy pages come from another host, over TLS: from
-//! `criu page-server --lazy-pages`, `criu dump --lazy-pages`, and `rewake page-server --lazy-pages`.
+//! `rewake lazy-pages --page-server --tls` restores programs whose lazy pages come from another host, over
+//! TLS: from `criu page-server --lazy-pages`, `criu dump --lazy-pages`, and `rewake page-server
+//! --lazy-pages`.
 
 use std::path::{Path, PathBuf};
 

@@ -114,8 +114,8 @@ fn alone(act: impl FnOnce()) {
 /// library's lock for the environment. It would stay locked in the child.
 fn set_variable(name: &CStr, value: &Path) {
     let value = CString::new(value.as_os_str().as_bytes()).unwrap();
-    // SAFETY: terminated strings, which are copied. This process has one thread, and the test program never changes its
-    // environment: no thread was changing it when this process was forked.
+    // SAFETY: terminated strings, which are copied. This process has one thread, and the test program never
+    // changes its environment: no thread was changing it when this process was forked.
     assert_eq!(unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) }, 0);
 }
 
@@ -152,7 +152,8 @@ fn a_plugin_that_stepped_aside_leaves_every_hook_to_others() {
 type RestoreFile = extern "C" fn(c_int, *mut bool) -> c_int;
 
 fn restore_file(descriptor: &Descriptor) -> RestoreFile {
-    // SAFETY: hook 3 has this prototype, where the host has 14 hooks or more; the second argument is ignored elsewhere.
+    // SAFETY: hook 3 has this prototype, where the host has 14 hooks or more; the second argument is ignored
+    // elsewhere.
     unsafe { std::mem::transmute::<*const c_void, RestoreFile>(descriptor.hooks[3]) }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `amdgpu_plugin.so` on a machine without a GPU: it has no effect, and CRIU's log says so.
+//! `amdgpu_plugin.so` on a machine without a GPU: it has no effect, and CRIU's log has a line about that.
 
 use std::fs;
 use std::path::Path;
@@ -93,7 +93,8 @@ fn observed_file(rig: &Rig) -> String {
     ids.last().expect("a file of the observer")
 }
 
-/// Puts `amdgpu_plugin` in the place of `observer` in the inventory's list, and corrects the lengths around it.
+/// Puts `amdgpu_plugin` in the place of `observer` in the inventory's list, and corrects the lengths around
+/// it.
 fn rename_in_inventory(rig: &Rig) {
     let path = rig.path("images/inventory.img");
     let mut bytes = fs::read(&path).unwrap();

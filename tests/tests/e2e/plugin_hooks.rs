@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A plugin on `rewake-criu-plugin` in the real CRIU: which hooks are called, and what becomes of their errors.
+//! A plugin on `rewake-criu-plugin` in the real CRIU: which hooks are called, and what becomes of their
+//! errors.
 
 use rewake_tests::plugins::{Rig, observer};
 use rewake_tests::{Criu, Verdict, need};

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Twelve kinds of programs, each in every way: dumped, pushed, pulled and restored on demand; dumped and restored by
-//! the agent; moved to another host. After each way a program answers with bytes of its own. What CRIU cannot do lazily
-//! is restored eagerly with a line, and refused by a migration, after which the program runs on where it was.
+//! Twelve kinds of programs, each in every way: dumped, pushed, pulled and restored on demand; dumped and
+//! restored by the agent; moved to another host. After each way a program answers with bytes of its own. What
+//! CRIU cannot do lazily is restored eagerly with a line, and refused by a migration, after which the program
+//! runs on where it was.
 
 use std::ffi::OsStr;
 use std::fs;

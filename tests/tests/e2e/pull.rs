@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake export` and `rewake pull`: an image is copied to another directory, and restored there. With TLS a client
-//! reads what its certificate permits.
+//! `rewake export` and `rewake pull`: an image is copied to another directory, and restored there. With TLS a
+//! client reads what its certificate permits.
 
 use std::fs;
 use std::path::PathBuf;

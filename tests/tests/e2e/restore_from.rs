@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake restore --from`: programs run while the memory of their image arrives from `rewake export` over a slow link,
-//! which is cut, or lies. They see right bytes or are killed. The copy becomes an image, or is completed later.
+//! `rewake restore --from`: programs run while the memory of their image arrives from `rewake export` over a
+//! slow link, which is cut, or lies. They see right bytes or are killed. The copy becomes an image, or is
+//! completed later.
 
 use std::fs;
 use std::path::PathBuf;
@@ -76,7 +77,7 @@ impl Remote {
         assert!(command.status().unwrap().success(), "{}{}", messages(scene), scene.logs());
     }
 
-    /// Waits until so many bytes have passed the link.
+    /// Waits until `bytes` bytes have passed the link.
     fn passed(&self, bytes: u64) {
         let passed = until(ACT, || (self.link.passed() >= bytes).then_some(()));
         assert!(passed.is_some(), "{} {}", self.link.passed(), messages(&self.scene));
@@ -163,6 +164,7 @@ fn after_a_cut_memory_arrives_over_new_connections() {
     }
     remote.scene.stop().unwrap();
     remote.ends_well();
+    assert!(remote.link.has_shown_manifest(), "it travels as it is");
     assert!(messages(&remote.scene).matches("starting another fetcher").count() >= 3);
     let passed = remote.link.passed();
     assert!(passed < (MIB as u64 + 3 * 10) << 20, "at most what was in flight was sent twice: {passed}");
@@ -360,6 +362,7 @@ fn memory_travels_encrypted_and_only_from_the_right_host() {
     let mut command = restore_from(&criu, &remote.scene, port, &remote.copy(), &options).unwrap();
     timeline(&command.output().unwrap()).unwrap();
     remote.ends_well();
+    assert!(!remote.link.has_shown_manifest(), "it travels encrypted");
 
     let images = remote.scene.images();
     let imposter = ImageExport::start(images.parent().unwrap(), &tls_options(&authority, &other)).unwrap();

@@ -13,7 +13,9 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use nix::sys::stat::fstat;
 use nix::unistd::Pid;
-use rewake_plugin_protocol::{FileId, Phase, ProcessId, SESSIONS, SessionNote, Store};
+use rewake_plugin_protocol::{
+    ANY_TASK, FileId, Phase, ProcessId, SESSIONS, SessionNote, Store, own_pid_namespace,
+};
 use rewake_ptrace_inject::with_stopped;
 use rewake_tests::plugins::{amdgpu, rewake};
 use rewake_tests::process::{run, session, until};
@@ -48,10 +50,10 @@ impl Session {
         let note = SessionNote {
             folder: starter.to_string(),
             starter,
-            pid_namespace: None,
+            pid_namespace: own_pid_namespace().unwrap(),
             work: FileId::of(work).unwrap(),
-            store: of_note,
             phase: Phase::Running,
+            stores: vec![(ANY_TASK, of_note)],
         };
         note.write(Path::new(SESSIONS)).unwrap();
         Self { note, sockets: (store, other) }

@@ -24,8 +24,8 @@ use tempfile::TempDir;
 /// Dumps that are killed in the suite.
 const KILLS: u32 = 6;
 
-/// Of this many killed dumps, at least [`LEAST`] have replaced the image before, and at least as many have not: the
-/// moments of their deaths are even over a dump, and CRIU finishes every second one.
+/// Of this many killed dumps, at least [`LEAST`] have replaced the image before, and at least as many have
+/// not: the moments of their deaths are even over a dump, and CRIU finishes every second one.
 const ENOUGH: u32 = 50;
 const LEAST: u32 = 5;
 
@@ -82,7 +82,7 @@ impl Site {
         self.target.try_wait().unwrap().is_none()
     }
 
-    /// What is beside the images directory.
+    /// What is next to the images directory.
     fn others(&self) -> Vec<String> {
         let mut names = names(self.dir.path());
         names.retain(|name| name != "2");
@@ -160,6 +160,27 @@ fn an_image_of_criu_alone_is_sealed_on_request() {
         let (succeeded, said) = run("seal", &images);
         assert!(!succeeded && said.contains("pages-1.img: truncated: 5000"), "{said}");
     }
+}
+
+#[test]
+fn an_image_is_verified_by_a_confined_process() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 4).unwrap();
+    assert!(run("seal", &scene.images()).0);
+    // It waits for room for its first line.
+    let (reader, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+    let full = nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_GETPIPE_SZ).unwrap();
+    nix::unistd::write(&writer, &vec![b'\n'; full.cast_unsigned() as usize]).unwrap();
+    let mut command = Command::new(rewake().unwrap());
+    let mut verify = command.arg("verify").arg(scene.images()).stdout(writer).spawn().unwrap();
+    drop(command);
+    let is_confined = || {
+        let status = fs::read_to_string(format!("/proc/{}/status", verify.id())).unwrap();
+        status.contains("\nSeccomp:\t2\n") && status.contains("\nNoNewPrivs:\t1\n")
+    };
+    assert!(soon(is_confined));
+    let text = std::io::read_to_string(File::from(reader)).unwrap();
+    assert!(text.contains("as sealed") && verify.wait().unwrap().success(), "{text}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Signals to a process group: each kind of signal, in each phase of a restore, for each command. [`TABLE`] is the
-//! specification.
+//! Signals to a process group: each kind of signal, in each phase of a restore, for each command. [`TABLE`]
+//! is the specification.
 
 use std::fs::File;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -10,8 +10,8 @@ use std::process::{Child, Output, Stdio};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, detached, processes_naming, timeline};
-use rewake_tests::held::{Gate, latecomer};
 use rewake_tests::process::{until, wait_child};
+use rewake_tests::restore_gate::{Gate, latecomer};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::sessions::parked;
 use rewake_tests::{Criu, Scene, Verdict, need};
@@ -74,7 +74,8 @@ const TABLE: [(Signals, Phase, [Outcome; 3]); 9] = [
     (INTERRUPT, MemoryMissing,    [ServesThenEnds, ServesThenEnds, ServesThenEnds]),
 ];
 
-/// Memory of a target whose memory is to be missing, in MiB: loading it takes longer than sending some signals.
+/// Memory of a target whose memory is to be missing, in MiB: loading it takes longer than sending some
+/// signals.
 const MIB: usize = 1024;
 /// Memory of any other target, in MiB.
 const SMALL_MIB: usize = 32;
@@ -82,8 +83,8 @@ const SMALL_MIB: usize = 32;
 /// Every row of the table, for one command. Most rows of the last phase must happen while memory is missing.
 fn table(command: usize, play: fn(&Criu, &Scene, Signals, Phase, Outcome) -> bool) {
     let criu = need!(Criu::main());
-    // In this order: the kernel assigns pids upwards from those of restored tasks, and the small target is restored
-    // first.
+    // In this order, because the kernel assigns pids upwards from the pids of restored tasks, and the small
+    // target is restored first.
     let [mut large, mut small] = [MIB, SMALL_MIB].map(|mib| Scene::dumped(&criu, "random", mib).unwrap());
     let mut missing = 0;
     for (signals, phase, outcomes) in TABLE {
@@ -286,8 +287,8 @@ fn sessions(daemon: &Daemon, state: &str) -> usize {
     all.iter().filter(|session| session["state"] == state).count()
 }
 
-/// The program runs, and CRIU is its parent until it ends. The signal comes when all its memory is resident, which is
-/// before the command has had a report, or on demand when some is missing.
+/// The program runs, and CRIU is its parent until it ends. The signal comes when all its memory is resident,
+/// which is before the command has had a report, or on demand when some is missing.
 fn in_the_foreground(criu: &Criu, signal: Signal, options: &[&str]) {
     let (scene, daemon) = (Scene::dumped(criu, "plain", 4).unwrap(), Daemon::start().unwrap());
     // CRIU has the command's standard error, too, for as long as the program runs: a pipe would not end.

@@ -1,38 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake push`, `pull`, `ls`, `verify`, `rm` and `gc`, with a store in a directory: images go through it, and are
-//! restored.
+//! `rewake push`, `pull`, `ls`, `verify`, `rm` and `gc`, with a store in a directory: images go through it,
+//! and are restored.
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use rewake_testkit::programs::rewake;
+use rewake_tests::commands::{done, refused, run};
 use rewake_tests::daemon::{restore, timeline};
 use rewake_tests::export::{
     ImageExport, assert_same, messages, restore_from, seal, streamer_ended, verify, with_messages_in_file,
 };
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
-
-/// Runs `rewake` with these arguments. Returns whether it succeeded, and what it wrote.
-fn run(arguments: &[&str]) -> (bool, String) {
-    let output = Command::new(rewake().unwrap()).args(arguments).output().unwrap();
-    (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
-}
-
-/// Runs it, and returns what it wrote: it succeeds.
-fn done(arguments: &[&str]) -> String {
-    let (succeeded, said) = run(arguments);
-    assert!(succeeded, "{arguments:?}: {said}");
-    said
-}
-
-/// Runs it, and returns its one line: it fails.
-fn refused(arguments: &[&str]) -> String {
-    let (succeeded, said) = run(arguments);
-    assert!(!succeeded && said.lines().count() == 1, "{arguments:?}: {said}");
-    said
-}
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()

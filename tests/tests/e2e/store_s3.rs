@@ -34,7 +34,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A sealed image of so many MiB that do not compress, of which the first half is the same for all names.
+/// A sealed image of `mebibytes` MiB that do not compress. The first half is the same for all names.
 fn image(folder: &Path, name: &str, mebibytes: usize) -> PathBuf {
     let image = folder.join(name);
     fs::create_dir(&image).unwrap();

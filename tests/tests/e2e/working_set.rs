@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restore records what a program accesses first. Later restores load that before the rest, also over a slow link. A
-//! restore can load nothing else for a while.
+//! A restore records what a program accesses first. Later restores load that before the rest, also over a
+//! slow link. A restore can load nothing else for a while.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use rewake_testkit::programs::rewake;
+use rewake_testkit::trace;
 use rewake_tests::daemon::restore;
 use rewake_tests::export::{
     ImageExport, messages, restore_from, seal, streamer_ended, verify, with_messages_in_file, workers,
@@ -155,6 +156,11 @@ fn with_a_working_set_a_remote_program_waits_for_few_pages() {
         assert!(without >= 40 && faults(&record) <= without / 4, "{without} faults without, {record}");
         let [working_set, elapsed] = ["working_set_us", "elapsed_us"].map(|at| record[at].as_u64().unwrap());
         assert!(working_set < elapsed * 2 / 3, "{record}");
+        let trace = trace::events(&remote.scene.work()).unwrap();
+        let resident = trace::last_bytes(&trace, "resident CPUs").into_values().next();
+        assert_eq!(resident, record["memory"][0]["bytes"].as_u64(), "{record}");
+        let awaited = trace.iter().find(|event| event.name == "working set resident").map(|event| event.ts);
+        assert_eq!(awaited, Some(working_set), "{record}");
         assert_eq!(recorded(&copy), bytes, "it travels with the image");
         verify(&copy).unwrap();
     }

@@ -15,11 +15,12 @@ use anyhow::{Context as _, ensure};
 use super::plugin::{self, Profile};
 use crate::{program, repository, root, setup, vm};
 
-/// The disk's own speed, beside which figures are put.
+/// The disk's own speed, with which figures are compared.
 const DISK_SPEED: [&str; 1] = ["fio"];
 /// Two hosts are namespaces with a link between them.
 const NETWORK: [&str; 1] = ["iproute2"];
-/// What restored programs of `bench replicas` run on, beside Node, and what its store is compared with.
+/// What restored programs of `bench replicas` run on, in addition to Node, and what its store is compared
+/// with.
 const REPLICAS: [&str; 2] = ["python3-numpy", "restic"];
 /// Packages for the programs of `bench programs`. A `node` that is on the PATH already is used as it is.
 /// redis-tools has redis itself, too; the package redis-server would start it at every boot.
@@ -65,7 +66,8 @@ fn install_node() -> anyhow::Result<()> {
     if program::on_path("node") { Ok(()) } else { setup::install(&NODE) }
 }
 
-/// Ends as `rewake-bench store`, with `more` passed through; with `--gpu`, runs `rewake-bench gpu-store` in a machine.
+/// Ends as `rewake-bench store`, with `more` passed through; with `--gpu`, runs `rewake-bench gpu-store` in a
+/// machine.
 pub(crate) fn replicas(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
     if more.contains(&"--gpu") {
@@ -188,13 +190,13 @@ const BEHIND_MEMORY_MIB: u32 = 13_000;
 /// 8 GiB are made and dumped first.
 const BEHIND_TIME_LIMIT: Duration = Duration::from_secs(1800);
 
-/// Runs `rewake-bench behind` in each machine, then `measure-behind` in one of its own; prints tables to
+/// Runs `rewake-bench behind` in each machine, then `measure-background` in one of its own; prints tables to
 /// standard output.
 pub(crate) fn behind() -> anyhow::Result<()> {
     root::become_root()?;
     let programs = Programs::build()?;
-    repository::build_release("softgpu-tests", "toucher")?;
-    let measure = repository::build_release("softgpu-tests", "measure-behind")?;
+    repository::build_release("softgpu-tests", "accessor")?;
+    let measure = repository::build_release("softgpu-tests", "measure-background")?;
     BEHIND.iter().try_for_each(|machine| machine.run("behind", &programs, &[]))?;
     println!("\n### by the size of memory\n");
     let mut options = vm::Options::new(programs.command(&measure));
@@ -202,7 +204,7 @@ pub(crate) fn behind() -> anyhow::Result<()> {
     options.memory = BEHIND_MEMORY_MIB;
     options.time_limit = BEHIND_TIME_LIMIT;
     let code = vm::boot(&options)?;
-    ensure!(code == 0, "measure-behind failed (exit code {code})");
+    ensure!(code == 0, "measure-background failed (exit code {code})");
     Ok(())
 }
 

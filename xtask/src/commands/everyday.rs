@@ -56,9 +56,9 @@ const ROWS: [Row; 9] = [
     },
     Row {
         event: "another image in the directory's place, all killed",
-        outcome: "`rewake recover` serves the session's own image",
+        outcome: "`rewake recover` kills the program and says why",
         module: "recover",
-        test: "another_image_at_the_same_path_is_not_served",
+        test: "after_a_total_death_another_image_at_the_path_is_not_served",
     },
     Row {
         event: "cgroup.kill, systemctl stop while memory is missing",

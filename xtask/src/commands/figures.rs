@@ -3,13 +3,10 @@
 //! code do not count.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
-
-use crate::repository;
 use crate::tidy::{self, rust::first_test_line};
+use crate::{files, repository};
 
 /// Folders of the product.
 const PRODUCT: [&str; 3] = ["crates", "plugin", "page-server"];
@@ -71,7 +68,7 @@ fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
         else {
             continue;
         };
-        let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+        let text = files::read(&path)?;
         let lines: Vec<&str> = text.lines().collect();
         let text = lines[..first_test_line(&lines)].join("\n");
         sources.push(Source { path: inside.to_owned(), home: home.to_owned(), text });

@@ -5,9 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
-
-use crate::{program, repository};
+use crate::{files, program, repository};
 
 /// Each builds a library, whose file in the folder has the package's name.
 const PACKAGES: [&str; 2] = ["amdgpu_plugin", "rewake_plugin"];
@@ -49,8 +47,8 @@ pub(crate) fn run(profile: Profile) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds the plugins; returns the folder that has them and nothing else. Other packages are built by the same run of
-/// cargo: in two runs, libraries that both use would be compiled twice, with different features.
+/// Builds the plugins; returns the folder that has them and nothing else. Other packages are built by the
+/// same run of cargo: in two runs, libraries that both use would be compiled twice, with different features.
 pub(crate) fn make(profile: Profile, others: &[&str]) -> anyhow::Result<PathBuf> {
     let mut cargo = repository::cargo();
     cargo.arg("build").args(profile.options());
@@ -64,7 +62,7 @@ pub(crate) fn make(profile: Profile, others: &[&str]) -> anyhow::Result<PathBuf>
 /// Copies the built plugins into their folder, and returns it.
 pub(crate) fn place_all(profile: Profile) -> anyhow::Result<PathBuf> {
     let folder = folder(profile)?;
-    fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
+    files::create_folder(&folder)?;
     PACKAGES.iter().try_for_each(|package| place(package, &folder))?;
     Ok(folder)
 }
@@ -74,9 +72,9 @@ fn place(package: &str, folder: &Path) -> anyhow::Result<()> {
     let built = folder.with_file_name(format!("lib{package}.so"));
     // Renamed into place: a CRIU that has mapped the old file keeps it, and none loads half of the new one.
     let fresh = folder.with_added_extension(format!("new-{}", std::process::id()));
-    fs::copy(&built, &fresh).with_context(|| format!("copy {} to {}", built.display(), fresh.display()))?;
+    files::copy(&built, &fresh)?;
     let place = folder.join(format!("{package}.so"));
-    fs::rename(&fresh, &place).with_context(|| format!("rename {} to {}", fresh.display(), place.display()))
+    files::rename(&fresh, &place)
 }
 
 /// The folder whose plugins were placed last, whatever their profile.
@@ -85,7 +83,7 @@ pub(crate) fn latest() -> anyhow::Result<PathBuf> {
     Ok(if is_newer(&debug, &release) { debug } else { release })
 }
 
-/// Whether the plugins of one folder are newer than those of another, which may have none.
+/// Whether the plugins of one folder are newer than the plugins of another, which may have none.
 fn is_newer(one: &Path, other: &Path) -> bool {
     let built =
         |folder: &Path| fs::metadata(folder.join("rewake_plugin.so")).and_then(|file| file.modified()).ok();

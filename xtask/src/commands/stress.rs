@@ -59,7 +59,7 @@ const CAMPAIGN: Campaign = Campaign {
 
 const CAMPAIGNS: [Campaign; 14] = [
     Campaign {
-        name: "restore-touched",
+        name: "restore-accessed",
         what: "a program that accesses, maps and forks while its GPU memory is missing",
         modules: &["stress"],
         test: Some("random_orders_to_a_program_with_missing_memory"),
@@ -68,7 +68,7 @@ const CAMPAIGNS: [Campaign; 14] = [
         ..CAMPAIGN
     },
     Campaign {
-        name: "restore-asked",
+        name: "restore-requested",
         what: "a busy server that gets requests while its memory is missing",
         modules: &["stress"],
         test: Some("requests_to_a_server_with_missing_memory"),
@@ -105,7 +105,7 @@ const CAMPAIGNS: [Campaign; 14] = [
         name: "kill-fetcher",
         what: "the process that fetches pages from another host is killed at random moments",
         place: Place::Host,
-        modules: &["page_server_lost"],
+        modules: &["page_server_faults"],
         test: Some("a_fetcher_killed_at_random_moments_costs_no_byte"),
         rounds: Some(("REWAKE_KILLS", 100)),
         seed: Some("REWAKE_SEED"),
@@ -191,7 +191,8 @@ pub(crate) fn help() -> String {
         help += &format!("  {:18} {}{rounds}{seed}\n", campaign.name, campaign.what);
     }
     help += &format!(
-        "  {EVERYDAY:18} effects of everyday events: a table of events and outcomes, from tests of the suite\n"
+        "  {EVERYDAY:18} effects of everyday events: a table of events and outcomes, from tests of the \
+         suite\n"
     );
     help += &format!("  {ALL:18} every campaign, one after the other\n");
     help += "\nThose with GPUs run in the suite's machine 6.12-90a, or in the one that --machine names.\n";
@@ -301,7 +302,7 @@ mod tests {
 
     #[test]
     fn rounds_and_seed_become_the_variables_that_the_test_reads() {
-        let campaign = named("restore-asked");
+        let campaign = named("restore-requested");
         let options =
             Options::parse(campaign, &["--seed", "9", "--machine", "7-90a", "--rounds", "30"]).unwrap();
         assert_eq!(options.machine, Some("7-90a"));

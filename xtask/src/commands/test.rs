@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask test`: every check of this repository, on two versions of CRIU. A failure stops no later step, so
-//! that one run finds all, and the run fails at the end. `--quick` is the part that needs no set-up.
+//! `cargo xtask test`: every check of this repository, on two versions of CRIU. A failure stops no later
+//! step, so that one run finds all, and the run fails at the end. `--quick` is the part that needs no set-up.
 
 use std::num::NonZeroUsize;
 use std::process::Command;
@@ -19,19 +19,20 @@ use crate::suite::selection::{self, Selection};
 use crate::suite::versions;
 use crate::{program, repository, tidy, vm};
 
-/// Files that one test run keeps open at most: userfaultfds, sockets and images of many processes, with some
+/// The most files that one test run keeps open: userfaultfds, sockets and images of many processes, with some
 /// to spare.
 const OPEN_FILES: u64 = 16_384;
 
-/// Packages for single tests: containers, two of `bench programs`, copies of images in registries, certificates, the
-/// disk's own speed, and programs that are dumped, restored and moved.
-const PACKAGES: [&str; 11] = [
+/// Packages for single tests: containers, two of `bench programs`, copies of images in registries,
+/// certificates, signatures, the disk's own speed, and programs that are dumped, restored and moved.
+const PACKAGES: [&str; 12] = [
     "runc",
     "python3-numpy",
     "redis-tools",
     "iproute2",
     "skopeo",
     "openssl",
+    "openssh-client",
     "fio",
     "tmux",
     "default-jdk-headless",
@@ -41,8 +42,9 @@ const PACKAGES: [&str; 11] = [
 ];
 
 /// What `--quick` prints at its end.
-const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test with CRIU \
-    (tests/tests), containers, and the virtual machines with the software GPU; `cargo xtask test` runs them";
+const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test \
+    with CRIU (tests/tests), containers, and the virtual machines with the software GPU; `cargo xtask test` \
+    runs them";
 
 /// Runs all; with a filter only the tests whose names contain it, and no style checks.
 pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
@@ -121,7 +123,7 @@ fn prepare(criu: &Criu) -> (Report, Vec<(&'static str, String)>) {
         Ok(())
     });
     report.step("set-up of SeaweedFS", || {
-        // Without it, its tests say so, and tests/expected-skips allows that.
+        // Without it, its tests report that they are skipped, and tests/expected-skips allows that.
         let program = setup::seaweedfs()?.map(|program| ("REWAKE_WEED", program.display().to_string()));
         variables.extend(program);
         Ok(())
@@ -168,7 +170,7 @@ pub(crate) fn quick() -> anyhow::Result<()> {
     report.end(&ran)
 }
 
-/// Runs the jobs of this machine: all tests but those of virtual machines.
+/// Runs the jobs of this machine: all tests except the tests of virtual machines.
 fn host(
     programs: &[TestProgram],
     filter: Option<&str>,
@@ -234,7 +236,8 @@ fn raise_open_files() -> anyhow::Result<()> {
     let limit = OPEN_FILES.min(hard);
     if limit < OPEN_FILES {
         println!(
-            "only {limit} open files are allowed here, {OPEN_FILES} are wanted: tests with many processes may fail"
+            "only {limit} open files are allowed here, {OPEN_FILES} are wanted: tests with many processes \
+             may fail"
         );
     }
     if soft < limit {
@@ -291,6 +294,10 @@ impl Report {
         }
         let failed: Vec<&str> =
             self.steps.iter().filter(|(_, _, failure)| failure.is_some()).map(|(name, ..)| *name).collect();
+        for (name, _, failure) in &self.steps {
+            // Again, because the end of a long output is what people see first.
+            failure.iter().for_each(|failure| println!("\n{name}: {failure}"));
+        }
         println!();
         self.unknown.iter().for_each(|version| println!("{version}"));
         println!("{}", ran.counts());

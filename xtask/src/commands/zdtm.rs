@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask zdtm`: CRIU's own tests of the page server and of lazy pages, from its source tree. Each runs twice:
-//! stock with itself, and stock with Rewake in the place of its servers.
+//! `cargo xtask zdtm`: CRIU's own tests of the page server and of lazy pages, from its source tree. Each runs
+//! twice: stock with itself, and stock with Rewake in the place of its servers.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, bail, ensure};
 
 use crate::setup::{self, Suite};
-use crate::{program, repository, root};
+use crate::{files, program, repository, root};
 
 /// Tests of memory, threads and files.
 const TESTS: [&str; 30] = [
@@ -100,8 +99,8 @@ pub(crate) fn run(words: &[&str]) -> anyhow::Result<()> {
     }
     ensure!(
         lost.is_empty(),
-        "with stock these pass, and with rewake they do not; transition/thread-bomb sometimes fails before it sends \
-         memory:\n{}",
+        "with stock these pass, and with rewake they do not; transition/thread-bomb sometimes fails before \
+         it sends memory:\n{}",
         lost.join("\n")
     );
     Ok(())
@@ -111,7 +110,7 @@ fn word(passes: bool) -> &'static str {
     if passes { "passes" } else { "fails" }
 }
 
-/// CRIU's tests, built, and what they need beside them.
+/// CRIU's tests, built, and what they need in addition.
 struct TestSuite {
     /// `test` of the source tree.
     folder: PathBuf,
@@ -125,8 +124,9 @@ impl TestSuite {
         let folder = source.join("test").canonicalize().with_context(expected)?;
         let script = fs::read_to_string(folder.join(SCRIPT)).with_context(expected)?;
         let script = script.replace("= \"18943\"", "= \"0\"").replace("= \"58467\"", "= \"0\"");
-        write(&folder.join(SCRIPT), &script)?;
-        write(&folder.join("rewake/pycriu.py"), PYCRIU)?;
+        files::write(folder.join(SCRIPT), script)?;
+        files::create_folder(folder.join("rewake"))?;
+        files::write(folder.join("rewake/pycriu.py"), PYCRIU)?;
         let make = |folder: &Path, target: &str| {
             program::run(Command::new("make").arg("-sC").arg(folder).arg(target))
         };
@@ -145,13 +145,13 @@ impl TestSuite {
     fn stand_in(&self, criu: &Path, rewake: &Path) -> anyhow::Result<PathBuf> {
         let path = self.folder.join("rewake/criu");
         let (rewake, criu) = (rewake.display(), criu.display());
-        write(
+        files::write_program(
             &path,
             &format!(
-                "#!/bin/sh\ncase \"$1\" in page-server | lazy-pages) exec '{rewake}' \"$@\" ;; esac\nexec '{criu}' \"$@\"\n"
+                "#!/bin/sh\ncase \"$1\" in page-server | lazy-pages) exec '{rewake}' \"$@\" ;; esac\nexec \
+                 '{criu}' \"$@\"\n"
             ),
         )?;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).context("chmod")?;
         Ok(path)
     }
 
@@ -166,12 +166,6 @@ impl TestSuite {
         command.current_dir(&self.folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         Ok(command.status().context("start zdtm")?.success())
     }
-}
-
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    let folder = path.parent().unwrap_or(path);
-    let written = fs::create_dir_all(folder).and_then(|()| fs::write(path, text));
-    written.with_context(|| format!("write {}", path.display()))
 }
 
 /// The kernel's limit for pipes, until this is dropped.

@@ -5,8 +5,6 @@
 //! `.rewake/criu/<suite>/root` holds the packages' files, `.rewake/criu/<suite>/criu` is the wrapper.
 
 use std::fmt;
-use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,7 +12,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use super::criu::{Criu, Version, version_of};
 use super::say;
-use crate::{apt, program, repository};
+use crate::{apt, files, program, repository};
 
 /// Where Debian's packages put libraries, the loader among them.
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
@@ -84,11 +82,11 @@ fn fetch(suite: Suite, home: &Path) -> anyhow::Result<()> {
             }
             Err(error) => refusals.push(format!("{}: {error:#}", archive.address())),
         }
-        remove(&partial)?;
+        files::remove(&partial)?;
     }
     bail!(
-        "cannot fetch CRIU from Debian's suite {suite}: {}. Check the network (and that debian-archive-keyring is up to \
-         date, and that the mirror has {suite}), or set CRIU=/path/to/criu",
+        "cannot fetch CRIU from Debian's suite {suite}: {}. Check the network (and that \
+         debian-archive-keyring is up to date, and that the mirror has {suite}), or set CRIU=/path/to/criu",
         refusals.join("; ")
     )
 }
@@ -96,11 +94,10 @@ fn fetch(suite: Suite, home: &Path) -> anyhow::Result<()> {
 /// Removes the folders of killed set-ups.
 fn clear_partials(home: &Path) -> anyhow::Result<()> {
     let Some(folder) = home.parent().filter(|folder| folder.is_dir()) else { return Ok(()) };
-    for file in fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))? {
-        let path = file.with_context(|| format!("list {}", folder.display()))?.path();
+    for path in files::list(folder)? {
         let extension = path.extension().unwrap_or_default().to_string_lossy();
         if path.file_stem() == home.file_name() && extension.starts_with("partial-") {
-            remove(&path)?;
+            files::remove(&path)?;
         }
     }
     Ok(())
@@ -114,7 +111,8 @@ pub(super) fn sources(os_release: &str, etc_apt: &Path) -> anyhow::Result<Vec<ap
     };
     ensure!(
         field("ID").as_deref() == Some("debian"),
-        "set-up fetches from Debian's archive only, and /etc/os-release does not say ID=debian: set CRIU=/path/to/criu"
+        "set-up fetches from Debian's archive only, and /etc/os-release does not say ID=debian: set \
+         CRIU=/path/to/criu"
     );
     let codename = field("VERSION_CODENAME").context(
         "/etc/os-release has no VERSION_CODENAME to find Debian's archive by: set CRIU=/path/to/criu",
@@ -122,7 +120,8 @@ pub(super) fn sources(os_release: &str, etc_apt: &Path) -> anyhow::Result<Vec<ap
     let candidates = apt::archives(&apt::read(etc_apt)?, &codename);
     ensure!(
         !candidates.is_empty(),
-        "no apt entry under {} is for the suite {codename} with the component main: add Debian's, or set CRIU=/path/to/criu",
+        "no apt entry under {} is for the suite {codename} with the component main: add Debian's, or set \
+         CRIU=/path/to/criu",
         etc_apt.display()
     );
     Ok(candidates)
@@ -135,10 +134,10 @@ fn download(partial: &Path, source: &str) -> anyhow::Result<Vec<PathBuf>> {
     let archives = state.join("cache/archives");
     for directory in ["state/lists/partial", "cache/archives/partial", "sources"] {
         let path = state.join(directory);
-        fs::create_dir_all(&path).with_context(|| format!("create {}", path.display()))?;
+        files::create_folder(&path)?;
     }
-    write(&state.join("status"), "")?;
-    write(&state.join("sources/debian.sources"), source)?;
+    files::write(state.join("status"), "")?;
+    files::write(state.join("sources/debian.sources"), source)?;
     let apt_get = || {
         let mut command = Command::new("apt-get");
         command.args(["--quiet", "--yes"]).env("LC_ALL", "C").env("DEBIAN_FRONTEND", "noninteractive");
@@ -151,18 +150,14 @@ fn download(partial: &Path, source: &str) -> anyhow::Result<Vec<PathBuf>> {
     program::step(apt_get().arg("update")).map_err(shown)?;
     let install = ["install", "--no-install-recommends", "--download-only", "criu"];
     program::step(apt_get().args(install)).map_err(shown)?;
-    let mut packages = Vec::new();
-    for file in fs::read_dir(&archives).with_context(|| format!("list {}", archives.display()))? {
-        let path = file.with_context(|| format!("list {}", archives.display()))?.path();
-        if path.extension().is_some_and(|extension| extension == "deb") {
-            packages.push(path);
-        }
-    }
+    let mut packages = files::list(&archives)?;
+    packages.retain(|path| path.extension().is_some_and(|extension| extension == "deb"));
     ensure!(!packages.is_empty(), "apt-get left no package in {}", archives.display());
     Ok(packages)
 }
 
-/// An empty status file makes apt take every dependency; the suite is not this machine's, so its pins do not count.
+/// An empty status file makes apt take every dependency; the suite is not this machine's, so its pins do not
+/// count.
 fn apt_options(state: &Path) -> Vec<(&'static str, String)> {
     let inside = |name: &str| state.join(name).display().to_string();
     vec![
@@ -191,7 +186,7 @@ fn unpack(packages: &[PathBuf], partial: &Path) -> anyhow::Result<()> {
     for package in packages {
         program::capture(Command::new("dpkg-deb").arg("-x").arg(package).arg(partial.join("root")))?;
     }
-    remove(&partial.join("apt"))
+    files::remove(partial.join("apt"))
 }
 
 fn install(suite: Suite, partial: &Path, home: &Path) -> anyhow::Result<()> {
@@ -202,16 +197,14 @@ fn install(suite: Suite, partial: &Path, home: &Path) -> anyhow::Result<()> {
     let version = version_of(program).with_context(|| format!("run the unpacked CRIU of Debian {suite}"))?;
     ensure!(
         version >= suite.oldest(),
-        "Debian's suite {suite} gave CRIU {version}, expected {} or newer: does this machine's mirror keep an old copy? \
-         Set CRIU=/path/to/criu",
+        "Debian's suite {suite} gave CRIU {version}, expected {} or newer: does this machine's mirror keep \
+         an old copy? Set CRIU=/path/to/criu",
         suite.oldest()
     );
     let wrapper = partial.join("criu");
-    write(&wrapper, &wrapper_text(home)?)?;
-    fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))
-        .with_context(|| format!("make {} executable", wrapper.display()))?;
-    remove(home)?;
-    fs::rename(partial, home).with_context(|| format!("rename {} to {}", partial.display(), home.display()))
+    files::write_program(&wrapper, &wrapper_text(home)?)?;
+    files::remove(home)?;
+    files::rename(partial, home)
 }
 
 /// A shell script without a single fork: CRIU's start is part of what the bench times.
@@ -227,22 +220,10 @@ fn wrapper_text(home: &Path) -> anyhow::Result<String> {
     ))
 }
 
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    fs::write(path, text).with_context(|| format!("write {}", path.display()))
-}
-
-/// Removes a folder with all in it, if there is one.
-fn remove(directory: &Path) -> anyhow::Result<()> {
-    match fs::remove_dir_all(directory) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("remove {}", directory.display()))
-        }
-        _ => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

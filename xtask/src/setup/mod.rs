@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-use crate::{apt, progress, repository, root};
+use crate::{apt, files, progress, repository, root};
 pub(crate) use criu::Criu;
 pub(crate) use fetch::Suite;
 
@@ -41,7 +41,7 @@ pub(crate) fn run_other_than(first: &Criu) -> anyhow::Result<Criu> {
     run_for(if first.version >= Suite::Sid.oldest() { Suite::Trixie } else { Suite::Sid })
 }
 
-/// Installs these packages of the system, beside those that every command needs.
+/// Installs these packages of the system, in addition to the ones that every command needs.
 pub(crate) fn install(packages: &[&'static str]) -> anyhow::Result<()> {
     let _lock = lock()?;
     packages::install(packages)
@@ -81,12 +81,8 @@ pub(crate) fn archives() -> anyhow::Result<Vec<apt::Entry>> {
 
 /// One set-up at a time; the lock goes with the process.
 fn lock() -> anyhow::Result<File> {
-    let scratch = repository::scratch();
-    fs::create_dir_all(&scratch).with_context(|| format!("create {}", scratch.display()))?;
-    let path = scratch.join("setup.lock");
-    let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
-    file.lock().with_context(|| format!("lock {}", path.display()))?;
-    Ok(file)
+    files::create_folder(repository::scratch())?;
+    files::lock(&repository::scratch().join("setup.lock"))
 }
 
 fn say(line: &str) {

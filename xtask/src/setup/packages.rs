@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The system's own packages.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 
 use super::say;
-use crate::program;
+use crate::{files, program};
 
 /// The packages that every command needs, and their purpose.
 const PACKAGES: [&str; 3] = [
@@ -34,7 +33,8 @@ pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
     }
     if !program::on_path("dpkg-query") || !program::on_path("apt-get") {
         bail!(
-            "this is no Debian (dpkg-query or apt-get is missing): set-up works on Debian 12 or newer, on amd64"
+            "this is no Debian (dpkg-query or apt-get is missing): set-up works on Debian 12 or newer, on \
+             amd64"
         );
     }
     let mut missing = Vec::new();
@@ -76,7 +76,8 @@ pub(super) fn download(package: &str, folder: &Path) -> anyhow::Result<PathBuf> 
     let fetch = || {
         alone(|| {
             let mut download = apt_get();
-            // The user `_apt` may not write into the folder: then apt says so, and downloads as root.
+            // The user `_apt` may not be allowed to write into the folder. Then apt reports that, and
+            // downloads as root.
             download.args(["download", package]).current_dir(folder);
             download
         })
@@ -85,9 +86,9 @@ pub(super) fn download(package: &str, folder: &Path) -> anyhow::Result<PathBuf> 
     fetch()
         .or_else(|_| update().and_then(|()| fetch()))
         .with_context(|| format!("download the Debian package {package}"))?;
-    let entries = fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
-    let mut paths = entries.flatten().map(|entry| entry.path());
-    let found = paths.find(|path| path.extension().is_some_and(|extension| extension == "deb"));
+    let found = files::list(folder)?
+        .into_iter()
+        .find(|path| path.extension().is_some_and(|extension| extension == "deb"));
     found.with_context(|| format!("apt-get left no package in {}", folder.display()))
 }
 
@@ -135,10 +136,11 @@ fn apt_get() -> Command {
 mod tests {
     use super::*;
 
-    /// A step that finds a lock until the file has so many bytes.
+    /// A step that finds a lock until the file at `path` has `tries` bytes.
     fn locked_until(path: &std::path::Path, tries: u32) -> impl Fn() -> Command {
         let script = format!(
-            "printf x >> \"$0\"; [ $(wc -c < \"$0\") -ge {tries} ] || {{ echo 'E: Could not get lock /l' >&2; exit 100; }}"
+            "printf x >> \"$0\"; [ $(wc -c < \"$0\") -ge {tries} ] || {{ echo 'E: Could not get lock /l' \
+             >&2; exit 100; }}"
         );
         let path = path.to_owned();
         move || {

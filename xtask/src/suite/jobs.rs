@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Jobs: a module of an integration test program, or another test program as a whole, in a process of its own.
+//! Jobs: a module of an integration test program, or another test program as a whole, in a process of its
+//! own.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -13,8 +14,8 @@ use super::budget::Budget;
 use super::programs::{self, TestProgram};
 use super::record::Record;
 
-/// Time limit of a job. The longest takes four minutes with three emulated machines on two processors, and three times
-/// as long on a slow day; one that hangs must not hang the suite.
+/// Time limit of a job. The longest takes four minutes with three emulated machines on two processors, and
+/// three times as long on a slow day; one that hangs must not hang the suite.
 pub(crate) const LIMIT: Duration = Duration::from_secs(1200);
 
 /// Some tests of one program, which one process runs one after the other.
@@ -40,8 +41,8 @@ impl Job {
     }
 }
 
-/// The jobs of a program: one for each module of tests from outside. With a filter, only with tests whose names contain
-/// it.
+/// The jobs of a program: one for each module of tests from outside. With a filter, only with tests whose
+/// names contain it.
 ///
 /// # Errors
 /// The program does not start.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The test programs: one build of the whole workspace makes them, with the programs and libraries that they start.
+//! The test programs: one build of the whole workspace makes them, with the programs and libraries that they
+//! start.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -36,8 +37,9 @@ pub(crate) enum Targets<'a> {
 }
 
 impl Targets<'_> {
-    /// Words for cargo, of each command. Where tests start programs of other packages, the workspace is named as a
-    /// whole, because the features of dependencies are then the same for each choice, and nothing is compiled twice.
+    /// Words for cargo, of each command. Where tests start programs of other packages, the workspace is named
+    /// as a whole, because the features of dependencies are then the same for each choice, and nothing is
+    /// compiled twice.
     fn commands(&self) -> Vec<Vec<&str>> {
         match self {
             Self::All => vec![vec!["build", "--workspace", "--all-targets"]],
@@ -104,7 +106,8 @@ fn test_program(message: &str) -> Option<TestProgram> {
     })
 }
 
-/// The paths of a program's tests, in the order of the program; those of measurements, which are `#[ignore]`d, too.
+/// The paths of a program's tests, in the order of the program, including the measurements, which are
+/// `#[ignore]`d.
 ///
 /// # Errors
 /// The program does not start.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads the output of test programs line by line: which job ran for how long, which tests ran, failed or did not
-//! run. A job that succeeds is one line on the screen; of one that fails, all that it printed is shown.
+//! Reads the output of test programs line by line: which job ran for how long, which tests ran, failed or did
+//! not run. A job that succeeds is one line on the screen; of one that fails, all that it printed is shown.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader};
@@ -46,7 +46,8 @@ pub(crate) struct Ran {
 pub(crate) struct Record {
     /// The jobs, in the order of their runs.
     pub(crate) jobs: Vec<Ran>,
-    /// Tests that have run, as `PROGRAM::TEST`, and their times; those that were skipped or failed among them.
+    /// Tests that have run, as `PROGRAM::TEST`, and their times; those that were skipped or failed among
+    /// them.
     pub(crate) tests: BTreeMap<String, Duration>,
     /// Tests that were skipped, with the reason.
     pub(crate) skipped: BTreeMap<String, String>,
@@ -119,7 +120,8 @@ impl Record {
         format!("{program}::{test}")
     }
 
-    /// The current job's time, its tests and its end, for the screen: one line, or all that it printed if it failed.
+    /// The current job's time, its tests and its end, for the screen: one line, or all that it printed if it
+    /// failed.
     pub(crate) fn shown(&self) -> String {
         let Some(job) = self.jobs.last() else { return self.printed.clone() };
         let failed = self.failed_jobs.contains(&job.name);
@@ -166,8 +168,8 @@ impl Record {
         format!("{} passed, {} failed, {} skipped", passed.count(), self.failed.len(), self.skipped.len())
     }
 
-    /// Reads all that a command prints, where lines of its own name the jobs ([`JOB`], [`FAILED`]). A job is shown when
-    /// it has ended, `prefix` before each line.
+    /// Reads all that a command prints, where lines of its own name the jobs ([`JOB`], [`FAILED`]). A job is
+    /// shown when it has ended, `prefix` before each line.
     ///
     /// # Errors
     /// It does not start, or its output cannot be read.
@@ -220,8 +222,8 @@ fn show(text: &str, prefix: &str) {
 
 /// Runs a command to its end, each of its lines given to `read`; standard output and error are one.
 ///
-/// Processes that it leaves fail it if they hold its output, and are killed if they are in its process group: a test
-/// that fails may leave a program that sleeps for minutes.
+/// Processes that it leaves fail it if they hold its output, and are killed if they are in its process group:
+/// a test that fails may leave a program that sleeps for minutes.
 fn read_lines(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Result<ExitStatus> {
     let (output, end) = std::io::pipe().context("make a pipe")?;
     command.stdout(end.try_clone().context("share the pipe")?).stderr(end).process_group(0);
@@ -246,7 +248,7 @@ fn read_lines(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Resu
                 ended = child.try_wait().context("wait for a job")?.map(|status| (status, Instant::now()));
             }
             Some((status, since)) if since.elapsed() > LEFT => {
-                read("processes that it left hold its output: those of its process group are killed");
+                read("processes that it left hold its output: the processes of its group are killed");
                 let group = format!("-{}", child.id());
                 Command::new("kill").args(["-KILL", "--", &group]).status().context("start `kill`")?;
                 return Ok(if status.success() { ExitStatus::from_raw(LEFT_CODE << 8) } else { status });
@@ -344,8 +346,8 @@ mod tests {
         let mut command = Command::new("sh");
         command.args([
             "-c",
-            "echo boot; echo job: e2e::a; echo 'skipped: e2e::a::b: why' >&2; echo failed: e2e::a; echo job: e2e::c; \
-             exit 3",
+            "echo boot; echo job: e2e::a; echo 'skipped: e2e::a::b: why' >&2; echo failed: e2e::a; echo job: \
+             e2e::c; exit 3",
         ]);
         let ended = record.of_script(&mut command, "1| ").unwrap();
         assert_eq!(ended.status.code(), Some(3));

@@ -5,10 +5,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Component, Path};
 
-use anyhow::Context as _;
-
 use crate::vm::PROGRAM;
-use crate::{repository, tidy};
+use crate::{files, repository, tidy};
 
 /// Test programs that start programs of other packages.
 const START_OTHERS: [&str; 3] = ["bench", "e2e", PROGRAM];
@@ -33,13 +31,13 @@ pub(crate) fn of(filter: &str) -> anyhow::Result<Selection> {
         if path.extension().is_none_or(|extension| extension != "rs") {
             continue;
         }
-        let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+        let text = files::read(&path)?;
         let Some(file) = File::of(path.strip_prefix(root).unwrap_or(&path)) else { continue };
         let manifest = root.join(&file.package).join("Cargo.toml");
         let Ok(manifest) = fs::read_to_string(manifest) else { continue };
         let name = manifest.lines().find_map(|line| line.strip_prefix("name = \"")?.strip_suffix('"'));
         let Some(name) = name else { continue };
-        // Tests inside a package are those of a program with the package's name.
+        // Tests inside a package are tests of a program with the package's name.
         let program = file.program.clone().unwrap_or_else(|| name.replace('-', "_"));
         if !names(&text)
             .any(|test| paths(&program, &file.module, test).iter().any(|path| path.contains(filter)))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Versions that the tests were written for. Debian moves: a newer CRIU or kernel runs the same tests, and the run says
-//! which version is new to them, so that a failure is not searched for elsewhere.
+//! Versions that the tests were written for. Debian moves: a newer CRIU or kernel runs the same tests, and
+//! the run says which version is new to them, so that a failure is not searched for elsewhere.
 
 /// Releases of CRIU.
 pub(crate) const CRIU: Known = Known { of: "CRIU", releases: &["4.1", "4.2"] };
@@ -15,7 +15,7 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// What to say of a version that the tests do not know; none if they do.
+    /// What to say of a version that the tests do not know, or `None` if they do.
     pub(crate) fn unknown(self, version: &str) -> Option<String> {
         let is_of = |release: &&str| {
             let rest = version.strip_prefix(*release);
@@ -24,8 +24,8 @@ impl Known {
         (!self.releases.iter().any(is_of)).then(|| {
             let Self { of, releases } = self;
             format!(
-                "{of} {version}: no test was written for this version ({} are known): a test that fails may have found \
-                 what changed in it",
+                "{of} {version}: no test was written for this version ({} are known): a test that fails may \
+                 have found what changed in it",
                 releases.join(" and ")
             )
         })

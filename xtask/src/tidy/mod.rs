@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask tidy`: the rules of style that neither rustfmt nor clippy checks. Also a test, at the end of this file.
+//! `cargo xtask tidy`: the rules of style that neither rustfmt nor clippy checks. Also a test, at the end of
+//! this file.
 //!
 //! * [`rust`]: rules for `.rs` files. [`text`]: rules for every file, documents and manifests.
-//! * [`words`]: words that the glossary replaces. [`printed`]: commands that pages print.
-//! * [`panics`]: lints against panics at the roots of crates.
+//! * [`words`]: words that the glossary replaces, and phrases. [`names`]: such words in names of items and
+//!   files. [`printed`]: commands that pages print.
+//! * [`panics`]: lints against panics at the roots of crates. [`named_tests`]: tests that documents name.
 
+mod named_tests;
+mod names;
 mod panics;
 mod printed;
 pub(crate) mod rust;
@@ -71,17 +75,24 @@ pub(crate) fn check() -> anyhow::Result<()> {
 }
 
 fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
-    let mut findings = Vec::new();
-    for path in files(root)? {
+    let read = |path: PathBuf| {
         let bytes = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
-        let relative = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
-        let document = Document { path: relative, text: String::from_utf8_lossy(&bytes).into_owned() };
-        findings.extend(text::check(root, &document));
-        findings.extend(words::check(&document));
-        findings.extend(printed::check(root, &document));
-        findings.extend(panics::check(&document));
+        let path = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
+        Ok(Document { path, text: String::from_utf8_lossy(&bytes).into_owned() })
+    };
+    let documents = files(root)?.into_iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut findings = Vec::new();
+    for document in &documents {
+        findings.extend(text::check(root, document));
+        findings.extend(words::check(document));
+        findings.extend(printed::check(root, document));
+        findings.extend(panics::check(document));
         if document.path.ends_with(".rs") {
-            findings.extend(rust::check(&document));
+            findings.extend(rust::check(document));
+            findings.extend(names::check(document));
+        }
+        if document.path.ends_with(".md") && document.path != text::CHANGELOG {
+            findings.extend(named_tests::check(document, &documents));
         }
     }
     Ok(findings)

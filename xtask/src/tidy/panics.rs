@@ -1,27 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The lints at the root of each crate that keep it from a panic over bytes from outside. Clippy decides what is one;
-//! here is checked that it is asked to.
+//! The lints at the root of each crate that keep it from a panic over bytes from outside. Clippy decides what
+//! is one; here is checked that it is asked to.
 //!
-//! Clippy sees `unwrap`, `expect`, `panic!` and `unreachable!` in code of ours that is not compiled for tests. It does
-//! not see an index out of bounds, a count that overflows, or a dependency that panics: property tests of what reads
-//! such bytes are for those.
+//! Clippy sees `unwrap`, `expect`, `panic!` and `unreachable!` in code of ours that is not compiled for
+//! tests. It does not see an index out of bounds, a count that overflows, or a dependency that panics:
+//! property tests of what reads such bytes are for those.
 
 use super::{Document, Finding};
 
 /// Of every crate: an `expect` says at least why it holds.
 const NO_UNWRAP: &str = "#![cfg_attr(not(test), deny(clippy::unwrap_used))]";
 /// Of a crate that reads bytes of a peer, a store, a registry, an archive, an image or a command line.
-const NO_PANIC: &str = "#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable))]";
+const NO_PANIC: &str = "#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, \
+    clippy::unreachable))]";
 /// Those crates.
-const READERS: [&str; 17] = [
+const READERS: [&str; 15] = [
     "crates/checkpoint-archive",
     "crates/criu-images",
-    "crates/criu-page-server",
     "crates/criu-tls",
     "crates/fetcher",
-    "crates/image-protocol",
-    "crates/image-pull",
-    "crates/image-server",
+    "crates/image-signature",
+    "crates/image-transfer",
     "crates/image-store",
     "crates/manifest",
     "crates/migration",

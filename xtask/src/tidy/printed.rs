@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Printed commands: each fenced block of the README and of `docs` says that a test runs it, or why none does.
+//! Printed commands: each fenced block of the README and of `docs` says that a test runs it, or why none
+//! does.
 
 use std::fs;
 use std::path::Path;
@@ -59,7 +60,8 @@ fn classified(root: &Path, info: &str) -> Result<(), String> {
         Some(name) => Err(format!("no test below tests/ has recipe(\"{name}\", ...): write one")),
         None if DATA.contains(&info) || info.strip_prefix("sh not-run:").is_some_and(is_reason) => Ok(()),
         None => Err(format!(
-            "```{info}: expected `sh run=NAME` for commands that a test runs, `sh not-run: WHY`, or one of {}",
+            "```{info}: expected `sh run=NAME` for commands that a test runs, `sh not-run: WHY`, or one of \
+             {}",
             DATA.join(", ")
         )),
     }

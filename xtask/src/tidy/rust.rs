@@ -9,13 +9,15 @@ const SPDX: &str = "// SPDX-License-Identifier: MIT OR Apache-2.0";
 const FILE_LINES: usize = 500;
 /// Lines of a file with its tests, and of a file of tests.
 const WHOLE_FILE_LINES: usize = 900;
-/// Characters of a line with a comment alone: rustfmt leaves those as they are.
-const COMMENT_WIDTH: usize = 120;
+/// Characters of a line: `max_width` in `rustfmt.toml`, because rustfmt does not wrap comments, strings and
+/// arguments of macros.
+const WIDTH: usize = 110;
 /// Characters of a test's name.
 const NAME: usize = 60;
 /// Macros that print, and panic when the terminal or the pipe is closed.
 const PRINTING: [&str; 5] = ["println!", "eprintln!", "print!", "eprint!", "dbg!"];
-/// Files of `/proc` with numbers and words of the kernel's only: neither a program nor a user chooses a byte of them.
+/// Files of `/proc` with numbers and words of the kernel's only: neither a program nor a user chooses a byte
+/// of them.
 const NUMBERS: [&str; 10] = [
     "/children",
     "/cpuinfo",
@@ -39,7 +41,7 @@ pub(super) fn check(document: &Document) -> Vec<Finding> {
     findings.extend(licence(document, &lines));
     if !lines.iter().take(5).any(|line| line.contains("@generated")) {
         findings.extend(length(document, &lines));
-        findings.extend(wide_comments(document, &lines));
+        findings.extend(wide_lines(document, &lines));
     }
     findings.extend(printing(document, &lines));
     findings.extend(silent_skips(document, &lines));
@@ -65,12 +67,28 @@ fn length(document: &Document, lines: &[&str]) -> Option<Finding> {
     Some(document.finding(0, "file-length", format!("{too_long}: move a part to its own file")))
 }
 
-fn wide_comments(document: &Document, lines: &[&str]) -> Vec<Finding> {
+/// Lines that are too wide, except for the text of raw strings, which has no line breaks of its own.
+fn wide_lines(document: &Document, lines: &[&str]) -> Vec<Finding> {
     let width = |line: &str| line.chars().count();
-    let is_wide = |line: &str| line.trim_start().starts_with("//") && width(line) > COMMENT_WIDTH;
-    let wide = lines.iter().enumerate().filter(|(_, line)| is_wide(line));
-    let advice = |line| format!("{} characters, at most {COMMENT_WIDTH}: wrap the comment", width(line));
-    wide.map(|(number, line)| document.finding(number, "comment-width", advice(line))).collect()
+    let mut is_raw = false;
+    let mut findings = Vec::new();
+    for (number, line) in lines.iter().enumerate() {
+        let has_raw = is_raw || opens_raw_string(line);
+        is_raw = if is_raw { !line.contains("\"#") } else { leaves_raw_string_open(line) };
+        if !has_raw && width(line) > WIDTH {
+            let advice = format!("{} characters, at most {WIDTH}: wrap the line", width(line));
+            findings.push(document.finding(number, "width", advice));
+        }
+    }
+    findings
+}
+
+fn opens_raw_string(line: &str) -> bool {
+    line.contains("r#\"") && !line.trim_start().starts_with("//")
+}
+
+fn leaves_raw_string_open(line: &str) -> bool {
+    opens_raw_string(line) && line.rsplit("r#\"").next().is_some_and(|rest| !rest.contains("\"#"))
 }
 
 /// Where the trailing `#[cfg(test)] mod tests` begins, or the number of lines.
@@ -94,8 +112,8 @@ fn printing(document: &Document, lines: &[&str]) -> Vec<Finding> {
         let code = line.split("//").next().unwrap_or_default();
         let macros = PRINTING.iter().find(|name| code.contains(**name))?;
         let advice = format!(
-            "`{macros}` panics when its pipe is closed: return an error, record an event with tracing, or say it as \
-             commands/print.rs does"
+            "`{macros}` panics when its pipe is closed: return an error, record an event with tracing, or \
+             say it as commands/print.rs does"
         );
         Some(document.finding(number, "printing", advice))
     });
@@ -203,11 +221,22 @@ mod tests {
     }
 
     #[test]
-    fn a_comment_that_is_too_wide_is_found() {
-        let comment = |length| format!("    // {}\n", "é".repeat(length - 7));
-        assert_eq!(found(&comment(COMMENT_WIDTH + 1)), ["2 comment-width"]);
-        assert_eq!(found(&comment(COMMENT_WIDTH)), [""; 0]);
-        assert_eq!(found(&format!("// @generated\n{}", comment(COMMENT_WIDTH + 1))), [""; 0]);
+    fn lines_of_code_and_comments_that_are_too_wide_are_found() {
+        for begin in ["    // ", "    a(\"", "/// | a "] {
+            let line = |length| format!("{begin}{}\n", "é".repeat(length - begin.len()));
+            assert_eq!(found(&line(WIDTH + 1)), ["2 width"], "{begin}");
+            assert_eq!(found(&line(WIDTH)), [""; 0], "{begin}");
+            assert_eq!(found(&format!("// @generated\n{}", line(WIDTH + 1))), [""; 0], "{begin}");
+        }
+    }
+
+    #[test]
+    fn texts_of_raw_strings_may_be_wide() {
+        let wide = "a".repeat(WIDTH);
+        let raw = format!("const A: &str = r#\"{wide}\n{wide} a\n{wide}\"#;\n");
+        assert_eq!(found(&raw), [""; 0]);
+        assert_eq!(found(&format!("const A: &str = r#\"{wide}\"#;\n// {wide}\n")), ["3 width"]);
+        assert_eq!(found(&format!("{raw}// {wide}\n")), ["5 width"]);
     }
 
     #[test]

@@ -15,10 +15,10 @@ const PRIVATE: [&str; 5] = [
     concat!("/Us", "ers/"),
     concat!("/tmp/pr", "oto"),
 ];
-/// Characters of a line of a document: those of a Rust line, `max_width` in `rustfmt.toml`.
+/// Characters of a line of a document, as many as of a Rust line: `max_width` in `rustfmt.toml`.
 const WIDTH: usize = 110;
-/// The document whose paths may be those of an earlier state.
-const CHANGELOG: &str = "CHANGELOG.md";
+/// The document whose paths may be paths of an earlier state.
+pub(super) const CHANGELOG: &str = "CHANGELOG.md";
 
 pub(super) fn check(root: &Path, document: &Document) -> Vec<Finding> {
     let mut findings = Vec::new();
@@ -116,7 +116,7 @@ fn links(root: &Path, document: &Document, number: usize, line: &str) -> Vec<Fin
 /// project.
 fn named_files(root: &Path, document: &Document, number: usize, line: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for name in line.split('`').skip(1).step_by(2) {
+    for name in inline_code(line) {
         let pattern = name.contains(|c: char| c.is_whitespace() || "*<>{}$:".contains(c));
         let first = name.split('/').next().unwrap_or_default();
         let is_ours = !first.is_empty() && !SKIPPED.contains(&first) && root.join(first).exists();
@@ -129,6 +129,11 @@ fn named_files(root: &Path, document: &Document, number: usize, line: &str) -> V
         }
     }
     findings
+}
+
+/// What a line has between backticks.
+pub(super) fn inline_code(line: &str) -> impl Iterator<Item = &str> {
+    line.split('`').skip(1).step_by(2)
 }
 
 /// Resolves `..` by itself: the file system would need the folder before it to exist.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Words that `docs/glossary.md` replaces.
+//! Words that `docs/glossary.md` replaces, and phrases that hide the subject of a sentence.
 
 use super::{Document, Finding, text};
 
@@ -36,6 +36,13 @@ const WORDS: [(&str, &str); 30] = [
     ("cpus' memory", "`CPU memory`"),
     ("gpus' memory", "`GPU memory`"),
 ];
+/// Phrases of prose, and what to write in their place. Code may have them: `None if a => b`.
+const PHRASES: [(&str, &str); 4] = [
+    ("so many", "the number: `` `count` bytes ``, `this number of pages`"),
+    ("none if", "`` or `None` if ``, `an empty list if`"),
+    ("those of", "the noun: `the pages of`"),
+    ("says so", "what it says: `reports the error`, `logs the reason`"),
+];
 /// The files that list the replaced words.
 const LISTS: [&str; 2] = ["docs/glossary.md", "xtask/src/tidy/words.rs"];
 
@@ -47,11 +54,34 @@ pub(super) fn check(document: &Document) -> Vec<Finding> {
     // Code blocks of documents show what programs print.
     let is_prose = path.ends_with(".md");
     let lines = text::lines(&document.text).filter(|(_, is_code, _)| !(is_prose && *is_code));
-    let found = lines.flat_map(|(number, _, line)| {
+    let mut found = Vec::new();
+    // The last word of the sentence so far, because a phrase may be wrapped.
+    let mut last = "";
+    for (number, _, line) in lines {
+        let prose = if is_prose { line } else { comment(path, line) }.trim_start();
+        let continued = format!("{last} {prose}");
         let words = WORDS.iter().filter(|(word, _)| has_word(line, word));
-        words.map(move |(word, instead)| (number, format!("{word:?}: write {instead} (docs/glossary.md)")))
-    });
-    found.map(|(number, advice)| document.finding(number, "words", advice)).collect()
+        for (word, instead) in words.chain(PHRASES.iter().filter(|(word, _)| has_word(&continued, word))) {
+            found.push(document.finding(
+                number,
+                "words",
+                format!("{word:?}: write {instead} (docs/glossary.md)"),
+            ));
+        }
+        last = prose.split_whitespace().next_back().unwrap_or_default();
+    }
+    found
+}
+
+/// The text of the comment in a line of code, or an empty one.
+fn comment<'a>(path: &str, line: &'a str) -> &'a str {
+    let is_c = [".rs", ".c", ".h", ".proto"].iter().any(|end| path.ends_with(end));
+    let marks: &[&str] = if is_c { &["//", "/*"] } else { &["#"] };
+    // Lines of a C comment may begin with a star.
+    let starred = if is_c { line.trim_start().strip_prefix("* ") } else { None };
+    let begin = marks.iter().filter_map(|mark| Some(line.find(mark)? + mark.len())).min();
+    let text = starred.or_else(|| line.get(begin?..)).unwrap_or_default();
+    text.trim_start_matches(['/', '!', '*', '#'])
 }
 
 /// Whether a line has a word, whatever its case. A part of a longer word or name is none.
@@ -84,9 +114,30 @@ mod tests {
     }
 
     #[test]
+    fn phrases_are_found_in_comments_and_documents_and_not_in_code() {
+        let lines = ["Sends so many bytes.", "Returns None if closed.", "Pages, those of A.", "It says so."];
+        for line in lines {
+            for comment in [format!("//! {line}\n"), format!("    let a = 1; // {line}\n")] {
+                assert_eq!(found("crates/a/src/a.rs", &comment), [1], "{comment}");
+            }
+            assert_eq!(found("docs/a.md", &format!("{line}\n")), [1], "{line}");
+            assert_eq!(found("a.c", &format!("/*\n * {line}\n */\n")), [2], "{line}");
+            assert_eq!(found("a/Cargo.toml", &format!("# {line}\n")), [1], "{line}");
+        }
+        assert_eq!(found("crates/a/src/a.rs", "match a {\n    None if b => c,\n}\n"), [0; 0]);
+        assert_eq!(found("crates/a/src/a.rs", "/// Returns `None` if closed.\n"), [0; 0]);
+    }
+
+    #[test]
+    fn a_wrapped_phrase_is_found() {
+        assert_eq!(found("crates/a/src/a.rs", "/// Sends so\n/// many bytes.\nfn so() {}\n// many\n"), [2]);
+        assert_eq!(found("docs/a.md", "Pages, those\nof A.\n"), [2]);
+    }
+
+    #[test]
     fn code_blocks_of_documents_are_not_checked() {
         let text = "It comes back.\n```\nIt goes on.\n```\nIt goes on.\n";
-        assert_eq!(found("docs/vm.md", text), [1, 5]);
+        assert_eq!(found("docs/setup.md", text), [1, 5]);
         assert_eq!(found("crates/pager/src/plan.rs", text), [1, 3, 5]);
     }
 }

@@ -18,12 +18,13 @@ const PROBE: Duration = Duration::from_secs(15);
 
 /// QEMU's arguments; tries KVM once per host kernel.
 ///
-/// Emulated processors share one thread, because QEMU before 8.1 otherwise keeps code that the other processor is
-/// rewriting (it reads a page before it locks it), and a kernel that switches a static key then stops at its own
-/// marker, "Oops: int3". Sharing a thread does not slow the suite measurably.
+/// Emulated processors share one thread, because QEMU before 8.1 otherwise keeps code that the other
+/// processor is rewriting (it reads a page before it locks it), and a kernel that switches a static key then
+/// stops at its own marker, "Oops: int3". Sharing a thread does not slow the suite measurably.
 ///
-/// Emulated processors do not offer fast string instructions, because QEMU before 10 emulates these byte by byte, while
-/// a kernel without them clears and copies eight bytes at a time: tests that restore servers take 0.6 of the time.
+/// Emulated processors do not offer fast string instructions, because QEMU before 10 emulates these byte by
+/// byte, while a kernel without them clears and copies eight bytes at a time: tests that restore servers take
+/// 0.6 of the time.
 pub(super) fn arguments(parts: &Parts) -> anyhow::Result<[&'static str; 4]> {
     let answer = home().join("kvm");
     let host = fs::read_to_string("/proc/version").context("read /proc/version")?;
@@ -42,7 +43,8 @@ pub(super) fn arguments(parts: &Parts) -> anyhow::Result<[&'static str; 4]> {
     })
 }
 
-/// Whether machines are emulated here, as far as that is known: where `/dev/kvm` exists, the first machine tries it.
+/// Whether machines are emulated here, as far as that is known: where `/dev/kvm` exists, the first machine
+/// tries it.
 pub(super) fn is_emulated() -> bool {
     !Path::new("/dev/kvm").exists()
         || fs::read_to_string(home().join("kvm")).is_ok_and(|answer| answer == "no")

@@ -6,7 +6,7 @@ use std::fs;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
+use crate::files;
 
 /// The inputs of one file or folder, hashed in the order of the calls.
 #[derive(Debug, Default)]
@@ -20,7 +20,7 @@ impl Inputs {
 
     /// A file's bytes.
     pub(super) fn file(mut self, path: &Path) -> anyhow::Result<Self> {
-        let bytes = fs::read(path).with_context(|| format!("read {}", path.display()))?;
+        let bytes = files::bytes(path)?;
         bytes.hash(&mut self.0);
         Ok(self)
     }
@@ -45,25 +45,9 @@ pub(super) fn ready(
     if thing.exists() && fs::read_to_string(&stamp).is_ok_and(|old| old == hash) {
         return Ok(());
     }
-    remove(thing)?;
+    files::remove(thing)?;
     make()?;
-    fs::write(&stamp, hash).with_context(|| format!("write {}", stamp.display()))
-}
-
-/// Creates a folder with its parents.
-pub(super) fn create(folder: &Path) -> anyhow::Result<()> {
-    fs::create_dir_all(folder).with_context(|| format!("create {}", folder.display()))
-}
-
-/// Removes a file, or a folder with all in it, if there is one.
-pub(super) fn remove(path: &Path) -> anyhow::Result<()> {
-    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-    match removed {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("remove {}", path.display()))
-        }
-        _ => Ok(()),
-    }
+    files::write(&stamp, hash)
 }
 
 fn stamp(thing: &Path) -> PathBuf {
@@ -77,13 +61,13 @@ mod tests {
     #[test]
     fn a_thing_is_made_once_and_again_when_an_input_changes() {
         let folder = std::env::temp_dir().join(format!("rewake-cache-{}", std::process::id()));
-        create(&folder).unwrap();
+        files::create_folder(&folder).unwrap();
         let thing = folder.join("thing");
         let mut made = 0;
         for input in ["a", "a", "b", "b"] {
             ready(&thing, &Inputs::default().text(input), || {
                 made += 1;
-                fs::write(&thing, input).context("write")
+                files::write(&thing, input)
             })
             .unwrap();
             assert_eq!(fs::read_to_string(&thing).unwrap(), input);
@@ -91,7 +75,7 @@ mod tests {
         fs::remove_file(&thing).unwrap();
         let failed = ready(&thing, &Inputs::default().text("b"), || anyhow::bail!("no"));
         assert!(failed.is_err());
-        remove(&folder).unwrap();
+        files::remove(&folder).unwrap();
         assert_eq!(made, 2);
     }
 }

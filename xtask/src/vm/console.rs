@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checks the kernel's messages of a run: a test that passes beside an oops has not passed.
+//! Checks the kernel's messages of a run: a test that passes while the kernel reports an oops has not passed.
 
 /// Texts by which a kernel (or softgpu) reports an error.
 const TROUBLE: [&str; 14] = [
@@ -36,7 +36,8 @@ mod tests {
 
     #[test]
     fn a_warning_among_other_lines_is_found() {
-        let console = "[ 1.0] softgpu: 2 GPUs\r\n[ 2.0] WARNING: CPU: 0 PID: 9 at bo.c:1 f+0x1\r\n[ 2.1] Call Trace:\r\n";
+        let console = "[ 1.0] softgpu: 2 GPUs\r\n[ 2.0] WARNING: CPU: 0 PID: 9 at bo.c:1 f+0x1\r\n[ 2.1] \
+            Call Trace:\r\n";
         assert_eq!(trouble(console), Some("[ 2.0] WARNING: CPU: 0 PID: 9 at bo.c:1 f+0x1"));
     }
 
@@ -57,7 +58,8 @@ mod tests {
 
     #[test]
     fn an_ordinary_boot_is_fine() {
-        let console = "softgpu: loading out-of-tree module taints kernel.\nvda: detected capacity change\nreboot: Power down\n";
+        let console = "softgpu: loading out-of-tree module taints kernel.\nvda: detected capacity \
+            change\nreboot: Power down\n";
         assert_eq!(trouble(console), None);
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The initramfs, in two archives that the kernel unpacks over each other: one with the modules that find the disk,
-//! the same for every run of a kernel, and a small one for the run.
+//! The initramfs, in two archives that the kernel unpacks over each other: one with the modules that find the
+//! disk, the same for every run of a kernel, and a small one for the run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use anyhow::{Context as _, ensure};
 use super::cache::{self, Inputs};
 use super::options::Series;
 use super::system;
-use crate::program;
+use crate::{files, program};
 
 const INIT: &str = include_str!("guest/init.sh");
 
@@ -34,17 +34,15 @@ pub(super) fn ready(home: &Path, system: &Path, series: Series) -> anyhow::Resul
 
 fn make(system: &Path, series: Series, archive: &Path) -> anyhow::Result<()> {
     let stage = archive.with_extension("");
-    cache::remove(&stage)?;
+    files::remove(&stage)?;
     for folder in ["bin", "modules", "proc", "dev", "disk"] {
-        cache::create(&stage.join(folder))?;
+        files::create_folder(stage.join(folder))?;
     }
-    copy(&system.join("usr/bin/busybox"), &stage.join("bin/busybox"))?;
-    write(&stage.join("init"), INIT)?;
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    fs::set_permissions(stage.join("init"), mode).context("make init executable")?;
+    files::copy(&system.join("usr/bin/busybox"), &stage.join("bin/busybox"))?;
+    files::write_program(&stage.join("init"), INIT)?;
     let folder = Path::new("usr/lib/modules").join(system::release(system, series)?);
-    let dependencies = read(&system.join(&folder).join("modules.dep"))?;
-    let builtin = read(&system.join(&folder).join("modules.builtin"))?;
+    let dependencies = files::read(system.join(&folder).join("modules.dep"))?;
+    let builtin = files::read(system.join(&folder).join("modules.builtin"))?;
     let mut order = String::new();
     for module in load_order(&dependencies, &builtin, modules(series))? {
         let (_, file) = module.rsplit_once('/').unwrap_or(("", &module));
@@ -53,11 +51,11 @@ fn make(system: &Path, series: Series, archive: &Path) -> anyhow::Result<()> {
         let unpacked = stage.join("modules").join(name);
         let script = "case $0 in *.xz) xz -dc -- \"$0\" ;; *) cat -- \"$0\" ;; esac";
         let mut unpack = system::inside(system, "sh");
-        let file = fs::File::create(&unpacked).with_context(|| format!("create {}", unpacked.display()))?;
+        let file = files::create(&unpacked)?;
         program::run(unpack.args(["-c", script]).arg(bytes).stdout(file))?;
         order += &format!("{name}\n");
     }
-    write(&stage.join("modules/order"), &order)?;
+    files::write(stage.join("modules/order"), &order)?;
     pack(&stage, archive)
 }
 
@@ -90,7 +88,7 @@ fn load_order(dependencies: &str, builtin: &str, names: &[&str]) -> anyhow::Resu
 
 /// The files of a folder as a cpio archive.
 pub(super) fn pack(stage: &Path, archive: &Path) -> anyhow::Result<()> {
-    let file = fs::File::create(archive).with_context(|| format!("create {}", archive.display()))?;
+    let file = files::create(archive)?;
     let mut cpio = Command::new("sh");
     cpio.args(["-c", "find . | cpio --quiet -o -H newc -R 0:0"]).current_dir(stage).stdout(file);
     program::run(&mut cpio)?;
@@ -99,23 +97,12 @@ pub(super) fn pack(stage: &Path, archive: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn copy(from: &Path, to: &Path) -> anyhow::Result<()> {
-    fs::copy(from, to).with_context(|| format!("copy {} to {}", from.display(), to.display())).map(drop)
-}
-
-fn read(path: &Path) -> anyhow::Result<String> {
-    fs::read_to_string(path).with_context(|| format!("read {}", path.display()))
-}
-
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    fs::write(path, text).with_context(|| format!("write {}", path.display()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const DEPENDENCIES: &str = "kernel/fs/ext4/ext4.ko.xz: kernel/lib/crc16.ko.xz kernel/fs/mbcache.ko.xz kernel/fs/jbd2/jbd2.ko.xz\n\
+    const DEPENDENCIES: &str = "kernel/fs/ext4/ext4.ko.xz: kernel/lib/crc16.ko.xz kernel/fs/mbcache.ko.xz \
+        kernel/fs/jbd2/jbd2.ko.xz\n\
         kernel/lib/crc16.ko.xz:\n\
         kernel/fs/jbd2/jbd2.ko.xz: kernel/lib/crc16.ko.xz\n\
         kernel/drivers/block/virtio_blk.ko.xz:\n";

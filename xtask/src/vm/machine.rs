@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 
 use super::options::Options;
-use super::{cache, console, disk, home, initramfs, say};
+use super::{console, disk, home, initramfs, say};
 use crate::commands::plugin;
-use crate::{program, repository};
+use crate::{files, program, repository};
 
 const BOOT: &str = include_str!("guest/boot.sh");
 /// What the command printed, as a file.
@@ -23,9 +23,9 @@ const GLANCE: Duration = Duration::from_millis(20);
 /// What `boot.sh` reports when it fails before the command.
 const NOT_STARTED: u8 = 125;
 /// Only errors are printed to the (slow) console until the command starts. A kernel panics at an oops.
-/// Emulated processors need no mitigations. `norandmaps`: QEMU before 8 translates a program's code anew for each
-/// address at which it runs, so with addresses that are random every process begins with tenths of a second of
-/// translation (`rewake --version`: 0.33 s, 0.10 s without).
+/// Emulated processors need no mitigations. `norandmaps`: QEMU before 8 translates a program's code anew for
+/// each address at which it runs, so with addresses that are random every process begins with tenths of a
+/// second of translation (`rewake --version`: 0.33 s, 0.10 s without).
 const KERNEL: &str = "console=ttyS0 loglevel=5 panic=-1 oops=panic mitigations=off no_timer_check norandmaps";
 
 /// The parts of a machine.
@@ -43,7 +43,7 @@ pub(super) struct Parts {
 pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 4]) -> anyhow::Result<u8> {
     let folder = home().join("runs").join(std::process::id().to_string());
     clear_runs()?;
-    cache::create(&folder)?;
+    files::create_folder(&folder)?;
     let result = supervise(options, parts, accelerator, &folder);
     let log = folder.join("console.log");
     let console =
@@ -56,18 +56,17 @@ pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 4]) -> a
         (None, result) => result,
     };
     if matches!(result, Ok(0)) {
-        cache::remove(&folder)?;
+        files::remove(&folder)?;
     } else {
         for name in ["console.log", OUTPUT] {
             let (made, kept) = (folder.join(name), home().join(name));
             if !made.exists() {
                 continue;
             }
-            fs::rename(&made, &kept)
-                .with_context(|| format!("keep {} as {}", made.display(), kept.display()))?;
+            files::rename(&made, &kept)?;
             say(&format!("kept: {}", kept.display()));
         }
-        cache::remove(&folder)?;
+        files::remove(&folder)?;
     }
     result
 }
@@ -75,12 +74,12 @@ pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 4]) -> a
 /// Removes files of killed runs, and of an earlier one of this process.
 fn clear_runs() -> anyhow::Result<()> {
     let runs = home().join("runs");
-    cache::create(&runs)?;
+    files::create_folder(&runs)?;
     let own = std::process::id().to_string();
-    for run in fs::read_dir(&runs).with_context(|| format!("list {}", runs.display()))? {
-        let run = run.with_context(|| format!("list {}", runs.display()))?;
-        if run.file_name() == *own || !Path::new("/proc").join(run.file_name()).exists() {
-            cache::remove(&run.path())?;
+    for run in files::list(&runs)? {
+        let pid = run.file_name().unwrap_or_default();
+        if pid == own.as_str() || !Path::new("/proc").join(pid).exists() {
+            files::remove(&run)?;
         }
     }
     Ok(())
@@ -121,7 +120,7 @@ fn supervise(options: &Options, parts: &Parts, accelerator: [&str; 4], folder: &
     Ok(status)
 }
 
-/// The end of the machine; None if it had to be stopped.
+/// The end of the machine; `None` if it had to be stopped.
 pub(super) fn wait(child: &mut Child, limit: Duration) -> anyhow::Result<Option<ExitStatus>> {
     let start = Instant::now();
     while start.elapsed() < limit {
@@ -141,7 +140,7 @@ fn shares() -> anyhow::Result<Vec<(String, PathBuf)>> {
     let mut folders = vec![repository::root().to_owned()];
     let target = repository::target()?;
     if !target.starts_with(repository::root()) {
-        cache::create(&target)?;
+        files::create_folder(&target)?;
         folders.push(target);
     }
     Ok(folders.into_iter().enumerate().map(|(number, folder)| (format!("share{number}"), folder)).collect())
@@ -204,7 +203,7 @@ fn initrd(
 ) -> anyhow::Result<PathBuf> {
     let stage = folder.join("stage");
     let inside = stage.join("rewake");
-    cache::create(&inside)?;
+    files::create_folder(&inside)?;
     let write = |name: &str, text: &str| {
         fs::write(inside.join(name), text).with_context(|| format!("write {name} for the machine"))
     };
@@ -227,15 +226,13 @@ fn initrd(
         ("REWAKE_PLUGIN", plugin::latest()?.display().to_string()),
     ];
     write("settings", &settings.map(|(name, value)| format!("{name}={}\n", quote(&value))).concat())?;
-    fs::copy(&parts.module, inside.join("softgpu.ko"))
-        .with_context(|| format!("copy {}", parts.module.display()))?;
+    files::copy(&parts.module, &inside.join("softgpu.ko"))?;
     let own = folder.join("own.cpio");
     initramfs::pack(&stage, &own)?;
-    let mut whole =
-        fs::read(&parts.initramfs).with_context(|| format!("read {}", parts.initramfs.display()))?;
-    whole.extend(fs::read(&own).with_context(|| format!("read {}", own.display()))?);
+    let mut whole = files::bytes(&parts.initramfs)?;
+    whole.extend(files::bytes(&own)?);
     let initrd = folder.join("initrd");
-    fs::write(&initrd, whole).with_context(|| format!("write {}", initrd.display()))?;
+    files::write(&initrd, whole)?;
     Ok(initrd)
 }
 

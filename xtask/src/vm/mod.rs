@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask vm`: a virtual machine with a Debian kernel and the software GPU, made on first use from
-//! Debian's packages, kept under `.rewake/vm`. docs/vm.md describes it.
+//! Debian's packages, kept under `.rewake/vm`. docs/setup.md describes it.
 
 mod accelerator;
 mod cache;
@@ -18,12 +18,16 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
-
-use crate::{progress, repository, root, setup};
+use crate::{files, progress, repository, root, setup};
 pub(crate) use options::{Disk, Options};
 use options::{Series, System};
 pub(crate) use suite::{PROGRAM, Wanted, run as run_tests};
+
+/// Whether a machine runs a test, by the test's path in its program.
+#[cfg(test)]
+pub(crate) fn runs(machine: &str, test: &str) -> bool {
+    shapes::SHAPES.iter().any(|shape| shape.name == machine && shape.tests.have(test))
+}
 
 /// Runs one command in the machine; its exit code is this one's.
 pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
@@ -64,7 +68,7 @@ fn parts(kind: System, series: Series) -> anyhow::Result<machine::Parts> {
     let _lock = lock()?;
     setup::install(&system::HOST_PACKAGES)?;
     let home = home_of(kind);
-    cache::create(&home)?;
+    files::create_folder(&home)?;
     let system = system::ready(&home, kind)?;
     Ok(machine::Parts {
         kernel: system::kernel(&system, series)?,
@@ -74,8 +78,8 @@ fn parts(kind: System, series: Series) -> anyhow::Result<machine::Parts> {
     })
 }
 
-/// Makes what all machines of the suite need, and finds out whether KVM works, which decides how many run at once;
-/// returns the folder of the kernel's headers for users, of Debian's newest.
+/// Makes what all machines of the suite need, and finds out whether KVM works, which decides how many run at
+/// once; returns the folder of the kernel's headers for users, of Debian's newest.
 pub(crate) fn prepare_all() -> anyhow::Result<PathBuf> {
     root::become_root()?;
     for series in Series::ALL {
@@ -105,11 +109,8 @@ fn home() -> PathBuf {
 
 /// One process at a time makes parts here; the lock ends with the file.
 fn lock() -> anyhow::Result<File> {
-    cache::create(&home())?;
-    let path = home().join("lock");
-    let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
-    file.lock().with_context(|| format!("lock {}", path.display()))?;
-    Ok(file)
+    files::create_folder(home())?;
+    files::lock(&home().join("lock"))
 }
 
 fn say(line: &str) {

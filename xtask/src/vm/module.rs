@@ -5,15 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::Context as _;
-
 use super::cache::{self, Inputs};
 use super::options::Series;
 use super::{say, system};
-use crate::{program, repository};
+use crate::{files, program, repository};
 
-/// objtool needs /proc; the mount ends with the mount namespace. Without debug information, which nothing reads: it is
-/// nine tenths of the module, which every machine copies and loads.
+/// objtool needs /proc; the mount ends with the mount namespace. Without debug information, which nothing
+/// reads: it is nine tenths of the module, which every machine copies and loads.
 const BUILD: &str = "mount -t proc proc \"$0/proc\" && \
                      exec chroot \"$0\" make -s -C \"/lib/modules/$1/build\" \"M=$2\" KCFLAGS=-g0 \
                      CONFIG_DEBUG_INFO_BTF_MODULES= modules";
@@ -32,15 +30,11 @@ pub(super) fn ready(home: &Path, system: &Path, series: Series) -> anyhow::Resul
 
 fn sources() -> anyhow::Result<Vec<PathBuf>> {
     let folder = repository::root().join("tests/softgpu/kmod");
-    let mut sources = Vec::new();
-    for file in fs::read_dir(&folder).with_context(|| format!("list {}", folder.display()))? {
-        let path = file.with_context(|| format!("list {}", folder.display()))?.path();
+    let mut sources = files::list(&folder)?;
+    sources.retain(|path| {
         let extension = path.extension().unwrap_or_default();
-        if extension == "c" || extension == "h" || ["Kbuild", "Makefile"].contains(&name(&path).as_str()) {
-            sources.push(path);
-        }
-    }
-    sources.sort();
+        extension == "c" || extension == "h" || ["Kbuild", "Makefile"].contains(&name(path).as_str())
+    });
     Ok(sources)
 }
 
@@ -50,11 +44,10 @@ fn make(system: &Path, series: Series, sources: &[PathBuf], module: &Path) -> an
     let inside = Path::new("/build").join(series.name());
     let stage = system.join("build").join(series.name());
     // Keeps the last build, so that make does nothing where no source has changed; removes deleted sources.
-    cache::create(&stage)?;
-    for file in fs::read_dir(&stage).with_context(|| format!("list {}", stage.display()))? {
-        let path = file.with_context(|| format!("list {}", stage.display()))?.path();
+    files::create_folder(&stage)?;
+    for path in files::list(&stage)? {
         if !sources.iter().any(|source| name(source) == name(&path)) && is_source(&path) {
-            cache::remove(&path)?;
+            files::remove(&path)?;
         }
     }
     for source in sources {
@@ -64,7 +57,7 @@ fn make(system: &Path, series: Series, sources: &[PathBuf], module: &Path) -> an
     make.args(["--mount", "sh", "-ec", BUILD]).arg(system).arg(&release).arg(&inside).env("LC_ALL", "C");
     program::run(make.stdout(std::io::stderr()).env_remove("MAKEFLAGS"))?;
     let built = stage.join("softgpu.ko");
-    fs::copy(&built, module).with_context(|| format!("copy {} to {}", built.display(), module.display()))?;
+    files::copy(&built, module)?;
     Ok(())
 }
 
@@ -76,11 +69,11 @@ fn is_source(path: &Path) -> bool {
 
 /// Copies only files that differ, so that make builds what changed.
 fn update(from: &Path, to: &Path) -> anyhow::Result<()> {
-    let bytes = fs::read(from).with_context(|| format!("read {}", from.display()))?;
+    let bytes = files::bytes(from)?;
     if fs::read(to).is_ok_and(|old| old == bytes) {
         return Ok(());
     }
-    fs::write(to, bytes).with_context(|| format!("write {}", to.display()))
+    files::write(to, bytes)
 }
 
 fn name(path: &Path) -> String {

@@ -78,7 +78,7 @@ pub(crate) struct Options {
     pub(crate) module_arguments: String,
     /// More words for the kernel's command line.
     pub(crate) kernel_arguments: String,
-    /// A disk beside the system's, for measurements.
+    /// A disk in addition to the system's, for measurements.
     pub(crate) disk: Option<Disk>,
     /// From the start of the machine to its end.
     pub(crate) time_limit: Duration,
@@ -130,8 +130,8 @@ impl Options {
                     options.time_limit = Duration::from_secs(number(option, value()?)?.into());
                 }
                 other => bail!(
-                    "`{other}` is no option of `cargo xtask vm`: --kernel, --smp, --mem (MiB), --module-args, \
-                     --kernel-args, --disk (MiB or MiB@MB/s) and --time-limit (seconds) are"
+                    "`{other}` is no option of `cargo xtask vm`: --kernel, --smp, --mem (MiB), \
+                     --module-args, --kernel-args, --disk (MiB or MiB@MB/s) and --time-limit (seconds) are"
                 ),
             }
             words.next();

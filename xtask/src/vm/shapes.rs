@@ -3,7 +3,8 @@
 
 use super::options::Series;
 
-/// Tests by the beginning of their path, which ends where a part of the path does: a module, or one test of a module.
+/// Tests by the beginning of their path, which ends where a part of the path does: a module, or one test of a
+/// module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Named(&'static str);
 
@@ -55,16 +56,16 @@ pub(super) struct Shape {
     pub(super) tests: Tests,
 }
 
-// A restore takes seconds in an emulated machine, so a test runs only where its result can differ, and on 6.12-90a if
-// that is everywhere the same. Tests that restore servers (`gated`, `killed`, `streaming` and others) depend on neither
-// kernel nor kind of GPU. Modules that only use the driver take seconds, and run on every kind of GPU that they
-// support.
+// A restore takes seconds in an emulated machine, so a test runs only where its result can differ, and on
+// 6.12-90a if that is everywhere the same. Tests that restore servers (`gated`, `killed`, `streaming` and
+// others) depend on neither kernel nor kind of GPU. Modules that only use the driver take seconds, and run on
+// every kind of GPU that they support.
 
 /// Tests that other machines run.
 ///
 /// * `lazy_pages`, `modes`, `plugin_render`, `svm`: need kinds of memory that only the newer kernel has.
-/// * `touches`: 7-90a runs all, and 6.12-1100, which has this kernel, those that depend on it.
-/// * `unheld`: needs the kernel of 7-unheld.
+/// * `cpu_access`: 7-90a runs all, and 6.12-1100, which has this kernel, those that depend on it.
+/// * `no_bpf_lsm`: needs the kernel of 7-no-bpf.
 /// * `copy_engine`: 6.12-1100 has copies that take time, and 6.12-poison copies by the CPU.
 /// * `plugin`: 7-90a runs all, and 6.12-poison, which has this kernel, those that depend on it.
 /// * `stock_plugin`: 7-90a restores the same queues, and has memory with attributes.
@@ -76,22 +77,22 @@ const ELSEWHERE: &[&str] = &[
     "plugin_render",
     "stock_plugin",
     "svm",
-    "touches",
-    "unheld",
+    "cpu_access",
+    "no_bpf_lsm",
 ];
 
 /// Tests that depend on the kernel: its GPU driver, its userfaultfd, its hooks for calls. `both` runs on
-/// this kernel in 7-xnack. `modes` restores every kind of memory, shared buffers too. `xccs` loads GPUs with several
-/// compute dies itself.
+/// this kernel in 7-xnack. `modes` restores every kind of memory, shared buffers too. `xccs` loads GPUs with
+/// several compute dies itself.
 const OF_THE_KERNEL: &[&str] = &[
     "bad_use",
     "criu::our_plugin_in_both_versions",
     "criu_ops",
     "dmabuf",
     "faults",
-    "forgotten",
+    "judge_reports",
     "fuzz",
-    "held",
+    "ioctl_filter",
     "judge",
     "lazy_pages",
     "memory",
@@ -104,7 +105,7 @@ const OF_THE_KERNEL: &[&str] = &[
     "stock_plugin",
     "svm",
     "topology",
-    "touches",
+    "cpu_access",
     "userptr",
     "xccs::a_dump_of_one_xcc_is_refused_and_the_program_continues",
     "xccs::in_cpx_mode_every_kernel_restores_queues",
@@ -113,7 +114,8 @@ const OF_THE_KERNEL: &[&str] = &[
 /// Tests that depend on queues run by firmware, on memory that CPUs cannot access, and on slow copies.
 ///
 /// * `plugin`: queues of such GPUs are refused, by ours at the dump already.
-/// * `touches`: mappings are swapped on this kernel, and copies take long enough for a page fault among them.
+/// * `cpu_access`: mappings are swapped on this kernel, and copies take long enough for a page fault among
+///   them.
 /// * `workload`: one process and several, and work that is interrupted.
 const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
     "copy_engine",
@@ -124,10 +126,10 @@ const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
     "plugin::our_plugin_restores_the_stock_plugin_s_dump",
     "queues",
     "topology",
-    "touches::a_program_that_executes_another_or_ends_is_released",
-    "touches::by_its_own_code",
-    "touches::demand_loads_are_before_the_background_load",
-    "touches::mappings_may_change_while_their_buffer_is_missing",
+    "cpu_access::a_program_that_executes_another_or_ends_is_released",
+    "cpu_access::by_its_own_code",
+    "cpu_access::demand_loads_are_before_the_background_load",
+    "cpu_access::mappings_may_change_while_their_buffer_is_missing",
     "workload::a_server_answers",
     "workload::a_server_answers_from_weights_that_the_cpu_cannot_access",
     "workload::a_server_answers_on_two_gpus_with_two_processes",
@@ -135,8 +137,8 @@ const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
     "workload::a_server_answers_while_the_cpu_reads_weights",
 ];
 
-/// Tests that depend on several compute dies in one GPU, and on other numbers of GPUs. `plugin`: such GPUs are dumped,
-/// and their restore is refused, by both plugins.
+/// Tests that depend on several compute dies in one GPU, and on other numbers of GPUs. `plugin`: such GPUs
+/// are dumped, and their restore is refused, by both plugins.
 const OF_SEVERAL_DIES: &[&str] = &[
     "criu_ops",
     "memory",
@@ -154,8 +156,8 @@ const OF_SEVERAL_DIES: &[&str] = &[
     "workload::a_server_answers_while_memory_with_attributes_changes",
 ];
 
-/// Tests that depend on how contents are copied. `plugin`: by CPUs, where the stock plugin cannot; memory of every kind
-/// whose contents the plugin copies.
+/// Tests that depend on how contents are copied. `plugin`: by CPUs, where the stock plugin cannot; memory of
+/// every kind whose contents the plugin copies.
 const COPIERS: &[&str] = &[
     "copy_engine",
     "plugin::one_gpu",
@@ -178,10 +180,10 @@ const RETRIED: &[&str] = &[
 
 /// Tests that depend on whether the filter can delay calls: gates stay closed until all memory is
 /// resident.
-const UNHELD: &[&str] = &[
+const WITHOUT_BPF_LSM: &[&str] = &[
     "gated::a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused",
     "gated::rewake_restore_reports_the_result_after_any_death",
-    "unheld",
+    "no_bpf_lsm",
 ];
 
 const SHAPE: Shape = Shape {
@@ -210,14 +212,16 @@ pub(super) const SHAPES: [Shape; 7] = [
     },
     Shape {
         name: "6.12-1100",
-        why: "queues that firmware runs and that cannot be restored; memory that CPUs cannot access; slow copies",
+        why: "queues that firmware runs and that cannot be restored; memory that CPUs cannot access; slow \
+            copies",
         module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100",
         tests: Tests::Only(OF_FIRMWARE_AND_SMALL_BAR),
         ..SHAPE
     },
     Shape {
         name: "7-942",
-        why: "several compute dies in a GPU, whose queues this kernel does not restore; other numbers of GPUs",
+        why: "several compute dies in a GPU, whose queues this kernel does not restore; other numbers of \
+            GPUs",
         series: Series::Linux7,
         module_arguments: "gpus=2 gfx=942 xnack=1 seed=7",
         tests: Tests::Only(OF_SEVERAL_DIES),
@@ -240,11 +244,11 @@ pub(super) const SHAPES: [Shape; 7] = [
         tests: Tests::Only(RETRIED),
     },
     Shape {
-        name: "7-unheld",
+        name: "7-no-bpf",
         why: "a kernel without BPF LSM, so that no call is delayed",
         series: Series::Linux7,
         kernel_arguments: "lsm=capability,yama",
-        tests: Tests::Only(UNHELD),
+        tests: Tests::Only(WITHOUT_BPF_LSM),
         ..SHAPE
     },
 ];

@@ -30,8 +30,8 @@ pub(crate) const PROGRAM: &str = "gpu";
 const DISK: &str = "256@50";
 /// Time limit of a machine, in seconds: one that hangs must not hang the suite.
 const TIME_LIMIT: u64 = 4500;
-/// Seconds of a part of a machine's tests. The boot for another part takes ten, and tests of one part share dumps; in
-/// longer parts some lanes would be idle at the end.
+/// Seconds of a part of a machine's tests. The boot for another part takes ten, and tests of one part share
+/// dumps; in longer parts some lanes would be idle at the end.
 const PART: f64 = 240.0;
 /// What a job takes that was not measured yet, in seconds: some restores.
 const UNMEASURED: f64 = 30.0;
@@ -171,9 +171,9 @@ fn run_parts(parts: Vec<(&'static Shape, Vec<Job>)>, wanted: &Wanted<'_>) -> any
     .map_err(|_| anyhow::anyhow!("a lane panicked"))
 }
 
-/// How many machines run at once. All processors of an emulated one share a thread, which waits for a fifth of the
-/// time, so that three machines keep two processors busy. A machine may use all of its memory, since its `/tmp` is
-/// memory. `available` is that of this host, in MiB.
+/// How many machines run at once. All processors of an emulated one share a thread, which waits for a fifth
+/// of the time, so that three machines keep two processors busy. A machine may use all of its memory, since
+/// its `/tmp` is memory. `available` is that of this host, in MiB.
 fn at_once(cores: usize, is_emulated: bool, available: usize) -> usize {
     let by_cores = if is_emulated { cores * 3 / 2 } else { cores };
     by_cores.min(available / MEMORY as usize).clamp(1, AT_ONCE)
@@ -269,8 +269,8 @@ fn table(all: &[Ran]) -> String {
     table
 }
 
-/// Runs a script in such a machine, in a process of its own that ends with this one; prints its jobs as they end, with
-/// the machine's number before each line.
+/// Runs a script in such a machine, in a process of its own that ends with this one; prints its jobs as they
+/// end, with the machine's number before each line.
 fn ran(shape: &Shape, number: usize, script: &str, limit: Option<Duration>) -> Ran {
     let start = Instant::now();
     let mut record = Record::default();
@@ -321,7 +321,8 @@ fn jobs_for(all: &[Job], shape: &Shape, wanted: &Wanted<'_>) -> Vec<Job> {
     all.iter().filter_map(some).collect()
 }
 
-/// The jobs in parts that may run at the same time: as many as take [`PART`] each. Jobs of a part keep their order.
+/// The jobs in parts that may run at the same time: as many as take [`PART`] each. Jobs of a part keep their
+/// order.
 fn parts_of(jobs: Vec<Job>, seconds: impl Fn(&Job) -> f64) -> Vec<Vec<Job>> {
     let all: f64 = jobs.iter().map(&seconds).sum();
     let count =

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The Debian system of a machine, in which kernel modules are built, too: a folder, made by mmdebstrap from sid. The
-//! whole one has trixie beside it, for the older kernel and the older CRIU. It takes only this repository's programs
-//! from the host, so that it is the same on every host.
+//! The Debian system of a machine, in which kernel modules are built, too: a folder, made by mmdebstrap from
+//! sid. The whole one has trixie in addition, for the older kernel and the older CRIU. It takes only this
+//! repository's programs from the host, so that it is the same on every host.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail};
 use super::cache::{self, Inputs};
 use super::options::{Series, System};
 use super::say;
-use crate::{program, setup};
+use crate::{files, program, setup};
 
 /// Packages that the host needs: to make the system, to put it on a disk, to run it.
 pub(super) const HOST_PACKAGES: [&str; 5] =
@@ -89,7 +89,7 @@ struct Recipe {
     what: &'static str,
     /// The first has all packages that are not named with another.
     suites: &'static [&'static str],
-    /// Beside [`COMMON`].
+    /// Packages in addition to [`COMMON`].
     packages: &'static [&'static str],
     /// Options of mmdebstrap.
     options: &'static [&'static str],
@@ -160,15 +160,15 @@ fn make(home: &Path, system: &Path, recipe: &Recipe) -> anyhow::Result<()> {
     let partial = home.join("system.partial");
     let log = home.join("system.log");
     let script = home.join("system.sh");
-    fs::write(&script, recipe.script).with_context(|| format!("write {}", script.display()))?;
+    files::write(&script, recipe.script)?;
     let mut refusals = Vec::new();
     for archive in setup::archives()? {
         say(&format!("making {} from {}", recipe.what, archive.address()));
         let sources = home.join("system.sources");
         let suites: Vec<String> = recipe.suites.iter().map(|suite| archive.for_suite(suite)).collect();
-        fs::write(&sources, suites.join("\n")).with_context(|| format!("write {}", sources.display()))?;
-        cache::remove(&partial)?;
-        let output = File::create(&log).with_context(|| format!("create {}", log.display()))?;
+        files::write(&sources, suites.join("\n"))?;
+        files::remove(&partial)?;
+        let output = files::create(&log)?;
         let logged = |command: &mut Command| {
             command.stdin(Stdio::null()).stdout(output.try_clone().context("share the log")?);
             program::run(command.stderr(output.try_clone().context("share the log")?))
@@ -178,8 +178,7 @@ fn make(home: &Path, system: &Path, recipe: &Recipe) -> anyhow::Result<()> {
         });
         match made {
             Ok(()) => {
-                return fs::rename(&partial, system)
-                    .with_context(|| format!("rename {} to {}", partial.display(), system.display()));
+                return files::rename(&partial, system);
             }
             Err(error) => {
                 let text = fs::read_to_string(&log).unwrap_or_default();

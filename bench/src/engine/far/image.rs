@@ -5,15 +5,15 @@ use std::fs::File;
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
+use memmap2::MmapMut;
 use rewake_bo_contents::{GpuPagesFile, MemoryDevice};
-use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
+use rewake_criu_images::amdgpu::pages_name;
 
-use super::super::image::{GPU, HEADER, ID, MIB, MINOR, PIECE, VRAM, Words, memory};
-use super::super::view::View;
+use super::super::image::{GPU, HEADER, ID, MIB, MINOR, PIECE, Words, kfd, memory, view};
 
 /// The largest size of the last buffer.
 pub(super) const LARGEST_MIB: u64 = 64;
@@ -60,12 +60,18 @@ impl Pages {
         file.sync_all().context("sync")
     }
 
+    /// Removes it from the disk and the page cache.
+    pub(super) fn remove(&self) -> anyhow::Result<()> {
+        let folder = self.folder.display();
+        std::fs::remove_dir_all(&self.folder).with_context(|| format!("remove {folder}"))
+    }
+
     pub(super) fn path(&self) -> PathBuf {
         self.folder.join(pages_name(ID, GPU))
     }
 }
 
-/// A file with so many buffers of one size, and memory for them.
+/// A file with buffers of one size, and memory for them.
 pub(super) struct Image<'a> {
     tail: &'a [u8],
     pub(super) files: Vec<GpuPagesFile>,
@@ -73,13 +79,14 @@ pub(super) struct Image<'a> {
     pub(super) all: Vec<Option<OwnedFd>>,
     pub(super) alone: Vec<Option<OwnedFd>>,
     pub(super) device: Arc<MemoryDevice>,
-    last: View,
+    /// The last buffer's memory.
+    pub(super) last: MmapMut,
 }
 
 impl<'a> Image<'a> {
     pub(super) fn open(pages: &'a Pages, buffer_mib: u64) -> anyhow::Result<Self> {
         let (size, count) = (buffer_mib * MIB, usize::try_from(pages.mib / buffer_mib)?);
-        let kfd = kfd(count, size);
+        let kfd = kfd(std::iter::repeat_n(size, count));
         let folder = File::open(&pages.folder).context("open the image directory")?;
         let files = vec![GpuPagesFile::open(folder.as_fd(), ID, &kfd, GPU, MINOR)?];
         let shared = usize::try_from(SHARED_MIB / buffer_mib)?.min(count - 1);
@@ -91,36 +98,14 @@ impl<'a> Image<'a> {
             (0..count).map(|number| of(number).try_clone().map(Some)).collect();
         let mut alone: Vec<Option<OwnedFd>> = (1..count).map(|_| None).collect();
         alone.push(Some(last.try_clone()?));
-        let last = View::writable(last.as_fd(), usize::try_from(size)?)?;
-        let tail = &pages.tail[pages.tail.len() - last.bytes().len()..];
+        let last = view(last)?;
+        let tail = &pages.tail[pages.tail.len() - last.len()..];
         Ok(Self { tail, files, all: all.context("a descriptor for each buffer")?, alone, device, last })
     }
 
-    /// Overwrites the last buffer's memory with bytes that the image does not have.
-    pub(super) fn poison(&mut self) {
-        self.last.bytes_mut().fill(0);
-    }
-
-    /// Compares it with what was written to the image.
+    /// Compares the last buffer with what was written to the image.
     pub(super) fn check(&self) -> anyhow::Result<()> {
-        ensure!(self.last.bytes() == self.tail, "the loaded bytes differ from the image");
+        ensure!(self.last[..] == *self.tail, "the loaded bytes differ from the image");
         Ok(())
     }
-}
-
-fn kfd(count: usize, size: u64) -> KfdImage {
-    let buffer = |number: usize| KfdBuffer {
-        address: 0x7000_0000_0000 + number as u64 * size,
-        size,
-        gpu_id: GPU,
-        alloc_flags: VRAM,
-        ..KfdBuffer::default()
-    };
-    KfdImage { pid: 1, gpus: 1, buffers: (0..count).map(buffer).collect(), ..KfdImage::default() }
-}
-
-/// Removes the image from the disk and the page cache.
-pub(super) fn remove(pages: &Pages) -> anyhow::Result<()> {
-    let folder: &Path = &pages.folder;
-    std::fs::remove_dir_all(folder).with_context(|| format!("remove {}", folder.display()))
 }

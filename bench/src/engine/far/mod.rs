@@ -20,7 +20,7 @@ use rewake_bo_contents::{BackgroundLoad, Error, LoadEvent, ProcessBuffers};
 
 use super::pace;
 use crate::cache::{drop_files, load_files};
-use crate::processes::check_interrupted;
+use crate::harness::{Taken, in_turn, rotated};
 use image::{Front, Image, Pages};
 
 /// MiB of each buffer, of an image.
@@ -38,12 +38,12 @@ enum From {
     Holes,
 }
 
-/// Both ways to load a last buffer.
-#[derive(Debug, Clone, Copy)]
-struct Round {
-    alone: Duration,
+/// When a last buffer is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Alone,
     /// During the background load.
-    meanwhile: Duration,
+    Meanwhile,
 }
 
 /// All rounds of one image.
@@ -54,15 +54,15 @@ struct Far {
     buffer_mib: u64,
     /// Time of a load of all buffers, without a demand load.
     all: Duration,
-    rounds: Vec<Round>,
+    times: Vec<Taken<Way, Duration>>,
 }
 
-/// Measures all kinds, with images of so many MiB, and prints the table.
+/// Measures all kinds, with images of `mib` MiB, and prints the table.
 pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<()> {
     // A descriptor for each buffer.
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).context("getrlimit")?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most).context("setrlimit")?;
-    print!("\n{}", table::HEAD);
+    let mut all = Vec::new();
     for (name, front, ways) in [
         ("holes", Front::Hole, &[From::Holes][..]),
         // The kind that needs most memory is last.
@@ -72,11 +72,12 @@ pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<()> {
         let pages = Pages::make(work.join(name), mib, front)?;
         for from in ways {
             for buffer_mib in SHAPES {
-                println!("{}", table::row(&far(&pages, *from, buffer_mib, rounds)?));
+                all.push(far(&pages, *from, buffer_mib, rounds)?);
             }
         }
-        image::remove(&pages)?;
+        pages.remove()?;
     }
+    print!("\n{}", table::text(&all));
     Ok(())
 }
 
@@ -95,24 +96,23 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
     };
     ready()?;
     let all = load_all(&image)?;
-    let (mut done, buffers) = (Vec::new(), image.all.len());
-    for round in 0..rounds {
-        check_interrupted()?;
-        ready()?;
-        // Moments all over the first third.
-        let after = all.mul_f64((round as f64 + 0.5) / rounds as f64 / 3.0);
-        let mut take = |after: Option<Duration>| {
-            image.poison();
-            let of = if after.is_some() { &image.all } else { &image.alone };
+    let buffers = image.all.len();
+    let times = in_turn(
+        rounds,
+        |round| rotated(&[Way::Alone, Way::Meanwhile], round),
+        |way, round| {
+            ready()?;
+            // Moments all over the first third.
+            let after = all.mul_f64((round as f64 - 0.5) / rounds as f64 / 3.0);
+            let (of, after) =
+                if way == Way::Alone { (&image.alone, None) } else { (&image.all, Some(after)) };
+            image.last.fill(0);
             let took = demanded(&image, of, after)?;
             image.check()?;
-            anyhow::Ok(took)
-        };
-        let first = if round.is_multiple_of(2) { Some(take(None)?) } else { None };
-        let meanwhile = take(Some(after))?;
-        done.push(Round { alone: first.map_or_else(|| take(None), Ok)?, meanwhile });
-    }
-    Ok(Far { from, buffers, buffer_mib, all, rounds: done })
+            Ok(took)
+        },
+    )?;
+    Ok(Far { from, buffers, buffer_mib, all, times })
 }
 
 /// Measures a load of all buffers, and checks the last one.

@@ -3,37 +3,34 @@
 
 use std::time::Duration;
 
-use super::{Far, From, Round};
-use crate::report::{Spread, number, spread};
+use super::{Far, From, Way};
+use crate::harness::{of, pairs};
+use crate::report::{Spread, Table, Wanted, number, spread};
 
 /// Milliseconds that a demand may wait longer than the load of its buffer alone takes, by the median.
-const WANTED_MS: f64 = 5.0;
+const WANTED_MS: Wanted = Wanted::AtMost(5.0);
 
-pub(super) const HEAD: &str = "\
-| the last buffer of | all in, s | alone it is loaded in, ms | demanded meanwhile, in | more | wanted | met |
-|---|---|---|---|---|---|---|
-";
+pub(super) fn text(all: &[Far]) -> String {
+    let heads = ["the last buffer of", "all in, s", "alone it is loaded in, ms", "demanded meanwhile, in"];
+    let mut table = Table::new(&[&heads[..], &["more", "wanted", "met"]].concat());
+    all.iter().for_each(|far| table.row(&cells(far)));
+    table.to_string()
+}
 
-pub(super) fn row(far: &Far) -> String {
-    let Far { from, buffers, buffer_mib, all, rounds } = far;
+fn cells(far: &Far) -> [String; 7] {
+    let Far { from, buffers, buffer_mib, all, times } = far;
     let from = match from {
         From::PageCache => "random, in the page cache",
         From::Disk => "random, on the disk",
         From::Holes => "holes",
     };
-    let figure = |of: fn(&Round) -> f64| Spread::of(rounds.iter().map(of).collect());
-    let more = figure(|of| ms(of.meanwhile) - ms(of.alone));
-    let met = more.is_some_and(|more| more.median <= WANTED_MS);
-    let cells = [
-        format!("{buffers} x {buffer_mib} MiB, {from}"),
-        number(all.as_secs_f64()),
-        spread(figure(|of| ms(of.alone))),
-        spread(figure(|of| ms(of.meanwhile))),
-        spread(more),
-        format!("at most {}", number(WANTED_MS)),
-        if met { "yes" } else { "**MISSED**" }.to_owned(),
-    ];
-    format!("| {} |", cells.join(" | "))
+    let [alone, meanwhile] =
+        [Way::Alone, Way::Meanwhile].map(|way| spread(Spread::of(of(times, way).map(|took| ms(*took)))));
+    let both = pairs(times, [Way::Alone, Way::Meanwhile]);
+    let more = Spread::of(both.map(|(alone, meanwhile)| ms(*meanwhile) - ms(*alone)));
+    let [wanted, met] = WANTED_MS.cells(more);
+    let name = format!("{buffers} x {buffer_mib} MiB, {from}");
+    [name, number(all.as_secs_f64()), alone, meanwhile, spread(more), wanted, met]
 }
 
 fn ms(time: Duration) -> f64 {
@@ -43,28 +40,31 @@ fn ms(time: Duration) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::harness::Taken;
 
     #[test]
     fn the_extra_wait_is_of_one_round_and_a_missed_one_is_marked() {
-        let round = |alone, meanwhile| Round {
-            alone: Duration::from_millis(alone),
-            meanwhile: Duration::from_millis(meanwhile),
+        let far = |from, rounds: &[(u64, u64)]| {
+            let taken = |way, round, ms| Taken { way, round, sample: Duration::from_millis(ms) };
+            let round = |(round, (alone, meanwhile)): (u64, &(u64, u64))| {
+                [taken(Way::Alone, round, *alone), taken(Way::Meanwhile, round, *meanwhile)]
+            };
+            let times = (1..).zip(rounds).flat_map(round).collect();
+            Far { from, buffers: 128, buffer_mib: 64, all: Duration::from_secs(2), times }
         };
-        let far =
-            |from, rounds| Far { from, buffers: 128, buffer_mib: 64, all: Duration::from_secs(2), rounds };
         for (far, line) in [
             (
-                far(From::PageCache, vec![round(10, 12), round(20, 19), round(10, 14)]),
-                "| 128 x 64 MiB, random, in the page cache | 2.00 | 10.0 (10.0 .. 20.0) | 14.0 (12.0 .. 19.0) | \
-                 2.00 (-1.00 .. 4.00) | at most 5.00 | yes |",
+                far(From::PageCache, &[(10, 12), (20, 19), (10, 14)]),
+                "| 128 x 64 MiB, random, in the page cache | 2.00 | 10.0 (10.0 .. 20.0) | 14.0 (12.0 .. \
+                 19.0) | 2.00 (-1.00 .. 4.00) | at most 5.00 | yes |",
             ),
             (
-                far(From::Disk, vec![round(50, 56)]),
+                far(From::Disk, &[(50, 56)]),
                 "| 128 x 64 MiB, random, on the disk | 2.00 | 50.0 (50.0 .. 50.0) | 56.0 (56.0 .. 56.0) | \
                  6.00 (6.00 .. 6.00) | at most 5.00 | **MISSED** |",
             ),
         ] {
-            assert_eq!(row(&far), line);
+            assert_eq!(text(&[far]).lines().nth(2), Some(line));
         }
     }
 }

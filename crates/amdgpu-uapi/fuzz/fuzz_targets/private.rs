@@ -7,7 +7,9 @@ use rewake_amdgpu_uapi::criu::blob::Private;
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     let [devices, bos, objects, bytes @ ..] = input else { return };
-    let Ok(mut private) = Private::read(bytes, (*devices).into(), (*bos).into(), (*objects).into()) else { return };
+    let Ok(mut private) = Private::read(bytes, (*devices).into(), (*bos).into(), (*objects).into()) else {
+        return;
+    };
     assert_eq!(private.write(), bytes);
     private.queues_mut().for_each(|queue| queue.percent = 0);
     for bo in private.bos_mut() {

@@ -41,11 +41,12 @@ arguments! {
     kfd_ioctl_get_process_apertures_new_args, kfd_process_device_apertures, kfd_ioctl_acquire_vm_args,
     kfd_ioctl_alloc_memory_of_gpu_args, kfd_ioctl_free_memory_of_gpu_args, kfd_ioctl_map_memory_to_gpu_args,
     kfd_ioctl_unmap_memory_from_gpu_args, kfd_ioctl_get_dmabuf_info_args, kfd_ioctl_import_dmabuf_args,
-    kfd_ioctl_export_dmabuf_args, kfd_ioctl_smi_events_args, kfd_ioctl_set_xnack_mode_args, kfd_ioctl_criu_args,
-    kfd_criu_device_bucket, kfd_criu_bo_bucket, kfd_ioctl_get_available_memory_args, kfd_ioctl_runtime_enable_args,
-    kfd_ioctl_svm_attribute, drm_amdgpu_gem_create, drm_amdgpu_gem_mmap, drm_amdgpu_gem_metadata, drm_amdgpu_gem_userptr,
-    drm_amdgpu_gem_va, drm_amdgpu_ctx, drm_amdgpu_bo_list, drm_amdgpu_cs, drm_amdgpu_wait_cs, drm_amdgpu_info, drm_amdgpu_gem_op,
-    drm_amdgpu_cs_chunk_ib, drm_amdgpu_info_hw_ip, drm_amdgpu_info_device, drm_amdgpu_memory_info, drm_amdgpu_gem_list_handles,
+    kfd_ioctl_export_dmabuf_args, kfd_ioctl_smi_events_args, kfd_ioctl_set_xnack_mode_args,
+    kfd_ioctl_criu_args, kfd_criu_device_bucket, kfd_criu_bo_bucket, kfd_ioctl_get_available_memory_args,
+    kfd_ioctl_runtime_enable_args, kfd_ioctl_svm_attribute, drm_amdgpu_gem_create, drm_amdgpu_gem_mmap,
+    drm_amdgpu_gem_metadata, drm_amdgpu_gem_userptr, drm_amdgpu_gem_va, drm_amdgpu_ctx, drm_amdgpu_bo_list,
+    drm_amdgpu_cs, drm_amdgpu_wait_cs, drm_amdgpu_info, drm_amdgpu_gem_op, drm_amdgpu_cs_chunk_ib,
+    drm_amdgpu_info_hw_ip, drm_amdgpu_info_device, drm_amdgpu_memory_info, drm_amdgpu_gem_list_handles,
     drm_amdgpu_gem_list_handles_entry, drm_amdgpu_gem_vm_entry, drm_amdgpu_gem_create_in,
 }
 

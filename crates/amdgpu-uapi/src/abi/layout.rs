@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Checks the drivers' ABI when this compiles: sizes, offsets, ioctl numbers.
 //!
-//! Sizes are those of Linux 7.2. Linux 6.12 has shorter `drm_amdgpu_gem_va` (40 bytes) and
+//! The sizes are from Linux 7.2. Linux 6.12 has shorter `drm_amdgpu_gem_va` (40 bytes) and
 //! `drm_amdgpu_gem_op` (16). Both kernels cut or zero-extend an argument by the size in the ioctl's number.
 
 use std::mem::offset_of;
@@ -9,7 +9,9 @@ use std::mem::offset_of;
 use super::generated::*;
 
 macro_rules! sizes {
-    ($($name:ident = $size:literal),* $(,)?) => { const _: () = { $(assert!(size_of::<$name>() == $size);)* }; };
+    ($($name:ident = $size:literal),* $(,)?) => {
+        const _: () = { $(assert!(size_of::<$name>() == $size);)* };
+    };
 }
 macro_rules! offsets {
     ($name:ident: $($field:ident = $offset:literal),* $(,)?) => {
@@ -79,17 +81,19 @@ devices = 0, bos = 8, priv_data = 16, priv_data_size = 24, num_devices = 32, num
 pid = 44, op = 48 }
 offsets! { kfd_criu_device_bucket: user_gpu_id = 0, actual_gpu_id = 4, drm_fd = 8, pad = 12 }
 offsets! { kfd_criu_bo_bucket:
-addr = 0, size = 8, offset = 16, restored_offset = 24, gpu_id = 32, alloc_flags = 36, dmabuf_fd = 40, pad = 44 }
+addr = 0, size = 8, offset = 16, restored_offset = 24, gpu_id = 32, alloc_flags = 36, dmabuf_fd = 40,
+pad = 44 }
 offsets! { kfd_ioctl_create_queue_args:
-ring_base_address = 0, write_pointer_address = 8, read_pointer_address = 16, doorbell_offset = 24, ring_size = 32,
-gpu_id = 36, queue_type = 40, queue_percentage = 44, queue_priority = 48, queue_id = 52, eop_buffer_address = 56,
-eop_buffer_size = 64, ctx_save_restore_address = 72, ctx_save_restore_size = 80, ctl_stack_size = 84,
-sdma_engine_id = 88, metadata_ring_size = 92 }
+ring_base_address = 0, write_pointer_address = 8, read_pointer_address = 16, doorbell_offset = 24,
+ring_size = 32, gpu_id = 36, queue_type = 40, queue_percentage = 44, queue_priority = 48, queue_id = 52,
+eop_buffer_address = 56, eop_buffer_size = 64, ctx_save_restore_address = 72, ctx_save_restore_size = 80,
+ctl_stack_size = 84, sdma_engine_id = 88, metadata_ring_size = 92 }
 offsets! { kfd_ioctl_update_queue_args:
 ring_base_address = 0, queue_id = 8, ring_size = 12, queue_percentage = 16, queue_priority = 20 }
 offsets! { kfd_ioctl_alloc_memory_of_gpu_args:
 va_addr = 0, size = 8, handle = 16, mmap_offset = 24, gpu_id = 32, flags = 36 }
-offsets! { kfd_ioctl_map_memory_to_gpu_args: handle = 0, device_ids_array_ptr = 8, n_devices = 16, n_success = 20 }
+offsets! { kfd_ioctl_map_memory_to_gpu_args:
+handle = 0, device_ids_array_ptr = 8, n_devices = 16, n_success = 20 }
 offsets! { kfd_ioctl_create_event_args:
 event_page_offset = 0, event_trigger_data = 8, event_type = 12, auto_reset = 16, node_id = 20, event_id = 24,
 event_slot_index = 28 }
@@ -99,7 +103,8 @@ events_ptr = 0, num_events = 8, wait_for_all = 12, timeout = 16, wait_result = 2
 offsets! { kfd_ioctl_import_dmabuf_args: va_addr = 0, handle = 8, gpu_id = 16, dmabuf_fd = 20 }
 offsets! { kfd_ioctl_export_dmabuf_args: handle = 0, flags = 8, dmabuf_fd = 12 }
 offsets! { drm_amdgpu_gem_va:
-handle = 0, operation = 8, flags = 12, va_address = 16, offset_in_bo = 24, map_size = 32, vm_timeline_point = 40 }
+handle = 0, operation = 8, flags = 12, va_address = 16, offset_in_bo = 24, map_size = 32,
+vm_timeline_point = 40 }
 offsets! { drm_amdgpu_cs_in: ctx_id = 0, bo_list_handle = 4, num_chunks = 8, flags = 12, chunks = 16 }
 offsets! { drm_amdgpu_cs_chunk_ib:
 flags = 4, va_start = 8, ib_bytes = 16, ip_type = 20, ip_instance = 24, ring = 28 }

@@ -97,8 +97,8 @@ pub fn unpause(kfd: BorrowedFd<'_>) -> Result<(), Error> {
     result.map(drop).map_err(FailedCall::named("CRIU_OP UNPAUSE").failed())
 }
 
-/// Restores everything in `checkpoint` in the process that opened `kfd`, with its queues evicted. Fills in the
-/// buffers' dma-bufs and `restored_offset`s.
+/// Restores everything in `checkpoint` in the process that opened `kfd`, with its queues evicted. Fills in
+/// the buffers' dma-bufs and `restored_offset`s.
 ///
 /// # Errors
 /// CRIU_OP failed: EINVAL for other GPUs than the process sees, EBUSY for an address space or copy engine in

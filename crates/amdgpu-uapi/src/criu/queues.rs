@@ -2,13 +2,13 @@
 //! Which kernels restore the queues of which GPUs: the only table of them.
 //!
 //! Two kinds of GPUs are special. Firmware (MES) runs the queues of GFX11 and newer chips, and takes no saved
-//! state. And MI300 in SPX mode spreads a queue over several compute dies (XCCs), whose state is one die's after
-//! the other's. Kernels save and accept that state since different releases:
+//! state. And MI300 in SPX mode spreads a queue over several compute dies (XCCs), whose state is one die's
+//! after the other's. Kernels save and accept that state since different releases:
 //!
 //! * Before 6.16.4 a checkpoint saves the first XCC. A restore succeeds, and the queue never runs.
 //! * 6.16.4 to 6.18.41, and 6.19 to 7.1.5, save all XCCs and restore them.
-//! * 6.18.42 and later 6.18, 7.1.6 and later, save all XCCs. They refuse the restore (EINVAL), because the fix of
-//!   CVE-2026-68258 compares the state's length with one XCC's.
+//! * 6.18.42 and later 6.18, 7.1.6 and later, save all XCCs. They refuse the restore (EINVAL), because the
+//!   fix of CVE-2026-68258 compares the state's length with one XCC's.
 //!
 //! In CPX mode each partition is a GPU with one XCC, which every kernel restores.
 //!
@@ -45,8 +45,8 @@ pub struct Release {
 pub enum QueueSupport {
     /// All of their state is saved, and restored.
     Restored,
-    /// Firmware (MES) runs them, and takes no saved state: Linux 7.2 and 7.3 refuse the restore, and 6.12 uses a
-    /// null pointer (`kfd_process_queue_manager.c`).
+    /// Firmware (MES) runs them, and takes no saved state: Linux 7.2 and 7.3 refuse the restore, and 6.12
+    /// uses a null pointer (`kfd_process_queue_manager.c`).
     Firmware,
     /// The state of the first of several XCCs is saved: a restored queue never runs.
     FirstXccSaved,
@@ -73,8 +73,8 @@ impl Release {
         Some(Self { major, minor, patch: numbers.next().and_then(Result::ok).unwrap_or(0) })
     }
 
-    /// Returns the release of this machine's GPU driver, or `None` where the driver is AMD's own package (DKMS),
-    /// because that package has a version of its own.
+    /// Returns the release of this machine's GPU driver, or `None` where the driver is AMD's own package
+    /// (DKMS), because that package has a version of its own.
     #[must_use]
     pub fn of_driver() -> Option<Self> {
         if Path::new("/sys/module/amdgpu/version").exists() {
@@ -95,8 +95,8 @@ impl fmt::Display for Release {
 }
 
 impl QueueSupport {
-    /// Returns what a kernel does with the queues of a chip that has `xccs` compute dies. Distributions may have a
-    /// change earlier or later than the release says.
+    /// Returns what a kernel does with the queues of a chip that has `xccs` compute dies. Distributions may
+    /// have a change earlier or later than the release says.
     #[must_use]
     pub fn of(gfx: GfxVersion, xccs: u64, driver: Option<Release>) -> Self {
         if gfx.major >= FIRST_WITH_MES {
@@ -123,12 +123,14 @@ impl QueueSupport {
 pub fn restored_by() -> String {
     let [older, newer] = RESTORING.map(|releases| format!("{} to {}", releases.start(), releases.end()));
     format!(
-        "Linux {older} and {newer} restore them, and every kernel does in CPX mode, in which a GPU has one XCC"
+        "Linux {older} and {newer} restore them, and every kernel does in CPX mode, in which a GPU has one \
+         XCC"
     )
 }
 
 impl Queue {
-    /// Whether a GPU that has `xccs` compute dies spreads the queue over them. Copy engines (SDMA) are not spread.
+    /// Whether a GPU that has `xccs` compute dies spreads the queue over them. Copy engines (SDMA) are not
+    /// spread.
     #[must_use]
     pub fn is_spread(&self, xccs: u64) -> bool {
         self.kind == COMPUTE && xccs > 1

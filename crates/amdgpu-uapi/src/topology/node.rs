@@ -80,7 +80,7 @@ fn get32(properties: &Properties, name: &str) -> u32 {
 }
 
 impl Node {
-    /// Reads a node. Returns None if it is hidden from this process.
+    /// Reads a node. Returns `None` if it is hidden from this process.
     pub(super) fn read(number: u32, folder: &Path) -> Result<Option<Self>, Error> {
         let id = folder.join("gpu_id");
         let Some(text) = sysfs::text(&id)? else { return Ok(None) };
@@ -150,7 +150,7 @@ impl Node {
         banks.fold(0, |sum: u64, bank| sum.saturating_add(bank.size()))
     }
 
-    /// Returns the sizes of a compute queue's areas for interrupted work, or None if the properties are not
+    /// Returns the sizes of a compute queue's areas for interrupted work, or `None` if the properties are not
     /// valid.
     #[must_use]
     pub fn save_area(&self) -> Option<SaveArea> {

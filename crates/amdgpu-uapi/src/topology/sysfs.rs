@@ -16,7 +16,7 @@ const FOLDERS: u32 = 4096;
 /// The `name value` lines of a file.
 pub(super) type Properties = BTreeMap<String, u64>;
 
-/// Reads a file. Returns None if this process may not see it.
+/// Reads a file. Returns `None` if this process may not see it.
 pub(super) fn text(path: &Path) -> Result<Option<String>, Error> {
     let read = || {
         let mut text = String::new();
@@ -45,7 +45,7 @@ pub(super) fn number(path: &Path) -> Result<u64, Error> {
     number.parse().map_err(|_| wrong(path, &format!("{number:?} is no number")))
 }
 
-/// Reads a file of properties. Returns None if this process may not see it.
+/// Reads a file of properties. Returns `None` if this process may not see it.
 pub(super) fn properties(path: &Path) -> Result<Option<Properties>, Error> {
     let Some(text) = text(path)? else { return Ok(None) };
     let mut properties = Properties::new();
@@ -68,7 +68,8 @@ fn parse(line: &str) -> Option<(&str, u64)> {
     Some((name, value))
 }
 
-/// Reads `folder/0/properties`, `folder/1/properties` and so on. Returns none if the folder does not exist.
+/// Reads `folder/0/properties`, `folder/1/properties` and so on. The list is empty if the folder does not
+/// exist.
 pub(super) fn numbered(folder: &Path) -> Result<Vec<Properties>, Error> {
     let mut found = Vec::new();
     for number in 0..FOLDERS {

@@ -20,7 +20,8 @@ fn write_topology(root: &Path) {
     write("nodes/0/properties", "cpu_cores_count 2\nsimd_count 0\n");
     write("nodes/0/mem_banks/0/properties", "heap_type 0\nsize_in_bytes 8589934592\nflags 0\n");
     for (node, id) in [(1, 51_234), (2, 5)] {
-        let properties = "cpu_cores_count 0\nsimd_count 416\nsimd_per_cu 4\narray_count 8\nsimd_arrays_per_engine 1\n\
+        let properties = "cpu_cores_count 0\nsimd_count 416\nsimd_per_cu 4\narray_count \
+             8\nsimd_arrays_per_engine 1\n\
              capability 134250112\ngfx_target_version 90010\ndrm_render_minor 128\nnum_xcc 1\nunique_id -1\n";
         write(&format!("nodes/{node}/gpu_id"), &format!("{id}\n"));
         write(&format!("nodes/{node}/name"), "aldebaran\n");
@@ -78,7 +79,8 @@ proptest! {
         ]),
         text in prop_oneof![
             "[a-z_]{0,12} [0-9,-]{0,30}\n?",
-            "(simd_count|simd_per_cu|array_count|simd_arrays_per_engine|num_xcc|gfx_target_version) [0-9]{1,20}\n",
+            "(simd_count|simd_per_cu|array_count|simd_arrays_per_engine|num_xcc|gfx_target_version) \
+             [0-9]{1,20}\n",
             ".{0,200}",
         ],
     ) {

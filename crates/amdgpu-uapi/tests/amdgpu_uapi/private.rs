@@ -73,7 +73,12 @@ fn private_data_that_ends_early_or_late_is_refused() {
 
 proptest! {
     #[test]
-    fn no_private_data_panics(bytes: Vec<u8>, devices in 0_usize..70, bos in 0_usize..9, objects in 0_usize..9) {
+    fn no_private_data_panics(
+        bytes: Vec<u8>,
+        devices in 0_usize..70,
+        bos in 0_usize..9,
+        objects in 0_usize..9,
+    ) {
         if let Ok(private) = Private::read(&bytes, devices, bos, objects) {
             prop_assert_eq!(private.write(), bytes);
         }

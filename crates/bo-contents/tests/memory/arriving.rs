@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers whose bytes arrive from another host while they are loaded: they become resident with the bytes that were
-//! sealed, or not at all.
+//! Buffers whose bytes arrive from another host while they are loaded: they become resident with the bytes
+//! that were sealed, or not at all.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -21,7 +21,7 @@ use rewake_image_io::{
     PresenceWriter, presence_file,
 };
 use rewake_manifest::read_checksums;
-use rewake_process::Notifier;
+use rewake_process::wake_socket::WakeSocket;
 
 use crate::scene::{CHUNK, Scene, pattern};
 
@@ -101,7 +101,7 @@ impl Arriving {
             GpuPagesFile::arriving(&file, &scene.image, gpu, 120 + gpu).unwrap()
         };
         let files = [7, 8].into_iter().zip(&originals).map(file).collect();
-        let reader = FetchReader { number: READER, waker: Notifier::new().unwrap() };
+        let reader = FetchReader { number: READER, waker: WakeSocket::new().unwrap() };
         let socket = RefCell::new(socket_of(&source));
         let sizes = sizes.to_vec();
         Self { scene, sizes, files, originals, source, presence, reader, socket }
@@ -192,7 +192,7 @@ impl Drop for EndsAfterPanic<'_> {
     }
 }
 
-/// Receives the events of so many buffers, and returns them in ascending order.
+/// Receives the events of `count` buffers, and returns the buffers in ascending order.
 fn resident(events: &Receiver<LoadEvent>, count: usize) -> Vec<usize> {
     let buffer = |_| match events.recv_timeout(LIMIT).expect("a buffer is resident in time") {
         LoadEvent::Buffer { number, .. } => number,

@@ -7,7 +7,7 @@ use rewake_testkit::Random;
 
 use crate::scene::{CHUNK, Scene, pattern};
 
-/// Seals the image. Returns the sets of buffers with the same bytes, for so many processes that have it.
+/// Seals the image, which `processes` processes have. Returns the sets of buffers with the same bytes.
 fn same(scene: &Scene, processes: usize) -> Vec<Vec<(usize, usize)>> {
     scene.seal();
     let (files, sealed) = (scene.files(), read_checksums(&scene.images()).unwrap().unwrap());

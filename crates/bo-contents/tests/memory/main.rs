@@ -88,8 +88,8 @@ fn a_chunk_with_more_holes_than_reads_is_loaded_whole() {
 
 #[test]
 fn a_process_is_not_resident_from_an_image_that_was_written_meanwhile() {
-    // All are read before the first is reported, in all likelihood, and no read finds the change then. The new length
-    // shows even where times of files are coarse.
+    // All are read before the first is reported, in all likelihood, and no read finds the change then. The
+    // new length shows even where times of files are coarse.
     let scene = Scene::new(&[4096; 8]);
     let (_, error) = scene.load_fails(|_| {
         let file = File::options().append(true).open(scene.path(7)).unwrap();
@@ -123,7 +123,7 @@ fn one_reactor() -> Arc<IoBudget> {
     Arc::new(IoBudget::new(vec![Notifier::new().unwrap()]).unwrap())
 }
 
-/// Loads beside threads that wait for the disk. Returns the most background bytes in flight, and the turns of
+/// Loads while threads wait for the disk. Returns the most background bytes in flight, and the turns of
 /// another reader.
 fn load_beside_demands() -> (usize, usize) {
     let sizes = [6 * CHUNK, 4096, 65536, 3 * CHUNK + 4096];

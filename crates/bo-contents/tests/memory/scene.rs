@@ -148,8 +148,8 @@ impl Scene {
         self.load_fails(|_| {})
     }
 
-    /// Loads an image, which fails. `resident` is called with each buffer that becomes resident; returns all of them,
-    /// and the error.
+    /// Loads an image, which fails. `resident` is called with each buffer that becomes resident; returns all
+    /// of them, and the error.
     pub(crate) fn load_fails(&self, mut resident: impl FnMut(usize) + Send) -> (Vec<usize>, String) {
         let files = self.files();
         let processes = [ProcessBuffers { files: &files, dmabufs: &self.memfds }];

@@ -25,9 +25,12 @@ pub use dmabuf::DmabufImage;
 pub use kfd::{ContentsRange, KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, NodeImage, Properties};
 pub use render::{Mapping, RenderBuffer, RenderContents, RenderImage};
 
-pub(crate) use dmabuf::parse as parse_dmabuf;
-pub(crate) use kfd::parse as parse_kfd;
-pub(crate) use render::parse as parse_render;
+#[cfg(feature = "testing")]
+pub(crate) use {dmabuf::parse as parse_dmabuf, kfd::parse as parse_kfd, render::parse as parse_render};
+
+use std::fs::DirEntry;
+use std::io;
+use std::path::Path;
 
 use contents::contents;
 
@@ -88,6 +91,23 @@ impl GpuFile {
         ];
         named.into_iter().find_map(|(file, known)| (known == name).then_some(file))
     }
+}
+
+/// Returns the images of open files in an image directory.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn gpu_files(images: &Path) -> io::Result<Vec<GpuFile>> {
+    let of = |entry: io::Result<DirEntry>| Ok(entry?.file_name().to_str().and_then(GpuFile::of_name));
+    images.read_dir()?.filter_map(|entry| of(entry).transpose()).collect()
+}
+
+/// Returns whether an image holds the state of a GPU.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn image_has_gpu(images: &Path) -> io::Result<bool> {
+    Ok(!gpu_files(images)?.is_empty())
 }
 
 impl ImageDir {

@@ -3,6 +3,10 @@
 
 #[rustfmt::skip]
 #[allow(missing_docs, unreachable_pub)]
+#[cfg_attr(
+    not(feature = "testing"),
+    allow(dead_code, reason = "mappings are read one by one, not as `MmEntry`")
+)]
 mod criu;
 /// Of CRIU's amdgpu plugin.
 #[rustfmt::skip]

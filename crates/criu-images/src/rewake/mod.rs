@@ -17,6 +17,7 @@ pub use render_state::{
 };
 pub use shared::{SHARED_NAME, SecondFile, SharedBuffer, SharedImage};
 
+#[cfg(feature = "testing")]
 pub(crate) use shared::parse as parse_shared;
 
 use crate::amdgpu::contents::contents;

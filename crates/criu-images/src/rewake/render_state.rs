@@ -10,7 +10,8 @@ use crate::generated::gpu as raw;
 
 /// The highest handle of a syncobj, and the most of them, that a dump looks for and a restore makes.
 pub const MAX_SYNCOBJS: u32 = 1 << 20;
-/// The most submissions of one render node, in all of its rings, that a restore makes again: about 10 us each.
+/// The most submissions of one render node, in all of its rings, that a restore makes again: about 10 us
+/// each.
 pub const MAX_SUBMISSIONS: u32 = 100_000;
 /// The most bytes of metadata that the driver keeps of a buffer.
 const MAX_METADATA: usize = 256;

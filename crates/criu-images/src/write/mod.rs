@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes pagemaps, record by record. For tests it makes images: small ones from nothing, and incremental pairs
-//! from plain dumps.
+//! Makes images for tests: small ones from nothing, and incremental pairs from plain dumps.
 //!
 //! Images from nothing have the fields that [`crate::ImageDir`] reads, which is less than `criu restore`
 //! needs. A directory that [`split_into_parent`] has changed is still complete for CRIU.
@@ -20,12 +19,12 @@ use crate::dir::io_error;
 use crate::error::{ImageError, Result};
 use crate::frame::{self, file_of};
 use crate::generated::{
-    CoreEntry, FileEntry, InventoryEntry, MmEntry, PagemapEntry as RawPagemapEntry, PagemapHead,
-    PluginsEntry, PstreeEntry, RegFileEntry, TaskCoreEntry, VmaEntry,
+    CoreEntry, FileEntry, InventoryEntry, MmEntry, PluginsEntry, PstreeEntry, RegFileEntry, TaskCoreEntry,
+    VmaEntry,
 };
 use crate::inventory::Inventory;
 use crate::mm::{Mm, Vma};
-use crate::pagemap::{Generation, Pagemap, PagemapEntry};
+use crate::pagemap::{Pagemap, pagemap_head, pagemap_record};
 use crate::plan::{pagemap_name, pages_name};
 use crate::tasks::Task;
 
@@ -154,27 +153,4 @@ pub(crate) fn pagemap_bytes(map: &Pagemap) -> Option<Vec<u8>> {
         bytes.extend(pagemap_record(entry, map.generation)?);
     }
     Some(bytes)
-}
-
-/// Encodes the start of a pagemap's file: the magic numbers, and the number of the pages file.
-#[must_use]
-pub fn pagemap_head(pages_id: u32) -> Vec<u8> {
-    file_of(&frame::PAGEMAP, [PagemapHead { pages_id: Some(pages_id) }.encode_to_vec()])
-}
-
-/// Encodes one entry as the record that follows the others; `None` when it is too long for the generation.
-#[must_use]
-pub fn pagemap_record(entry: &PagemapEntry, generation: Generation) -> Option<Vec<u8>> {
-    let (narrow, wide) = match generation {
-        Generation::Narrow => (u32::try_from(entry.pages).ok()?, None),
-        Generation::Wide => (0, Some(entry.pages)),
-    };
-    let raw = RawPagemapEntry {
-        vaddr: Some(entry.vaddr),
-        compat_nr_pages: Some(narrow),
-        in_parent: None,
-        flags: Some(entry.flags.0),
-        nr_pages: wide,
-    };
-    Some(frame::record(&raw.encode_to_vec()))
 }

@@ -337,7 +337,8 @@ prop_compose! {
         let [node_id, capability, fw_version, domain] = numbers;
         let mut properties = Properties { node_id, gpu_id, vram_size, ..Properties::default() };
         (properties.capability, properties.fw_version, properties.domain) = (capability, fw_version, domain);
-        NodeImage { properties, links: links.into_iter().map(|(kind, to_node)| Link { kind, to_node }).collect() }
+        let links = links.into_iter().map(|(kind, to_node)| Link { kind, to_node }).collect();
+        NodeImage { properties, links }
     }
 }
 

@@ -90,8 +90,9 @@ proptest! {
         images.add("a", &vmas, &placed);
         let before: BTreeMap<_, _> = contents(&images.plan("a").unwrap()).into_iter().collect();
         let level = |page: u64| levels[usize::try_from(page).unwrap() % levels.len()];
-        split(&images, "a", "b", |page| if level(page) > 0 { PagePlace::LazyParent } else { PagePlace::Here });
-        split(&images, "b", "c", |page| if level(page) > 1 { PagePlace::LazyParent } else { PagePlace::Here });
+        let place = |is_in_parent| if is_in_parent { PagePlace::LazyParent } else { PagePlace::Here };
+        split(&images, "a", "b", |page| place(level(page) > 0));
+        split(&images, "b", "c", |page| place(level(page) > 1));
         let plan = images.plan("a").unwrap();
         for extent in &plan.extents {
             prop_assert_eq!(extent.vaddr / PAGE / 7, (extent.end() / PAGE - 1) / 7, "crosses a border");

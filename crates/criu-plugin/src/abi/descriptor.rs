@@ -118,7 +118,7 @@ fn hooks_of_host() -> Option<u32> {
     hooks_by_size(size)
 }
 
-/// Returns None if CRIU's object has another layout.
+/// Returns `None` if CRIU's object has another layout.
 fn hooks_by_size(size: u64) -> Option<u32> {
     const LIST_HEAD: u64 = 2 * size_of::<*const c_void>() as u64;
     let heads = u32::try_from(size / LIST_HEAD).ok()?;

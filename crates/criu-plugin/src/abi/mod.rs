@@ -15,6 +15,6 @@ pub(crate) use descriptor::has_post_forking;
 pub use descriptor::{Descriptor, HOOKS, Registered};
 pub(crate) use mark::ProcessMark;
 pub(crate) use symbols::{
-    LogLevel, add_inventory_plugin, check_and_remove_inventory_plugin, fdstore_add, fdstore_get, image_dir,
-    log, log_file, root_pid, run_id,
+    LogLevel, add_inventory_plugin, add_option, check_and_remove_inventory_plugin, fdstore_add, fdstore_get,
+    image_dir, log, log_file, root_pid, run_id,
 };

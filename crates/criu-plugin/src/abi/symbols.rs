@@ -61,7 +61,7 @@ fn print(level: LogLevel, line: &str) -> Result<(), HostError> {
     Ok(())
 }
 
-/// Calls `criu_get_image_dir`. Returns None if it gives no descriptor. The descriptor lives as long as the
+/// Calls `criu_get_image_dir`. Returns `None` if it gives no descriptor. The descriptor lives as long as the
 /// process.
 pub(crate) fn image_dir() -> Result<Option<BorrowedFd<'static>>, HostError> {
     let get = function!(criu_get_image_dir: unsafe extern "C" fn() -> c_int);
@@ -71,7 +71,27 @@ pub(crate) fn image_dir() -> Result<Option<BorrowedFd<'static>>, HostError> {
     Ok((fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }))
 }
 
-/// Calls `log_get_fd`. Returns None if it gives no descriptor. The descriptor lives as long as the process.
+/// Has CRIU parse one more option, as if it were at the end of its command line. Returns whether CRIU took
+/// it.
+///
+/// `parse_options` is not for plugins. Its prototype has been the same from 3.11 to the development branch of
+/// September 2026; `PARSING_ARGV` is the last of its five states (`cr_options.h`).
+pub(crate) fn add_option(option: &CStr) -> Result<bool, HostError> {
+    const PARSING_ARGV: c_int = 5;
+    let parse = function!(
+        parse_options: unsafe extern "C" fn(c_int, *mut *mut c_char, *mut bool, *mut bool, c_int) -> c_int
+    );
+    // CRIU may keep pointers into the arguments, so they are never freed.
+    let [name, option] = [c"criu", option].map(|text| text.to_owned().into_raw());
+    let arguments: &'static mut [*mut c_char; 3] = Box::leak(Box::new([name, option, std::ptr::null_mut()]));
+    let (mut wrong, mut runs) = (false, false);
+    // SAFETY: two terminated strings and the null pointer that ends them, which live as long as the process;
+    // two places to write to.
+    let parsed = unsafe { parse(2, arguments.as_mut_ptr(), &mut wrong, &mut runs, PARSING_ARGV) };
+    Ok(parsed == 0 && !wrong)
+}
+
+/// Calls `log_get_fd`. Returns `None` if it gives no descriptor. The descriptor lives as long as the process.
 pub(crate) fn log_file() -> Result<Option<BorrowedFd<'static>>, HostError> {
     let get = function!(log_get_fd: unsafe extern "C" fn() -> c_int);
     // SAFETY: the call takes nothing and returns the number of one of CRIU's service descriptors, or 2.

@@ -55,7 +55,8 @@ impl TlsOptions {
             anchors.iter().filter_map(|anchor| unknown_kind(&anchor.subject_public_key_info)).collect();
         if let Some(kind) = unknown.first().filter(|_| unknown.len() == anchors.len()) {
             bail!(
-                "--tls-cacert {}: the CA's key is of the kind {kind}: expected {KNOWN_KINDS}; make a CA with such a key",
+                "--tls-cacert {}: the CA's key is of the kind {kind}: expected {KNOWN_KINDS}; make a CA with \
+                 such a key",
                 path.display()
             );
         }
@@ -64,10 +65,11 @@ impl TlsOptions {
 
     fn revocations(&self) -> anyhow::Result<Vec<CertRevocationList<'static>>> {
         let path = path(self.crl.as_deref(), CRL);
-        if self.crl.is_none() && !path.exists() {
+        let option = || format!("--tls-cacrl {}", path.display());
+        // A list that cannot be examined may revoke the peer.
+        if self.crl.is_none() && !path.try_exists().with_context(option)? {
             return Ok(Vec::new());
         }
-        let option = || format!("--tls-cacrl {}", path.display());
         let lists: Vec<CertificateRevocationListDer<'static>> = read(path).with_context(option)?;
         let parsed = lists.iter().map(|list| Ok(OwnedCertRevocationList::from_der(list)?.into()));
         parsed.collect::<Result<_, webpki::Error>>().with_context(|| {
@@ -87,7 +89,8 @@ impl TlsOptions {
         let own = chain.first().and_then(|own| EndEntityCert::try_from(own).ok());
         if let Some(kind) = own.and_then(|own| unknown_kind_in(&own.subject_public_key_info())) {
             bail!(
-                "--tls-cert {}: its key is of the kind {kind}: expected {KNOWN_KINDS}; make a certificate with such a key",
+                "--tls-cert {}: its key is of the kind {kind}: expected {KNOWN_KINDS}; make a certificate \
+                 with such a key",
                 certificate.display()
             );
         }

@@ -60,16 +60,16 @@ impl TlsClient {
     /// explains it.
     ///
     /// # Errors
-    /// The server is not accepted, speaks no TLS, or takes longer than [`HANDSHAKE_LIMIT`]. It is not informed:
-    /// its connection stays as it is until the caller closes it.
+    /// The server is not accepted, speaks no TLS, or takes longer than [`HANDSHAKE_LIMIT`]. It is not
+    /// informed: its connection stays as it is until the caller closes it.
     ///
     /// [`HANDSHAKE_LIMIT`]: crate::HANDSHAKE_LIMIT
     pub fn connect<S: AsFd + Write>(&self, socket: S) -> Result<EncryptedStream<S>, HandshakeError> {
         EncryptedStream::shake(self.connection()?, socket)
     }
 
-    /// Makes the handshake with a Rewake, over a blocking socket. A refusal of this side's certificate is the error of
-    /// the first read, as with [`TlsClient::connect`].
+    /// Makes the handshake with a Rewake, over a blocking socket. A refusal of this side's certificate is the
+    /// error of the first read, as with [`TlsClient::connect`].
     ///
     /// # Errors
     /// The server is not accepted, which it learns, speaks no TLS, or takes longer than [`HANDSHAKE_LIMIT`].

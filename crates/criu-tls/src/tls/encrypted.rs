@@ -16,9 +16,9 @@ use rustls::ClientConnection;
 use crate::HANDSHAKE_LIMIT;
 use crate::error::HandshakeError;
 
-/// A stream whose bytes are encrypted. Reads never wait: where all bytes that have arrived were read, they fail
-/// with [`ErrorKind::WouldBlock`]. Each write becomes a record of its own, sent by the next flush, as long as
-/// it has no more than 16 KiB.
+/// A stream whose bytes are encrypted. Reads never wait: where all bytes that have arrived were read, they
+/// fail with [`ErrorKind::WouldBlock`]. Each write becomes a record of its own, sent by the next flush, as
+/// long as it has no more than 16 KiB.
 #[derive(Debug)]
 pub struct EncryptedStream<S> {
     connection: ClientConnection,

@@ -55,8 +55,8 @@ fn of_alert(alert: AlertDescription) -> HandshakeError {
     match alert {
         AlertDescription::HandshakeFailure | AlertDescription::ProtocolVersion => {
             HandshakeError::Other(format!(
-                "the peer and this side have no algorithms in common ({alert:?}): both certificates need keys of a kind \
-                 that both sides know: {KNOWN_KINDS}"
+                "the peer and this side have no algorithms in common ({alert:?}): both certificates need \
+                 keys of a kind that both sides know: {KNOWN_KINDS}"
             ))
         }
         other => HandshakeError::Refused(format!("{other:?}")),

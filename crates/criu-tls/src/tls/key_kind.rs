@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which kinds of keys `ring` knows. What it does not know would otherwise be a signature that is wrong, or a handshake
-//! without a reason.
+//! Which kinds of keys `ring` knows. What it does not know would otherwise be a signature that is wrong, or a
+//! handshake without a reason.
 
 use super::peer_name::{OBJECT, SEQUENCE, value};
 
@@ -19,8 +19,8 @@ const P521: &[u8] = &[0x2b, 0x81, 4, 0, 35];
 const ED25519: &[u8] = &[0x2b, 0x65, 112];
 const ED448: &[u8] = &[0x2b, 0x65, 113];
 
-/// Returns the kind of a key that is not known here; `None` for one that is. `info`: RFC 5280's `SubjectPublicKeyInfo`,
-/// without its outer tag.
+/// Returns the kind of a key that is not known here; `None` for one that is. `info`: RFC 5280's
+/// `SubjectPublicKeyInfo`, without its outer tag.
 pub(crate) fn unknown_kind(info: &[u8]) -> Option<&'static str> {
     let parts = || {
         let (algorithm, _) = value(info, SEQUENCE)?;

@@ -41,8 +41,8 @@ impl PeerCertificate {
     }
 }
 
-/// An encrypted stream over a blocking socket. Its copies are the same stream. Reads and writes do not wait for each
-/// other: if both sides only wrote, neither would read.
+/// An encrypted stream over a blocking socket. Its copies are the same stream. Reads and writes do not wait
+/// for each other: if both sides only wrote, neither would read.
 #[derive(Debug, Clone)]
 pub struct TlsLink(Arc<LinkState>);
 
@@ -124,8 +124,8 @@ impl TlsLink {
 }
 
 impl Read for TlsLink {
-    /// Reads up to the bytes of one record. A connection that ends without an announcement has ended, too: the
-    /// messages in it say whether they are whole.
+    /// Reads up to the bytes of one record. A connection that ends without an announcement has ended, too:
+    /// the messages in it say whether they are whole.
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let state = &*self.0;
         let mut arrived = lock(&state.arrived);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! TLS itself: what is left out without the feature `tls`.
 //!
-//! * `certificates`: reads the files. `verifier`: which certificates are accepted. `peer_name`: whose they must be.
+//! * `certificates`: reads the files. `verifier`: which certificates are accepted. `peer_name`: whose they
+//!   must be.
 //! * `key_kind`: which keys can be used.
 //! * `client`, `server`: both sides. `encrypted`, `link`: their streams. `explain`: what an error means.
 

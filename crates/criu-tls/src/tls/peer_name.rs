@@ -66,7 +66,8 @@ const IA5: u8 = 0x16;
 /// 2.5.4.3, the attribute of common names.
 const COMMON_NAME: [u8; 3] = [0x55, 4, 3];
 
-/// Returns the common name of a subject (RFC 5280, `Name`, without its outer tag); none if it has several.
+/// Returns the common name of a subject (RFC 5280, `Name`, without its outer tag), or `None` if it has
+/// several.
 fn common_name(subject: &[u8]) -> Option<&str> {
     let mut found = None;
     let mut sets = subject;

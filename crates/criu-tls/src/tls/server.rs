@@ -42,8 +42,8 @@ impl TlsServer {
         let name = address.filter(|_| !options.any_name).map(PeerName::of_address).transpose()?;
         ensure!(
             !name.as_ref().is_some_and(PeerName::is_any_address),
-            "--tls: clients would need a certificate for --address {}, which no host has: name one address, or \
-             add --tls-no-cn-verify to accept every certificate of the CA",
+            "--tls: clients would need a certificate for --address {}, which no host has: name one address, \
+             or add --tls-no-cn-verify to accept every certificate of the CA",
             address.unwrap_or_default()
         );
         let provider = provider();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A fetcher that several streamers share: the image server is asked once for all of them, and none can harm another.
+//! A fetcher that several streamers share: the image server is asked once for all of them, and none can harm
+//! another.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
@@ -10,17 +11,20 @@ use std::thread;
 use std::time::Duration;
 
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::EventFd;
 use nix::sys::socket::{MsgFlags, recv, send};
 use rewake_criu_images::Digest;
 use rewake_fetcher::MAX_FETCH_CLIENTS;
 use rewake_fetcher::channel::{self as orders, FetchReport};
 use rewake_fetcher::plan::{FetchPlan, FetchedMemory, PagePeer, SparseFile};
 use rewake_image_io::{BLOCK, Class, FetchRequest, PresenceMap, presence_file};
-use rewake_image_protocol::message;
-use rewake_image_protocol::reply::What as Reply;
-use rewake_image_protocol::request::What as Request;
-use rewake_image_protocol::{Data, Opened, Read, hello, reply_of};
+use rewake_image_transfer::protocol::message;
+use rewake_image_transfer::protocol::reply::What as Reply;
+use rewake_image_transfer::protocol::request::What as Request;
+use rewake_image_transfer::protocol::{Data, Opened, Read, hello, reply_of};
+use rewake_process::wake_socket::WakeSocket;
 
 use crate::support::{FetcherProcess, LIMIT, readable, socket_pair};
 
@@ -29,7 +33,7 @@ const BLOCK_PAGES: u64 = 16;
 const LEN: u64 = BLOCKS * BLOCK as u64;
 const ID: Digest = Digest([5; 32]);
 
-/// A fetcher, and an image server whose reads are answered when the test says so.
+/// A fetcher, and an image server whose reads are answered when the test permits it.
 struct Scene {
     fetcher: FetcherProcess,
     presence: PresenceMap,
@@ -45,7 +49,7 @@ struct Client {
     socket: OwnedFd,
     /// The agent's copy of the fetcher's end.
     _its: OwnedFd,
-    reader: OwnedFd,
+    reader: WakeSocket,
 }
 
 fn scene() -> Scene {
@@ -79,7 +83,7 @@ fn serve(listener: &UnixListener, requests: &Sender<std::ops::Range<u64>>, answe
         assert!(matches!(next(&mut stream), Some(Request::Hello(_))));
         reply(&mut stream, Reply::Hello(hello()), &[]);
         assert!(matches!(next(&mut stream), Some(Request::Open(_))));
-        let opened = Opened { image_id: ID.0.to_vec(), manifest_length: 1, working_set_length: 0 };
+        let opened = Opened { image_id: ID.0.to_vec(), manifest_length: 1, ..Opened::default() };
         reply(&mut stream, Reply::Opened(opened), &[]);
         streams.push(stream);
     }
@@ -102,7 +106,7 @@ fn serve(listener: &UnixListener, requests: &Sender<std::ops::Range<u64>>, answe
 }
 
 fn next(stream: &mut UnixStream) -> Option<Request> {
-    let request: Option<rewake_image_protocol::Request> = message::receive(stream).ok()?;
+    let request: Option<rewake_image_transfer::protocol::Request> = message::receive(stream).ok()?;
     request?.what
 }
 
@@ -120,7 +124,7 @@ impl Scene {
         orders::send_client(self.fetcher.socket.as_fd(), its.as_fd()).unwrap();
         let reader = crate::support::reader();
         // One that is refused may be so by now.
-        let _ = orders::send_readers(socket.as_fd(), &[reader.as_fd()]);
+        let _ = orders::send_readers(socket.as_fd(), &[reader.sender()]);
         Client { socket, _its: its, reader }
     }
 
@@ -203,11 +207,35 @@ fn a_streamer_that_breaks_the_protocol_harms_itself_alone() {
 #[test]
 fn a_reader_that_could_hold_up_the_others_is_refused() {
     let scene = scene();
-    let client = scene.client();
     let (_reader, writer) = nix::unistd::pipe().unwrap();
-    orders::send_readers(client.socket.as_fd(), &[writer.as_fd()]).unwrap();
-    assert!(client.is_refused());
-    assert!(matches!(scene.report(), FetchReport::Refused(reason) if reason.contains("no eventfd")));
+    for reader in [writer, EventFd::new().unwrap().into()] {
+        let client = scene.client();
+        orders::send_readers(client.socket.as_fd(), &[reader.as_fd()]).unwrap();
+        assert!(client.is_refused());
+        let report = scene.report();
+        assert!(
+            matches!(&report, FetchReport::Refused(reason) if reason.contains("stream socket")),
+            "{report:?}"
+        );
+    }
+}
+
+/// It has a copy of what the fetcher wakes it by, and takes no wake-up.
+#[test]
+fn a_streamer_that_does_all_it_can_holds_up_no_other() {
+    let scene = scene();
+    let (hostile, honest) = (scene.client(), scene.client());
+    let sender = hostile.reader.sender();
+    fcntl(sender, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+    while send(sender.as_raw_fd(), &[0; 4096], MsgFlags::MSG_DONTWAIT).is_ok() {}
+    (0..4).for_each(|number| hostile.request(Class::Demand, 2 * number));
+    honest.request(Class::Demand, 9);
+    for _ in 0..5 {
+        scene.requested();
+        scene.answer();
+    }
+    honest.woken();
+    assert!(scene.has(9));
 }
 
 #[test]

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A fetcher and peers that are right, slow, cut short, or lie. Bytes that a peer did not send as an answer never count
-//! as arrived.
+//! A fetcher and peers that are right, slow, cut short, or lie. Bytes that a peer did not send as an answer
+//! never count as arrived.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::FileExt as _;
 
 use nix::sys::socket::{MsgFlags, send};
@@ -17,6 +17,7 @@ use rewake_image_io::{Class, FetchRequest, PresenceMap, presence_file};
 use rewake_page_protocol::{
     HeaderLayout, MessageHeader, PageMessage, PageRun, WIDE_LEN, answer_header, file_task,
 };
+use rewake_process::wake_socket::WakeSocket;
 use rewake_testkit::authority::Authority;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_rustls::server::TlsStream;
@@ -27,7 +28,7 @@ const PAGE: usize = 4096;
 const PAGES: u64 = 256;
 const PID: u32 = 77;
 const BASE: u64 = 0x7000_0000;
-/// The file beside the cache file: two pages and some bytes.
+/// The file that is fetched in addition to the cache file: two pages and some bytes.
 const FILE_BYTES: u64 = 2 * PAGE as u64 + 8;
 const FILE_NUMBER: u32 = 3;
 
@@ -36,9 +37,9 @@ struct Scene {
     fetcher: FetcherProcess,
     presence: PresenceMap,
     cache: File,
-    /// The file beside it.
+    /// The file that is fetched in addition to it.
     file: File,
-    reader: OwnedFd,
+    reader: WakeSocket,
     listener: TcpListener,
     layout: HeaderLayout,
 }
@@ -65,7 +66,7 @@ fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
     channel::send_start(socket, false, [plan.as_fd(), presence.as_fd()], None).unwrap();
     channel::send_files(socket, &[cache.as_fd(), file.as_fd()]).unwrap();
     let reader = crate::support::reader();
-    channel::send_readers(socket, &[reader.as_fd()]).unwrap();
+    channel::send_readers(socket, &[reader.sender()]).unwrap();
     let presence = PresenceMap::open(presence.as_fd(), len).unwrap();
     Scene { fetcher, presence, cache, file, reader, listener, layout }
 }
@@ -197,6 +198,32 @@ fn pages_arrive_and_the_last_message_ends_the_session() {
     }
 }
 
+/// A field of `/proc/PID/status`.
+fn status(pid: nix::unistd::Pid, field: &str) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+    line.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn a_fetcher_is_confined_when_its_peer_gets_the_first_byte() {
+    let scene = scene(HeaderLayout::Wide);
+    let pid = scene.fetcher.pid;
+    scene.request(Class::Background, 0, 1);
+    let mut peer = scene.peer();
+    peer.get();
+    assert_eq!(status(pid, "Seccomp:"), "2", "a filter");
+    assert_eq!(status(pid, "NoNewPrivs:"), "1");
+    if !nix::unistd::Uid::effective().is_root() {
+        rewake_skip::skip!("another user takes root");
+    }
+    let own = 0x7000_0000 + pid.as_raw();
+    assert_eq!(status(pid, "Uid:"), format!("{own} {own} {own} {own}"));
+    assert_eq!(status(pid, "Gid:"), format!("{own} {own} {own} {own}"));
+    assert_eq!(status(pid, "Groups:"), "");
+    assert_eq!(status(pid, "CapPrm:"), "0000000000000000");
+}
+
 #[test]
 fn a_file_of_a_migration_arrives_up_to_its_end() {
     let scene = scene(HeaderLayout::Wide);
@@ -241,7 +268,8 @@ fn the_rest_of_a_short_answer_is_requested() {
     }
 }
 
-/// A peer that answers the request for pages 8 to 11 with this must not add a page; another fetcher does not help.
+/// A peer that answers the request for pages 8 to 11 with this must not add a page; another fetcher does not
+/// help.
 fn refused(layout: HeaderLayout, header: MessageHeader, bytes: usize) {
     let scene = scene(layout);
     scene.request(Class::Background, 8, 4);
@@ -410,7 +438,7 @@ fn encrypted_pages_that_have_arrived_are_taken_at_once() {
 }
 
 #[test]
-fn an_encrypted_peer_that_ends_at_once_is_not_tried_again() {
+fn an_encrypted_peer_that_ends_at_once_is_not_retried() {
     let (scene, peer) = encrypted();
     drop(peer);
     let (again, reason) = scene.failure();

@@ -20,8 +20,9 @@ use crate::units::PAGE;
 /// 0.2 ms = 1.4 MB), also where each has a block only.
 pub const DEPTH: usize = 144;
 
-/// Reads through the page cache of at least so many bytes are given to other threads, which copy in parallel: one
-/// copies more slowly than a GPU takes the bytes. Fewer bytes are copied sooner than a thread wakes up.
+/// Reads through the page cache of at least this size are given to other threads, which copy in parallel,
+/// because one thread copies more slowly than a GPU takes the bytes. Fewer bytes are copied sooner than a
+/// thread wakes up.
 pub(super) const PARALLEL_BYTES: usize = 128 << 10;
 
 /// Carries transfers out, at most [`DEPTH`] at a time.
@@ -125,8 +126,8 @@ impl<M: Memory> Flight<M> {
         usize::try_from(got).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Takes the result of a call. Blocks that are not those that were sealed are read once more, past the page
-    /// cache: its copy may be the damaged one.
+    /// Takes the result of a call. Blocks that are not those that were sealed are read once more, past the
+    /// page cache: its copy may be the damaged one.
     pub(super) fn step(&mut self, got: io::Result<usize>) -> TransferStep {
         let step = self.transfer.step(&self.request.file, got);
         if !matches!(step, TransferStep::Finished(Ok(()))) || self.request.direction == Direction::Write {
@@ -144,8 +145,8 @@ impl<M: Memory> Flight<M> {
     fn verify(&self) -> Result<(), TransferError> {
         let Request { ref file, ref memory, offset, at, needed, .. } = self.request;
         let start = memory.start().as_ptr().wrapping_add(at);
-        // SAFETY: `new` has checked that the bytes lie in the memory, which this flight owns. The kernel has ended
-        // its call, so nothing writes to them.
+        // SAFETY: `new` has checked that the bytes lie in the memory, which this flight owns. The kernel has
+        // ended its call, so nothing writes to them.
         let bytes = unsafe { std::slice::from_raw_parts(start, needed) };
         file.verify(offset, bytes)
     }

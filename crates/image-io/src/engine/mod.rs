@@ -44,8 +44,8 @@ pub struct Engine<M: Memory> {
 }
 
 impl<M: Memory> Engine<M> {
-    /// Makes an engine that uses io_uring where the kernel allows it, else threads. Background reads of `lane` keep to
-    /// the budget.
+    /// Makes an engine that uses io_uring where the kernel allows it, else threads. Background reads of
+    /// `lane` keep to the budget.
     ///
     /// # Errors
     /// [`StoreError::Setup`] when neither can be set up.
@@ -96,7 +96,7 @@ impl<M: Memory> Engine<M> {
         self.in_flight + count <= DEPTH - DEMAND_RESERVE
     }
 
-    /// Whether the budget allows background reads of so many bytes more.
+    /// Whether the budget allows background reads of another `bytes` bytes.
     #[must_use]
     pub fn allows(&self, bytes: usize) -> bool {
         self.budget.as_ref().is_none_or(|(budget, lane)| budget.allows(*lane, bytes))
@@ -132,7 +132,7 @@ impl<M: Memory> Engine<M> {
         let mut flight = Flight::new(request, mode, permit);
         self.in_flight += 1;
         if mode == ReadMode::Cached && bytes < PARALLEL_BYTES {
-            // If bytes were evicted meanwhile, the rest is read from the disk.
+            // If bytes have been evicted since, the rest is read from the disk.
             if let Ok(got @ 1..) = flight.call_cached()
                 && let TransferStep::Finished(result) = flight.step(Ok(got))
             {

@@ -10,7 +10,7 @@ use io_uring::{EnterFlags, IoUring, opcode, squeue, types};
 use rewake_process::Notifier;
 
 /// How long set-up waits for a ring that should wake a poller after [`PROBE_DELAY`].
-const PROBE_PATIENCE: Duration = Duration::from_millis(200);
+const PROBE_LIMIT: Duration = Duration::from_millis(200);
 
 /// When the set-up probe's timer fires: late enough that the poller sleeps by then.
 const PROBE_DELAY: Duration = Duration::from_millis(2);
@@ -22,10 +22,10 @@ const MAX_ENTERS: u32 = 8;
 /// How long a clear flag is trusted while calls are in flight. A completion without the flag is found after
 /// at most twice this time. Disks complete calls more often than that, so that few checks are in vain: one
 /// costs about 15 µs of CPU time.
-pub(crate) const TRUST_FLAG_FOR: Duration = Duration::from_millis(5);
+pub(crate) const CLEAR_FLAG_INTERVAL: Duration = Duration::from_millis(5);
 
 /// How long a set flag without a completion is trusted: the completion is expected soon.
-const RECHECK_AFTER: Duration = Duration::from_millis(1);
+const SET_FLAG_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Kinds of rings, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +72,7 @@ fn wakes_poller(ring: &mut IoUring, finished: &Notifier) -> bool {
     if ring.submit().is_err() {
         return false;
     }
-    let woken = wait_readable(finished.as_raw_fd(), PROBE_PATIENCE);
+    let woken = wait_readable(finished.as_raw_fd(), PROBE_LIMIT);
     let completed = woken && ring.submit_and_wait(1).is_ok() && ring.completion().next().is_some();
     finished.drain();
     completed
@@ -120,7 +120,7 @@ pub(crate) fn flush(ring: &mut IoUring) {
 ///
 /// **The flag can be clear with a completion waiting.** Linux 7.2's queue seems empty while a producer is
 /// adding to it (`io_uring/mpscq.h`). Later producers do not signal. So while calls are in flight, the kernel
-/// is entered each [`TRUST_FLAG_FOR`], also with a clear flag. Users have to check that often
+/// is entered each [`CLEAR_FLAG_INTERVAL`], also with a clear flag. Users have to check that often
 /// ([`CompletionPoller::patience`]).
 #[derive(Debug, Default)]
 pub(crate) struct CompletionPoller {
@@ -142,7 +142,7 @@ impl CompletionPoller {
         // signals it too, so this happens each time.
         event.drain();
         let entered_at = *self.entered_at.get_or_insert(now);
-        if may_have_work(ring) || now.saturating_duration_since(entered_at) >= TRUST_FLAG_FOR {
+        if may_have_work(ring) || now.saturating_duration_since(entered_at) >= CLEAR_FLAG_INTERVAL {
             self.entered_at = Some(now);
             enter(ring);
         }
@@ -158,8 +158,8 @@ impl CompletionPoller {
     pub(crate) fn patience(&self, in_flight: usize) -> Duration {
         match in_flight {
             0 => Duration::MAX,
-            _ if self.found_nothing => RECHECK_AFTER,
-            _ => TRUST_FLAG_FOR,
+            _ if self.found_nothing => SET_FLAG_INTERVAL,
+            _ => CLEAR_FLAG_INTERVAL,
         }
     }
 }
@@ -336,22 +336,22 @@ mod tests {
         };
         assert!(!look(&mut reading, Duration::ZERO));
         reading.complete_unseen();
-        assert!(!look(&mut reading, TRUST_FLAG_FOR / 2), "the kernel was entered too often");
-        assert!(look(&mut reading, TRUST_FLAG_FOR));
+        assert!(!look(&mut reading, CLEAR_FLAG_INTERVAL / 2), "the kernel was entered too often");
+        assert!(look(&mut reading, CLEAR_FLAG_INTERVAL));
         assert_eq!(reading.ring.completion().next().unwrap().result(), 1);
         // The kernel has just been entered.
-        assert!(!look(&mut reading, TRUST_FLAG_FOR));
+        assert!(!look(&mut reading, CLEAR_FLAG_INTERVAL));
     }
 
     #[test]
     fn the_wait_is_bounded_and_shorter_after_a_flag_in_vain() {
         let (mut reading, mut poller) = (Reading::new(), CompletionPoller::default());
         assert_eq!(poller.patience(0), Duration::MAX);
-        assert_eq!(poller.patience(1), TRUST_FLAG_FOR);
+        assert_eq!(poller.patience(1), CLEAR_FLAG_INTERVAL);
         let flag = Flag::of(&reading.ring);
         let Reading { ring, event, .. } = &mut reading;
         // The kernel may clear the flag just then.
-        let mut doubts = || !poller.look(ring, event, 1) && poller.patience(1) == RECHECK_AFTER;
+        let mut doubts = || !poller.look(ring, event, 1) && poller.patience(1) == SET_FLAG_INTERVAL;
         flag.keep_set_during(|| assert!((0..100_000).any(|_| doubts())));
     }
 
@@ -361,9 +361,9 @@ mod tests {
         reading.complete_unseen();
         let Reading { ring, event, .. } = &mut reading;
         let mut look = |in_flight, at| poller.look_at(ring, event, in_flight, start + at);
-        assert!(!look(0, Duration::ZERO) && !look(0, 100 * TRUST_FLAG_FOR), "nothing is in flight");
-        assert!(!look(1, 200 * TRUST_FLAG_FOR), "the flag is trusted for a new call");
-        assert!(look(1, 201 * TRUST_FLAG_FOR));
+        assert!(!look(0, Duration::ZERO) && !look(0, 100 * CLEAR_FLAG_INTERVAL), "nothing is in flight");
+        assert!(!look(1, 200 * CLEAR_FLAG_INTERVAL), "the flag is trusted for a new call");
+        assert!(look(1, 201 * CLEAR_FLAG_INTERVAL));
     }
 
     #[test]

@@ -20,11 +20,11 @@ use super::transfer::TransferStep;
 use crate::error::StoreError;
 use crate::memory::Memory;
 
-/// Kernel threads that copy from the page cache at most: more exceed the bandwidth of memory.
+/// The most kernel threads that copy from the page cache, because more would exceed the bandwidth of memory.
 const MAX_WORKERS: usize = 8;
 
 /// How long a dropped ring waits for the kernel to finish its transfers before it leaks their memory.
-const DROP_PATIENCE: Duration = Duration::from_secs(10);
+const DROP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Number of kernel threads that copy from the page cache.
 fn workers() -> u32 {
@@ -48,8 +48,8 @@ pub(super) struct Uring<M: Memory> {
 impl<M: Memory> Uring<M> {
     /// Sets up a ring on this thread. Returns what the ring lacks, too.
     ///
-    /// No memory is registered with it: the kernel would allocate all of a cache before a restore's first read. Most
-    /// restores read from the page cache, without the ring (docs/performance.md).
+    /// No memory is registered with it: the kernel would allocate all of a cache before a restore's first
+    /// read. Most restores read from the page cache, without the ring (docs/history.md).
     pub(super) fn new() -> Result<(Self, Option<String>), StoreError> {
         let setup = |act| move |error| StoreError::Setup { act, error };
         let (ring, finished, flavour) = build(DEPTH).map_err(setup("setting up an io_uring"))?;
@@ -144,7 +144,7 @@ impl<M: Memory> Backend<M> for Uring<M> {
 impl<M: Memory> Drop for Uring<M> {
     fn drop(&mut self) {
         // The kernel may still be writing to the memory, which must outlive its reads.
-        let give_up = Instant::now() + DROP_PATIENCE;
+        let give_up = Instant::now() + DROP_LIMIT;
         let mut done = Vec::new();
         while self.vacant.len() < DEPTH && Instant::now() < give_up {
             self.reap(&mut done);

@@ -9,7 +9,7 @@ fn budget(reactors: usize) -> IoBudget {
     IoBudget::new((0..reactors).map(|_| Notifier::new().unwrap()).collect()).unwrap()
 }
 
-/// Begins reads of so many bytes until no more are allowed; returns them.
+/// Begins reads of `bytes` bytes each until the budget allows no more, and returns them.
 fn begin_all(budget: &IoBudget, lane: Lane, bytes: usize, now: Instant) -> Vec<BackgroundRead> {
     let mut reads = Vec::new();
     while budget.allows_at(lane, bytes, now) && reads.len() < 1000 {
@@ -146,7 +146,7 @@ impl Disk {
         }
     }
 
-    /// Reads so many chunks; returns how many times longer that takes than the disk needs.
+    /// Reads `chunks` chunks. Returns how many times longer that takes than the disk needs.
     fn read(&mut self, chunks: u32, chunk: Duration, mut far: impl FnMut() -> Duration) -> f64 {
         let start = self.now;
         for _ in 0..chunks {
@@ -258,7 +258,7 @@ fn both_lanes_have_the_same_bytes_in_flight() {
             "{reactors}: {gpu_bytes} {cpu_bytes}"
         );
         // Later, when no CPU memory is read, on a fast disk.
-        let later = Instant::now() + 2 * IDLE;
+        let later = Instant::now() + 2 * IDLE_LIMIT;
         budget.block.store(100, Ordering::Relaxed);
         assert!(budget.allows_at(Lane::Gpus, 1 << 30, later));
     }

@@ -272,7 +272,7 @@ fn threads_that_want_the_same_blocks_read_each_once() {
 }
 
 #[test]
-fn no_waiter_is_forgotten_with_few_buffers_and_failing_loads() {
+fn every_waiter_is_woken_with_few_buffers_and_failing_loads() {
     let (_temp, file, bytes) = pages(9 * BLOCK);
     let cache = cache_of(2);
     let dice = AtomicU32::new(0);

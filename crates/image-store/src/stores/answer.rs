@@ -18,16 +18,16 @@ pub(crate) fn request(
     move |error| ImageStoreError::Request { act, object, reason: reason(&error.to_string()) }
 }
 
-/// Returns what a store answered, in one line. An answer of S3 may have the id of the key and the text that was signed:
-/// of its XML, only code and message are kept.
+/// Returns what a store answered, in one line. An answer of S3 may have the id of the key and the text that
+/// was signed: of its XML, only code and message are kept.
 pub(crate) fn reason(text: &str) -> String {
     let line = bounded(&without_xml(text));
     if !text.contains(METADATA) {
         return line;
     }
     format!(
-        "no credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or in a profile (~/.aws), and the \
-         host has none: {line}"
+        "no credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or in a profile \
+         (~/.aws), and the host has none: {line}"
     )
 }
 
@@ -63,7 +63,8 @@ mod tests {
     fn an_answer_of_s3_is_shown_without_the_key_and_what_was_signed() {
         let answer = "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?>\n<Error>\n\
                       <Code>SignatureDoesNotMatch</Code><Message>The signature is wrong</Message>\
-                      <AWSAccessKeyId>AKIAEXAMPLE</AWSAccessKeyId><StringToSign>AWS4 x</StringToSign></Error>";
+                      <AWSAccessKeyId>AKIAEXAMPLE</AWSAccessKeyId><StringToSign>AWS4 \
+                      x</StringToSign></Error>";
         assert_eq!(
             reason(answer),
             "Server returned non-2xx status code: 403 Forbidden: SignatureDoesNotMatch The signature is wrong"

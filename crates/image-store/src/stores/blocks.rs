@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Chunks as a pack has them: block after block of 64 KiB, each compressed by itself or as it is. So a reader of a few
-//! pages reads a few blocks.
+//! Chunks as a pack has them: block after block of 64 KiB, each compressed by itself or not at all, so that a
+//! reader of a few pages reads a few blocks.
 
 use std::io;
 use std::ops::Range;
@@ -21,7 +21,8 @@ pub(crate) struct StoredBlocks {
     pub(crate) lengths: Box<[u16]>,
 }
 
-/// Compresses the blocks of a chunk. A block that zstd makes shorter by less than an eighth is stored as it is.
+/// Compresses the blocks of a chunk. A block that zstd makes shorter by less than an eighth is stored
+/// uncompressed.
 pub(crate) fn store(chunk: &[u8]) -> io::Result<StoredBlocks> {
     let mut compressor = Compressor::new(LEVEL)?;
     let (mut bytes, mut lengths) = (Vec::with_capacity(chunk.len()), Vec::new());

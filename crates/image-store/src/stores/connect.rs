@@ -50,8 +50,9 @@ const _: () = assert!(READ_LIMITS.retry.as_secs() > 3 * READ_LIMITS.request.as_s
 pub(crate) const RETRIES: usize = 8;
 /// Time before a request is sent again: it doubles from the first to the second of these.
 pub(crate) const PAUSE: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
-/// A proxy, and the hosts that are reached without it: all. With it, a client does not use those of the environment,
-/// to which a server of this host would be another one, and which would get all in clear.
+/// A proxy, and the hosts that are reached without it, which are all hosts. With these, a client does not use
+/// the environment's proxies. For such a proxy, an address of this host would mean another server, and it
+/// would see all bytes in clear.
 pub(crate) const NO_PROXY: [&str; 2] = ["http://127.0.0.1:9", "*,0.0.0.0/0,::/0"];
 
 /// What a URL names.
@@ -60,7 +61,8 @@ pub(crate) enum Connected {
     /// A bucket or a directory.
     Objects {
         objects: Arc<dyn ObjectStore>,
-        /// The folders above it in its bucket, with their URLs. For a push; those of a directory were looked at.
+        /// The folders above it in its bucket, with their URLs, if this is for a push. A directory has none
+        /// here, because its parent folders have been checked already.
         above: Vec<(String, Arc<dyn ObjectStore>)>,
     },
     /// A repository of a registry.
@@ -145,8 +147,9 @@ fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
                 builder = builder.with_token(token);
             }
         } else if std::env::var("AWS_EC2_METADATA_DISABLED").is_ok_and(|value| value == "true") {
-            return Err("no credentials: neither in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) nor in a \
-                        profile (~/.aws/credentials), and AWS_EC2_METADATA_DISABLED forbids the host's"
+            return Err("no credentials: neither in the environment (AWS_ACCESS_KEY_ID, \
+                        AWS_SECRET_ACCESS_KEY) nor in a profile (~/.aws/credentials), and \
+                        AWS_EC2_METADATA_DISABLED forbids the host's"
                 .to_owned());
         }
     }
@@ -174,8 +177,8 @@ fn builder(bucket: &str) -> Result<AmazonS3Builder, String> {
     Ok(builder)
 }
 
-/// Opens a bucket. `object_store` makes headers of credentials and of the region, and panics where a character fits in
-/// no header: what it gets is looked at before.
+/// Opens a bucket. `object_store` makes headers of credentials and of the region, and panics where a
+/// character fits in no header: what it gets is looked at before.
 fn bucket_of(builder: AmazonS3Builder) -> Result<AmazonS3, String> {
     for key in [AmazonS3ConfigKey::Region, AmazonS3ConfigKey::DefaultRegion] {
         if let Some(region) = builder.get_config_value(&key).filter(|region| !is_printable(region)) {
@@ -187,7 +190,8 @@ fn bucket_of(builder: AmazonS3Builder) -> Result<AmazonS3, String> {
     build(builder.with_credentials(Arc::new(PrintableCredentials(credentials))))
 }
 
-/// Refuses credentials that fit in no header: those of a profile, of a server of tokens and of the metadata service.
+/// Refuses credentials that fit in no header. They come from a profile, a server of tokens or the metadata
+/// service.
 #[derive(Debug)]
 struct PrintableCredentials(AwsCredentialProvider);
 
@@ -200,8 +204,8 @@ impl CredentialProvider for PrintableCredentials {
         if is_printable(&found.key_id) && found.token.as_deref().is_none_or(is_printable) {
             return Ok(found);
         }
-        let source = "the credentials have characters that no header can have: expected printable ASCII in the key's id \
-                      (AWS_ACCESS_KEY_ID) and in the token (AWS_SESSION_TOKEN)";
+        let source = "the credentials have characters that no header can have: expected printable ASCII in \
+                      the key's id (AWS_ACCESS_KEY_ID) and in the token (AWS_SESSION_TOKEN)";
         Err(object_store::Error::Generic { store: "S3", source: source.into() })
     }
 }
@@ -218,7 +222,8 @@ fn limited(builder: AmazonS3Builder, limits: RequestLimits) -> AmazonS3Builder {
     let backoff = BackoffConfig { init_backoff: PAUSE[0], max_backoff: PAUSE[1], base: 2.0 };
     let retry = RetryConfig { backoff, max_retries: RETRIES, retry_timeout: limits.retry };
     builder
-        // The answer to a request that removes many objects names them, and `object_store` panics if it names another.
+        // The answer to a request that removes many objects names them, and `object_store` panics if it names
+        // another.
         .with_disable_bulk_delete(true)
         .with_config(client(ClientConfigKey::ConnectTimeout), time(limits.connect))
         .with_config(client(ClientConfigKey::ReadTimeout), time(limits.silence))
@@ -230,7 +235,8 @@ fn client(key: ClientConfigKey) -> AmazonS3ConfigKey {
     AmazonS3ConfigKey::Client(key)
 }
 
-/// Whether a server's URL is one without TLS: only of this host, unless `allowed`. It is parsed as the client does it.
+/// Whether a server's URL is one without TLS: only of this host, unless `allowed`. It is parsed as the client
+/// does it.
 fn is_plain(endpoint: &str, allowed: bool) -> Result<bool, String> {
     let url = Url::parse(endpoint).map_err(|error| format!("the endpoint is no URL: {error}"))?;
     if !url.username().is_empty() || url.password().is_some() {

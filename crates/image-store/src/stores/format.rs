@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Names and indexes of images: `proto/store.proto` has the format.
 //!
-//! An object is hostile input. The hash at its end proves that nothing was lost, not who wrote it. So each length is
-//! checked before it is used.
+//! An object is hostile input. The hash at its end proves that nothing was lost, not who wrote it. So each
+//! length is checked before it is used.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -79,9 +79,10 @@ impl StoredImage {
     }
 
     fn raw(&self) -> raw::Image {
-        let Self { name, version, id, manifest_length, files, bytes, working_set } = self.clone();
+        let Self { name, version, id, manifest_length, files, bytes, working_set, signature } = self.clone();
         let (image_id, working_set) = (id.0.to_vec(), working_set.unwrap_or_default());
-        raw::Image { name, version, image_id, manifest_length, files, bytes, working_set }
+        let signature = signature.unwrap_or_default();
+        raw::Image { name, version, image_id, manifest_length, files, bytes, working_set, signature }
     }
 }
 
@@ -234,7 +235,8 @@ impl<'a> ObjectReader<'a> {
             What::Image(raw) => raw,
             other => return Err(self.unexpected("the image", &other)),
         };
-        let raw::Image { name, version, image_id, manifest_length, files, bytes, working_set } = raw;
+        let raw::Image { name, version, image_id, manifest_length, files, bytes, working_set, signature } =
+            raw;
         let id = image_id.try_into().map(Digest);
         let id = id.map_err(|_| self.damaged("an image id that has not 32 bytes"))?;
         if !is_version(&version) {
@@ -244,7 +246,8 @@ impl<'a> ObjectReader<'a> {
         if let Some(other) = working_set.as_ref().filter(|name| !is_working_set(name)) {
             return Err(self.damaged(&format!("the name of a working set {other:.80?}")));
         }
-        Ok(StoredImage { name, version, id, manifest_length, files, bytes, working_set })
+        let signature = Some(signature).filter(|signature| !signature.is_empty());
+        Ok(StoredImage { name, version, id, manifest_length, files, bytes, working_set, signature })
     }
 
     fn finish(&self) -> Result<()> {

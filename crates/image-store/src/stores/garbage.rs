@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Removes what no image uses. A push that runs at the same time needs no lock: what it may use is younger than
-//! [`GRACE`], or was marked as removed less than [`GRACE`] ago.
+//! Removes what no image uses. A push that runs at the same time needs no lock: what it may use is younger
+//! than [`GRACE`], or was marked as removed less than [`GRACE`] ago.
 //!
-//! * An index without a name gets a mark in `removed/`, when it is older than [`GRACE`]. `rewake rm` sets the mark at
-//!   once. A push uses no chunk of a marked index.
+//! * An index without a name gets a mark in `removed/`, when it is older than [`GRACE`]. `rewake rm` sets the
+//!   mark at once. A push uses no chunk of a marked index.
 //! * An index whose mark is older than [`GRACE`] is removed: each push that has used its chunks has ended.
 //! * A pack that no index uses is removed, when it is older than [`GRACE`].
 //!
@@ -22,8 +22,8 @@ use crate::report::{GarbageReport, StoredImage};
 use crate::store::{ImageStore, MAX_INDEXES, MAX_REQUESTS};
 use crate::url::is_image_name;
 
-/// Removes what no image uses, if it is older than `grace`: [`GRACE`](crate::GRACE), or less where no push runs. All is
-/// planned before the first removal.
+/// Removes what no image uses, if it is older than `grace`: [`GRACE`](crate::GRACE), or less where no push
+/// runs. All is planned before the first removal.
 ///
 /// # Errors
 /// The place is no store, or a name or an index cannot be read: nothing is removed. Or the store refuses.
@@ -157,8 +157,8 @@ async fn named_indexes(store: &ImageStore) -> Result<HashMap<String, StoredImage
         .await
 }
 
-/// Returns the image of an index that a listing of names lacks. A listing of a directory leaves out what it cannot
-/// read.
+/// Returns the image of an index that a listing of names lacks. A listing of a directory leaves out what it
+/// cannot read.
 async fn unlisted_image(store: &ImageStore, version: &str) -> Result<Option<StoredImage>> {
     let name = match store.index(version).await {
         Ok(Some(index)) => index.image.name,
@@ -170,7 +170,7 @@ async fn unlisted_image(store: &ImageStore, version: &str) -> Result<Option<Stor
     Ok(image.filter(|image| image.version == version))
 }
 
-/// Refuses to continue without the index of an image, unless the image was removed or replaced meanwhile.
+/// Refuses to continue without the index of an image, unless the image has been removed or replaced since.
 async fn refuse_missing(store: &ImageStore, version: &str, name: &str) -> Result<()> {
     match store.find(name).await? {
         Some(image) if image.version == version => Err(ImageStoreError::Damaged {

@@ -21,6 +21,7 @@ pub(crate) mod served;
 pub(crate) mod shared_reads;
 pub(crate) mod source;
 pub(crate) mod store;
+pub(crate) mod stored_chunk;
 pub(crate) mod stored_range;
 #[cfg(test)]
 pub(crate) mod testing;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The names of a store's objects. Two pushes never write an object of the same name, except that of an image's name.
+//! The names of a store's objects. Two pushes never write an object of the same name, except that of an
+//! image's name.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -60,7 +61,8 @@ pub(crate) fn is_working_set(name: &str) -> bool {
     hash_of(name).is_some()
 }
 
-/// Whether a folder of a store may have an object of this name. Others are not the store's, and are left alone.
+/// Whether a folder of a store may have an object of this name. Others are not the store's, and are left
+/// alone.
 pub(crate) fn is_object(folder: &str, name: &str) -> bool {
     match folder {
         NAMES => is_image_name(name),

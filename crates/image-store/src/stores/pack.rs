@@ -24,7 +24,8 @@ const MAX_WRITES: usize = 4;
 #[derive(Debug)]
 pub(crate) struct Packs {
     store: ImageStore,
-    /// Packs that an earlier push has left, by the hash of their bytes and their length: one may have been cut.
+    /// Packs that an earlier push has left, by the hash of their bytes and their length: one may have been
+    /// cut.
     left: HashMap<(String, u64), String>,
     pack: Vec<u8>,
     /// The names of the packs so far, in the order in which they were filled.

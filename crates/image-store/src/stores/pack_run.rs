@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Stored blocks that lie one after another in a pack, of one chunk or of several: a store sends them for one request.
+//! Stored blocks that lie one after another in a pack, of one chunk or of several: a store sends them for one
+//! request.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ impl<C> PackRun<C> {
     }
 }
 
-/// Adds blocks of a chunk to runs. A run has at most so many stored bytes, or one block.
+/// Adds blocks of a chunk to runs. A run has at most `most` stored bytes, or one block.
 pub(crate) fn add<C: Copy + PartialEq>(
     runs: &mut Vec<PackRun<C>>,
     chunk: C,

@@ -72,15 +72,15 @@ impl AwsProfile {
         Ok(Self { name, keys, other, region, endpoint })
     }
 
-    /// Returns the keys; none if the profile says nothing about them.
+    /// Returns the keys, or `None` if the profile says nothing about them.
     ///
     /// # Errors
     /// It has them in a way that is not followed here.
     pub(crate) fn keys(&self) -> Result<Option<AwsKeys>, String> {
         match (&self.keys, self.other) {
             (None, Some(way)) => Err(format!(
-                "profile {:?} gets its keys by {way}, which is not followed here: `aws configure export-credentials \
-                 --format env` gives them as environment variables",
+                "profile {:?} gets its keys by {way}, which is not followed here: `aws configure \
+                 export-credentials --format env` gives them as environment variables",
                 self.name
             )),
             (keys, _) => Ok(keys.clone()),
@@ -88,7 +88,7 @@ impl AwsProfile {
     }
 }
 
-/// Reads a section of a file; none if the file or the section does not exist.
+/// Reads a section of a file, or `None` if the file or the section does not exist.
 fn section(path: Option<PathBuf>, section: &str) -> Result<Option<HashMap<String, String>>, String> {
     let Some(path) = path else { return Ok(None) };
     let text = match fs::read_to_string(&path) {
@@ -133,7 +133,8 @@ mod tests {
     }
 
     const CREDENTIALS: &str = "[default]\naws_access_key_id = ID\naws_secret_access_key=SE=CRET\n# x = y\n\
-                               [ci]\naws_access_key_id = CI\naws_secret_access_key = S\naws_session_token = T\n";
+                               [ci]\naws_access_key_id = CI\naws_secret_access_key = S\naws_session_token = \
+                               T\n";
     const CONFIG: &str = "[default]\nregion = eu-west-1\n[profile ci]\nendpoint_url = https://s3.example\n\
                           [profile role]\nrole_arn = arn:aws:iam::1:role/x\n";
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Stores an image: packs first, then its manifest, its index, and its name. What was written before a failure is no
-//! image, and the next push uses it.
+//! Stores an image: packs first, then its manifest, its index, and its name. What was written before a
+//! failure is no image, and the next push uses it.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::fs::File;
@@ -14,6 +14,7 @@ use std::time::{Duration, SystemTime};
 use futures::StreamExt as _;
 use nix::time::{ClockId, clock_gettime};
 use rewake_criu_images::{Digest, ImageDir, ImageLease};
+use rewake_image_signature::{ImageSignature, MAX_SIGNATURE};
 use rewake_manifest::{
     MANIFEST_NAME, ManifestError, ManifestReader, ManifestRecord, SealedChunk, refuse_partial,
 };
@@ -76,10 +77,11 @@ pub(crate) async fn push_within(
     let earlier = store.find(name).await.ok().flatten().filter(|image| image.id == id);
     let listed = store.sound_packs().await?;
     let recorded = working_set::of_directory(&images);
+    let signature = ImageSignature::read(&images)?.filter(|bytes| bytes.len() as u64 <= MAX_SIGNATURE);
     if let Some(image) = &earlier
         && has_image(store, image, &listed).await
     {
-        let working_set = store.replace_working_set(image.clone(), recorded).await?;
+        let working_set = store.replace_notes(image.clone(), recorded, signature).await?;
         return Ok(StorePushReport { id, had: true, working_set, ..StorePushReport::default() });
     }
     let start = store.now().await?;
@@ -103,9 +105,10 @@ pub(crate) async fn push_within(
     push.report.working_set = recorded.as_ref().map_or(0, |bytes| bytes.len() as u64);
     let working_set = match recorded {
         Some(bytes) => Some(store.put_working_set(bytes).await?),
-        None => earlier.and_then(|image| image.working_set),
+        None => earlier.as_ref().and_then(|image| image.working_set.clone()),
     };
-    push.finish(name, sealed, working_set).await
+    let signature = signature.or_else(|| earlier.and_then(|image| image.signature));
+    push.finish(name, sealed, working_set, signature).await
 }
 
 /// How many threads read and compress.
@@ -148,7 +151,7 @@ async fn known_chunks(
             Ok(Some(index)) => {
                 known.extend(index.chunks.into_iter().filter(|(_, chunk)| is_in(chunk, packs)));
             }
-            // It was removed meanwhile.
+            // It has been removed since it was listed.
             Ok(None) => {}
             Err(error @ (ImageStoreError::Damaged { .. } | ImageStoreError::Version { .. })) => {
                 warn!("{error}; its chunks are stored again");
@@ -274,14 +277,23 @@ impl ImagePush<'_> {
         name: &str,
         mut manifest: ManifestBytes<'_>,
         working_set: Option<String>,
+        signature: Option<Vec<u8>>,
     ) -> Result<StorePushReport> {
         let random = random().map_err(|error| self.store.setup(&format!("/dev/urandom: {error}")))?;
         let version = format!("{}-{random}", hash_part(self.report.id));
         let manifest_length = manifest.length();
         let StorePushReport { id, files, bytes, .. } = self.report;
         let named = name.to_owned();
-        let image =
-            StoredImage { name: named, version, id, manifest_length, files, bytes, working_set: None };
+        let image = StoredImage {
+            name: named,
+            version,
+            id,
+            manifest_length,
+            files,
+            bytes,
+            working_set: None,
+            signature: None,
+        };
         let chunks = std::mem::take(&mut self.chunks).into_iter().map(|(digest, chunk)| match chunk {
             PushedChunk::Known(known) => (digest, known),
             PushedChunk::Packed(packed, length) => (digest, self.packs.location(&packed, length)),
@@ -304,15 +316,15 @@ impl ImagePush<'_> {
         self.store.put_from(INDEXES, &image.version, &*encoded).await?;
         // From now on the index protects its packs.
         self.check_packs(&chunks).await?;
-        self.store.publish(StoredImage { working_set, ..image }, &chunks).await?;
+        self.store.publish(StoredImage { working_set, signature, ..image }, &chunks).await?;
         self.report.kept = self.packs.kept;
         self.report.written =
             self.packs.written + manifest_length + encoded.len() as u64 + self.report.working_set;
         Ok(self.report)
     }
 
-    /// Refuses an image whose packs were removed, and one that took too long by the clock of the host or of the store:
-    /// that of a virtual machine stands while it is paused.
+    /// Refuses an image whose packs were removed, and one that took too long by the clock of the host or of
+    /// the store: that of a virtual machine stands while it is paused.
     async fn check_packs(&self, chunks: &[(Digest, ChunkLocation)]) -> Result<()> {
         let packs = self.store.sound_packs().await?;
         if let Some((_, lost)) = chunks.iter().find(|(_, chunk)| !is_in(chunk, &packs)) {
@@ -423,7 +435,7 @@ mod tests {
                 kept.push(push(&store, &image.path(), "a").await.unwrap().kept);
                 check(&store, "a").await;
             }
-            // Packs were not written again, whichever of them came first. With an index they are those of an image.
+            // Packs were not written again, whichever push came first. With an index they belong to an image.
             let all = memory.len() as u64;
             assert_eq!(kept[..3], [0, 0, 0]);
             assert!(kept[3] > 0 && kept[4] > kept[3] && all > kept[4], "{kept:?}");
@@ -469,7 +481,10 @@ mod tests {
             let (_, store) = TestObjects::new();
             let error = push(&store, &image.path(), "a").await.unwrap_err();
             assert!(
-                matches!(&error, ImageStoreError::NotAsSealed { offset, length: 4096, .. } if *offset == CHUNK as u64),
+                matches!(
+                    &error,
+                    ImageStoreError::NotAsSealed { offset, length: 4096, .. } if *offset == CHUNK as u64
+                ),
                 "{error}"
             );
             fs::write(&pages, &bytes[..CHUNK]).unwrap();

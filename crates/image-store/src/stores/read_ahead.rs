@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads ahead of clients that read a file in order: a request to a store takes milliseconds, so what they need next is
-//! requested before they ask for it. It does no I/O.
+//! Reads ahead of clients that read a file in order: a request to a store takes milliseconds, so what they
+//! need next is requested before they ask for it. It does no I/O.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -17,23 +17,26 @@ const MOST_WINDOW: u64 = 64 << 20;
 /// Bytes between two reads that are still in order: the client has what is between them.
 const GAP: u64 = 2 * BLOCK as u64;
 
-/// Stored bytes of one request: they take 4 ms of a link of 1 Gbit/s. Who needs one of its blocks waits for all of it.
+/// Stored bytes of one request: they take 4 ms of a link of 1 Gbit/s. A client that needs one of its blocks
+/// waits for the whole request.
 pub(crate) const PIECE: u64 = 512 << 10;
-/// Stored bytes that are requested ahead at least while clients read elsewhere: two requests, for which those wait.
+/// Minimum of stored bytes that are requested ahead while clients also read randomly. A random read may queue
+/// behind these two requests.
 const LEAST_AHEAD: u64 = 2 * PIECE;
-/// The same while all read in order, if the store sends so many in [`IN_ORDER_MS`]: a link of 1 Gbit/s stays busy
-/// while a store takes 30 ms for an answer. The first read elsewhere waits for all of them.
+/// The same while all clients read in order, if the store sends that many bytes in [`IN_ORDER_MS`], so that a
+/// link of 1 Gbit/s stays busy while a store takes 30 ms for an answer. The first random read waits for all
+/// of them.
 const LEAST_IN_ORDER: u64 = 8 * PIECE;
 /// Milliseconds.
 const IN_ORDER_MS: u64 = 75;
 /// After this time without a read elsewhere, no further one is expected.
 const IN_ORDER_AFTER: Duration = Duration::from_millis(100);
-/// Stored bytes that are requested ahead at most: 8 MiB keep 3 Gbit/s busy over 20 ms.
+/// The most stored bytes that are requested ahead: 8 MiB keep 3 Gbit/s busy over 20 ms.
 const MOST_AHEAD: u64 = 8 << 20;
 /// Requests ahead at once: some of those that a store may have are left for page faults.
 const MOST_REQUESTS: usize = 12;
 /// Time that a request may wait for those before it: a page fault elsewhere waits as long.
-const QUEUE_TIME: Duration = Duration::from_millis(10);
+const QUEUE_LIMIT: Duration = Duration::from_millis(10);
 
 /// A place up to which a file was read in order.
 #[derive(Debug, Clone, Copy)]
@@ -81,9 +84,9 @@ pub(crate) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// `kept`: stored bytes that were read last and stay in memory, each of `compression` bytes of files. All windows
-    /// have room in half of them, and what was read last in the other half. The caller bounds the stored bytes of a
-    /// window: not all of an image compresses alike.
+    /// `kept`: stored bytes that were read last and stay in memory, each of `compression` bytes of files. All
+    /// windows have room in half of them, and what was read last in the other half. The caller bounds the
+    /// stored bytes of a window: not all of an image compresses alike.
     pub(crate) fn new(kept: usize, compression: u64) -> Self {
         let flight = RequestsAhead { limit: LEAST_AHEAD, ..Default::default() };
         let stored_window = (kept / 2 / PLACES) as u64;
@@ -91,8 +94,8 @@ impl ReadAhead {
         Self { flight: Mutex::new(flight), window, stored_window }
     }
 
-    /// Notes that a client reads a range of a file. Returns the range to request ahead, mostly an empty one, and
-    /// whether the read is elsewhere: near none of the places.
+    /// Notes that a client reads a range of a file. Returns the range to request ahead, mostly an empty one,
+    /// and whether the read is elsewhere: near none of the places.
     pub(crate) fn note(&self, file: u32, range: &Range<u64>, length: u64) -> (Range<u64>, bool) {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
         let follows = |place: &ReadPlace| {
@@ -135,7 +138,8 @@ impl ReadAhead {
         flight.elsewhere = Some(Instant::now());
     }
 
-    /// Notes that `bytes` are requested ahead. Returns false if no more may be in flight: the caller stops there.
+    /// Notes that `bytes` are requested ahead. Returns false if no more may be in flight: the caller stops
+    /// there.
     pub(crate) fn begin(&self, bytes: u64) -> bool {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
         let may = flight.may_begin();
@@ -155,8 +159,8 @@ impl ReadAhead {
         }
     }
 
-    /// Notes the answer to a request of so many bytes: the limit grows while answers come at once, and shrinks while
-    /// they queue.
+    /// Notes the answer to a request of `bytes` bytes. The limit grows while answers come at once, and
+    /// shrinks while they queue.
     pub(crate) fn end(&self, bytes: u64, took: Duration) {
         let mut flight = self.flight.lock().unwrap_or_else(PoisonError::into_inner);
         flight.bytes -= bytes;
@@ -166,7 +170,7 @@ impl ReadAhead {
         let rate = u128::from(bytes) * 1_000_000 / took.as_micros().max(1);
         flight.rate = flight.rate.max(u64::try_from(rate).unwrap_or(u64::MAX));
         let limit = flight.limit;
-        flight.limit = if took > 2 * fastest + QUEUE_TIME {
+        flight.limit = if took > 2 * fastest + QUEUE_LIMIT {
             (limit - PIECE).max(LEAST_AHEAD)
         } else {
             (limit + PIECE / 2).min(MOST_AHEAD)

@@ -84,7 +84,7 @@ impl ChunkReader {
         }
     }
 
-    /// Reads a block of a chunk again, whose stored form was none.
+    /// Reads a block again that failed to decompress.
     pub(crate) async fn block_again(&self, chunk: SealedChunk, block: usize) -> Result<Vec<u8>> {
         let at = self.locate_whole(chunk.digest, chunk.length)?;
         // It was read once.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The images of a store as those of an image server: ranges of files are read from packs, by block.
+//! The images of a store, served as an image server's: ranges of files are read from packs, by block.
 //!
 //! Bytes that are a part of a chunk are not checked here. The client does that, by the manifest.
 
@@ -8,18 +8,18 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::try_join_all;
-use rewake_criu_images::{CHUNK, Digest};
+use rewake_criu_images::Digest;
 use rewake_image_io::BLOCK;
-use rewake_image_protocol::WORKING_SET_NUMBER;
-use rewake_image_server::exports::{ImageFolder, OpenImage};
+use rewake_image_signature::MAX_SIGNATURE;
+use rewake_image_transfer::protocol::WORKING_SET_NUMBER;
+use rewake_image_transfer::server::exports::{ImageFolder, OpenImage, PeerRights};
 use rewake_manifest::{ManifestRecord, SealedChunk};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
@@ -34,6 +34,7 @@ use crate::reader::ChunkReader;
 use crate::report::StoredImage;
 use crate::shared_reads::SharedReads;
 use crate::store::{ImageStore, MAX_REQUESTS};
+use crate::stored_chunk::StoredChunk;
 use crate::stored_range::{BlockLoader, ChunkPart, RangePart, StoredRange};
 use crate::verify::manifest;
 
@@ -42,15 +43,11 @@ const KEPT: usize = 8 << 20;
 /// The same of an image, for all of its connections.
 const KEPT_SHARED: usize = 32 << 20;
 
-/// Bytes of ranges that a connection reads at once, if they are more than [`ALWAYS_AHEAD`]: 200 MB/s over 5 ms. All
-/// share the link, so more would keep the first one, which a program may wait for, back.
+/// Bytes of ranges that a connection reads at once, if they are more than [`ALWAYS_AHEAD`]: 200 MB/s over 5
+/// ms. All share the link, so more would keep the first one, which a program may wait for, back.
 const AHEAD: u64 = 1 << 20;
 /// Ranges that a connection reads at once, however long they are: 2 MiB each.
 const ALWAYS_AHEAD: usize = 2;
-
-/// Stored bytes of a request for fewer, if the next blocks of the chunk have them: they take 0.5 ms of a link of 1
-/// Gbit/s.
-const LEAST_REQUEST: usize = 64 << 10;
 
 /// A store whose images are served. Its requests run in a runtime that must have threads of its own.
 #[derive(Debug)]
@@ -68,7 +65,7 @@ impl StoreFolder {
 }
 
 impl ImageFolder for StoreFolder {
-    fn open(&self, name: &Path, ancestor: u32) -> anyhow::Result<Box<dyn OpenImage>> {
+    fn open(&self, name: &Path, ancestor: u32, _: &PeerRights) -> anyhow::Result<Box<dyn OpenImage>> {
         ensure!(ancestor == 0, "a store has no parents of images: pull each image of the chain by its name");
         let name = name.to_str().context("expected a name of UTF-8")?;
         let open = async || StoredFiles::open(&PinnedImage::open(&self.store, name).await?, KEPT).await;
@@ -105,56 +102,6 @@ struct StoredFile {
     chunks: Vec<StoredChunk>,
 }
 
-/// A chunk of a file: some 56 bytes.
-#[derive(Debug)]
-struct StoredChunk {
-    offset: u64,
-    chunk: SealedChunk,
-    /// A bit for each block that was requested. None of them is read ahead: clients have it, or had it read ahead.
-    requested: AtomicU32,
-}
-
-const _: () = assert!(CHUNK <= u32::BITS as u64 * BLOCK as u64);
-
-impl StoredChunk {
-    fn end(&self) -> u64 {
-        self.offset + u64::from(self.chunk.length)
-    }
-
-    /// Notes that blocks are requested.
-    fn request(&self, blocks: &Range<usize>) {
-        self.requested.fetch_or(bits(blocks), Ordering::Relaxed);
-    }
-
-    /// Notes that they are not.
-    fn forget(&self, blocks: &Range<usize>) {
-        self.requested.fetch_and(!bits(blocks), Ordering::Relaxed);
-    }
-
-    /// Returns how many blocks after these are read with them: a store sends a few stored KiB as fast as a few bytes.
-    /// Those that were requested before end the request.
-    fn neighbours(&self, at: &ChunkLocation, blocks: &Range<usize>) -> usize {
-        let mut length = blocks::stored(at, blocks.clone());
-        let requested = self.requested.load(Ordering::Relaxed);
-        let is_read = |block: &usize| {
-            length += at.stored(*block) as usize;
-            length <= LEAST_REQUEST && requested & 1 << block == 0
-        };
-        (blocks.end..at.blocks.len()).take_while(is_read).count()
-    }
-
-    /// Returns those of these blocks that were not requested.
-    fn new_blocks(&self, blocks: Range<usize>) -> impl Iterator<Item = usize> + use<> {
-        let requested = self.requested.load(Ordering::Relaxed);
-        blocks.filter(move |block| requested & 1 << block == 0)
-    }
-}
-
-/// A bit for each block.
-fn bits(blocks: &Range<usize>) -> u32 {
-    blocks.clone().fold(0, |bits, block| bits | 1 << block)
-}
-
 /// The files of an image of a store.
 #[derive(Debug)]
 pub(crate) struct StoredFiles {
@@ -165,6 +112,9 @@ pub(crate) struct StoredFiles {
     working_set: Option<Arc<[u8]>>,
     reads: SharedReads,
     ahead: ReadAhead,
+    /// Held from the look at what was requested until the request is noted, because two clients that look at
+    /// one moment would both request it.
+    planning: Mutex<()>,
 }
 
 impl StoredFiles {
@@ -181,7 +131,7 @@ impl StoredFiles {
                 (ManifestRecord::Segment(segment), Some(file)) => {
                     let mut offset = segment.offset;
                     for chunk in segment.chunks {
-                        file.chunks.push(StoredChunk { offset, chunk, requested: AtomicU32::new(0) });
+                        file.chunks.push(StoredChunk::new(offset, chunk));
                         offset += u64::from(chunk.length);
                     }
                 }
@@ -190,7 +140,8 @@ impl StoredFiles {
         }
         let reads = SharedReads::new(kept);
         let (working_set, ahead) = (pinned.working_set.clone(), ReadAhead::new(kept, reader.compression()));
-        Ok(Self { image, manifest, files, reader, working_set, reads, ahead })
+        let planning = Mutex::default();
+        Ok(Self { image, manifest, files, reader, working_set, reads, ahead, planning })
     }
 
     /// Returns the length of a file.
@@ -248,6 +199,7 @@ impl StoredFiles {
             return elsewhere;
         }
         let mut ahead = self.stored_bytes(found, &(range.end..wanted.start));
+        let _planning = self.planning();
         for run in self.runs(found, &wanted) {
             ahead += run.len();
             let start = run.parts.first().map_or(wanted.start, |(chunk, blocks)| {
@@ -261,7 +213,8 @@ impl StoredFiles {
         elsewhere
     }
 
-    /// The chunks of a range that have bytes in the store, by index, and which blocks of each are in the range.
+    /// The chunks of a range that have bytes in the store, by index, and which blocks of each are in the
+    /// range.
     fn blocks_in<'a>(
         &'a self,
         file: &'a StoredFile,
@@ -344,11 +297,15 @@ impl StoredFiles {
         }
     }
 
+    fn planning(&self) -> MutexGuard<'_, ()> {
+        self.planning.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Forgets what was read and what was requested: a client has found a damaged block, or was lost.
     fn forget(&self) {
         self.reads.forget();
         for chunk in self.files.iter().flat_map(|file| &file.chunks) {
-            chunk.requested.store(0, Ordering::Relaxed);
+            chunk.forget_all();
         }
     }
 
@@ -367,11 +324,15 @@ impl StoredFiles {
         let chunk = stored.chunk;
         let at = self.reader.locate_whole(chunk.digest, chunk.length)?;
         let blocks = part.start / BLOCK..part.end.div_ceil(BLOCK);
-        let more = stored.neighbours(at, &blocks);
-        let reads =
-            self.reads.begin(chunk.digest, at, blocks.clone(), more, |blocks| self.stored(chunk, blocks));
-        let end = reads.last().map_or(blocks.end, |(read, _)| read.blocks.end);
-        stored.request(&(blocks.start..end));
+        let reads = {
+            let _planning = self.planning();
+            let more = stored.neighbours(at, &blocks);
+            let reads =
+                self.reads.begin(chunk.digest, at, blocks.clone(), more, |blocks| self.stored(chunk, blocks));
+            let end = reads.last().map_or(blocks.end, |(read, _)| read.blocks.end);
+            stored.request(&(blocks.start..end));
+            reads
+        };
         let parts = reads.into_iter().map(async |(read, blocks)| {
             let bytes = part.start.max(blocks.start * BLOCK)..part.end.min(blocks.end * BLOCK);
             let (first, stored) = (read.blocks.start, read.wait().await?);
@@ -433,6 +394,11 @@ impl OpenImage for OpenStoredImage {
 
     fn manifest_length(&self) -> u64 {
         self.files.image.manifest_length
+    }
+
+    fn signature(&self) -> Option<Vec<u8>> {
+        let signature = self.files.image.signature.clone();
+        signature.filter(|bytes| bytes.len() as u64 <= MAX_SIGNATURE)
     }
 
     fn working_set_length(&self) -> u64 {
@@ -543,8 +509,11 @@ mod tests {
         let image = TestImage::new(&memory);
         runtime.block_on(push(&store, &image.path(), "web")).unwrap();
         let folder = StoreFolder::new(store, runtime.handle().clone());
-        assert!(folder.open(Path::new("none"), 0).is_err() && folder.open(Path::new("web"), 1).is_err());
-        let mut open = folder.open(Path::new("web"), 0).unwrap();
+        assert!(
+            folder.open(Path::new("none"), 0, &PeerRights::All).is_err()
+                && folder.open(Path::new("web"), 1, &PeerRights::All).is_err()
+        );
+        let mut open = folder.open(Path::new("web"), 0, &PeerRights::All).unwrap();
         let length = open.manifest_length();
         let manifest = read(&mut *open, 0, 0..length).unwrap();
         assert_eq!(manifest, std::fs::read(image.path().join("rewake-manifest")).unwrap());
@@ -568,8 +537,8 @@ mod tests {
         assert!(open.next(&mut [0; 11]).is_err());
     }
 
-    /// Blocks of memory, each of a chunk of its own, of a store that takes this long for each answer. Returns the
-    /// image, the number of its file, and where the blocks are.
+    /// Blocks of memory, each of a chunk of its own, of a store that takes this long for each answer. Returns
+    /// the image, the number of its file, and where the blocks are.
     fn far_blocks(
         runtime: &tokio::runtime::Runtime,
         delay: Duration,
@@ -580,7 +549,7 @@ mod tests {
         let config = ThrottleConfig { wait_get_per_call: delay, ..ThrottleConfig::default() };
         let far = ImageStore::of(Arc::new(ThrottledStore::new(objects, config)));
         let folder = StoreFolder::new(far, runtime.handle().clone());
-        let mut open = folder.open(Path::new("web"), 0).unwrap();
+        let mut open = folder.open(Path::new("web"), 0, &PeerRights::All).unwrap();
         let block = |chunk: usize| {
             let start = (chunk * CHUNK + 5 * BLOCK) as u64;
             start..start + BLOCK as u64
@@ -639,7 +608,9 @@ mod tests {
         let image = TestImage::new(&random_bytes("memory", CHUNK));
         std::fs::write(image.path().join(WORKING_SET_NAME), "recorded").unwrap();
         runtime.block_on(push(&store, &image.path(), "web")).unwrap();
-        let mut open = StoreFolder::new(store, runtime.handle().clone()).open(Path::new("web"), 0).unwrap();
+        let mut open = StoreFolder::new(store, runtime.handle().clone())
+            .open(Path::new("web"), 0, &PeerRights::All)
+            .unwrap();
         assert_eq!(open.working_set_length(), 8);
         assert_eq!(read(&mut *open, WORKING_SET_NUMBER, 0..8).unwrap(), b"recorded");
         assert!(open.begin(WORKING_SET_NUMBER, 0..9).is_err());

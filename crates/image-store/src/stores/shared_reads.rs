@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Blocks of chunks that are being read, or were read last, in their stored form. Who needs one of them takes it from
-//! there: page faults need blocks that the background load has requested, and neighbours in a file share a block of a
-//! chunk.
+//! Blocks of chunks that are being read, or were read last, in their stored form. Concurrent readers of a
+//! block share one request, because page faults need blocks that the background load has requested, and
+//! neighbours in a file share a block of a chunk.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -17,7 +17,7 @@ use crate::blocks;
 use crate::error::ImageStoreError;
 use crate::format::ChunkLocation;
 
-/// Bytes that a read takes beside the stored ones.
+/// Bytes that a read takes in addition to the stored ones.
 const READ_COST: usize = 512;
 
 /// The stored bytes of a read; the error is one for all who wait.
@@ -63,7 +63,7 @@ impl SharedRead {
 }
 
 impl SharedReads {
-    /// Keeps so many bytes, and one read at least.
+    /// Keeps up to `limit` bytes, but always the latest read.
     pub(crate) fn new(limit: usize) -> Self {
         Self { recent: Mutex::default(), limit }
     }
@@ -73,8 +73,8 @@ impl SharedReads {
         *self.recent.lock().unwrap_or_else(PoisonError::into_inner) = RecentReads::default();
     }
 
-    /// Returns the reads that have these blocks of a chunk, in their order, and which ones each has. `read` begins one
-    /// where there is none: the last one with up to `more` blocks after these.
+    /// Returns the reads that have these blocks of a chunk, in their order, and which ones each has. `read`
+    /// begins one where there is none: the last one with up to `more` blocks after these.
     pub(crate) fn begin<F>(
         &self,
         chunk: Digest,
@@ -203,7 +203,8 @@ mod tests {
             Self { runtime, reads: SharedReads::new(8 * (STORED + READ_COST)), at, begun: RefCell::default() }
         }
 
-        /// Reads blocks of a chunk of 32, each of which has its number in every stored byte. Returns the numbers.
+        /// Reads blocks of a chunk of 32, each of which has its number in every stored byte. Returns the
+        /// numbers.
         fn read(&self, chunk: Digest, blocks: Range<usize>, fails: bool) -> anyhow::Result<Vec<u8>> {
             let read = |blocks: Range<usize>| {
                 self.begun.borrow_mut().push(blocks.clone());
@@ -274,7 +275,7 @@ mod tests {
             let found = scene.reads.begin(CHUNK, &scene.at, blocks, 3, read);
             found.into_iter().map(|(_, blocks)| blocks).collect::<Vec<_>>()
         };
-        // Up to those of another read; none if another read has the last one.
+        // Up to the blocks of another read; no block if another read has the last one.
         for (blocks, expected) in [(4..5, 4..5), (1..2, 1..2), (5..6, 5..6), (0..2, 0..1)] {
             assert_eq!(begin(blocks)[0], expected);
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use rewake_criu_images::Digest;
-use rewake_image_pull::{ChunkPlace, ChunkSource};
+use rewake_image_transfer::pull::{ChunkPlace, ChunkSource};
 use rewake_manifest::SealedChunk;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
@@ -89,9 +89,52 @@ impl ChunkSource for StoreSource {
         Ok(travelled)
     }
 
+    fn signature(&self) -> Option<&[u8]> {
+        self.image.signature.as_deref()
+    }
+
+    fn claimed_bytes(&self) -> Option<u64> {
+        Some(self.image.bytes)
+    }
+
     fn working_set(&mut self, into: &mut Vec<u8>) -> Option<u64> {
         into.clear();
         into.extend(self.working_set.as_deref()?);
         Some(into.len() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rewake_image_transfer::pull::pull;
+
+    use super::*;
+    use crate::push::push;
+    use crate::testing::{TestImage, TestObjects, random_bytes};
+
+    #[test]
+    fn an_image_of_another_size_than_its_name_says_is_refused_before_a_file_is_made() {
+        let image = TestImage::new(&random_bytes("memory", 2 << 20));
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let (_objects, store) = TestObjects::new();
+        runtime.block_on(push(&store, &image.path(), "web")).unwrap();
+        let stored = runtime.block_on(store.image("web")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let copy = folder.path().join("copy");
+        let pulled = |bytes: u64| {
+            let claimed = StoredImage { bytes, ..stored.clone() };
+            let pinned = runtime.block_on(PinnedImage::of(&store, claimed)).unwrap();
+            pull(&mut StoreSource::of(&pinned, runtime.handle().clone()), &copy, None, &[])
+        };
+        for claimed in [1, stored.bytes - 1, stored.bytes + 1, u64::MAX] {
+            let error = pulled(claimed).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("the source says that the image has {claimed} bytes")),
+                "{error}"
+            );
+            assert!(!copy.exists());
+        }
+        assert_eq!(pulled(stored.bytes).unwrap().id, stored.id);
     }
 }

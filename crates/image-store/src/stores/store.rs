@@ -12,7 +12,7 @@ use bytes::Bytes;
 use futures::{StreamExt as _, TryStreamExt as _};
 use object_store::buffered::BufWriter;
 use object_store::path::Path;
-use object_store::{Error, ObjectStore, ObjectStoreExt as _};
+use object_store::{Error, GetOptions, GetResultPayload, ObjectStore, ObjectStoreExt as _};
 use tokio::io::AsyncWriteExt as _;
 
 use rewake_criu_images::{Digest, ImageDir};
@@ -125,7 +125,8 @@ impl ImageStore {
         }
     }
 
-    /// Refuses a name that is a store: in `file:///srv/store` the image's name is missing, if that is a store.
+    /// Refuses a name that is a store: in `file:///srv/store` the image's name is missing, if that is a
+    /// store.
     pub(crate) async fn require_image_name(&self, name: &str) -> Result<()> {
         if self.repository.is_some() {
             return Ok(());
@@ -162,8 +163,8 @@ impl ImageStore {
             return Ok(());
         }
         Err(self.setup(
-            "a registry removes images itself: delete the tag there, with `skopeo delete` for example, and have the \
-             registry collect its garbage",
+            "a registry removes images itself: delete the tag there, with `skopeo delete` for example, and \
+             have the registry collect its garbage",
         ))
     }
 
@@ -238,11 +239,13 @@ impl ImageStore {
         StoredImage::decode(&bytes, name, &self.object(NAMES, name)).map(Some)
     }
 
-    /// Removes an image's name, and returns the image's id unless its object is damaged. `collect_garbage` removes its
-    /// bytes later. The mark is written first: if the name stays, `collect_garbage` removes the mark.
+    /// Removes an image's name, and returns the image's id unless its object is damaged. `collect_garbage`
+    /// removes its bytes later. The mark is written first: if the name stays, `collect_garbage` removes the
+    /// mark.
     ///
     /// # Errors
-    /// There is no image of this name, or no store; a push has replaced the image meanwhile; or the store refuses.
+    /// There is no image of this name, or no store; a push has replaced the image meanwhile; or the store
+    /// refuses.
     pub async fn remove(&self, name: &str) -> Result<Option<Digest>> {
         self.require_removable()?;
         self.require_image_name(name).await?;
@@ -319,8 +322,8 @@ impl ImageStore {
         listing.try_collect().await.map_err(request("list", &format!("{}/{folder}", self.url)))
     }
 
-    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes, and not those that a
-    /// registry has lost.
+    /// Lists the packs that a push may use: not those in which `verify` has found wrong bytes, and not those
+    /// that a registry has lost.
     pub(crate) async fn sound_packs(&self) -> Result<BTreeMap<String, ListedObject>> {
         if let Some(repository) = &self.repository {
             repository.forget_missing().await?;
@@ -330,7 +333,7 @@ impl ImageStore {
         Ok(packs)
     }
 
-    /// Reads an object of at most so many bytes as a whole; `None` if there is none.
+    /// Reads an object of at most `most` bytes as a whole. Returns `None` if the object does not exist.
     pub(crate) async fn read(&self, folder: &str, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
         self.read_at(&path(folder, name), &self.object(folder, name), most).await
     }
@@ -360,11 +363,15 @@ impl ImageStore {
     pub(crate) async fn get_range(&self, folder: &str, name: &str, range: Range<u64>) -> Result<Bytes> {
         let object = self.object(folder, name);
         let length = range.end - range.start;
-        let found = self.objects.get_range(&path(folder, name), range.clone()).await;
+        let found = self.range(&path(folder, name), range.clone()).await;
         let received = found.as_ref().map_or(0, Bytes::len);
         self.received.fetch_add(received as u64, Ordering::Relaxed);
         match found {
             Ok(bytes) if bytes.len() as u64 == length => Ok(bytes),
+            Ok(bytes) if bytes.len() as u64 > length => {
+                let what = format!("more than the {length} bytes from offset {}", range.start);
+                Err(ImageStoreError::Damaged { object, what })
+            }
             Ok(bytes) => {
                 let what = format!("{} bytes from offset {}, expected {length}", bytes.len(), range.start);
                 Err(ImageStoreError::Damaged { object, what })
@@ -381,6 +388,24 @@ impl ImageStore {
                 _ => Err(request("read", &object)(error)),
             },
         }
+    }
+
+    /// Reads a range, and the part in which the first byte behind it arrives. What a server sends after that
+    /// is not read, because it may send without end.
+    async fn range(&self, path: &Path, range: Range<u64>) -> object_store::Result<Bytes> {
+        let length = range.end - range.start;
+        let found = self.objects.get_opts(path, GetOptions::new().with_range(Some(range))).await?;
+        let GetResultPayload::Stream(mut parts) = found.payload else {
+            // An open file of a directory, of which the range is read at once.
+            return found.bytes().await;
+        };
+        let mut bytes = Vec::new();
+        while bytes.len() as u64 <= length
+            && let Some(part) = parts.try_next().await?
+        {
+            bytes.extend_from_slice(&part);
+        }
+        Ok(bytes.into())
     }
 
     /// Writes an object: it exists as a whole, or not at all.
@@ -437,7 +462,8 @@ impl ImageStore {
 /// What is wrong with a new store inside another one.
 pub(crate) fn inside_another(outer: &str) -> String {
     format!(
-        "{outer} is a store, and no store is made inside another one: push to {outer}/NAME, or use a folder beside it"
+        "{outer} is a store, and no store is made inside another one: push to {outer}/NAME, or use a folder \
+         beside it"
     )
 }
 
@@ -457,4 +483,24 @@ fn is_missing(error: &Error) -> bool {
 
 fn path(folder: &str, name: &str) -> Path {
     Path::from_iter([folder, name])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{TestObjects, run};
+
+    #[test]
+    fn a_range_that_never_ends_is_cut_after_its_length() {
+        run(async {
+            let (objects, store) = TestObjects::new();
+            objects.replace(PACKS, "a", vec![7; 100]).await;
+            assert_eq!(store.get_range(PACKS, "a", 10..20).await.unwrap(), vec![7; 10]);
+            objects.send_parts(64);
+            let refused = store.get_range(PACKS, "a", 10..20).await.unwrap_err().to_string();
+            assert!(refused.contains("more than the 10 bytes from offset 10"), "{refused}");
+            // The first part had the whole range, and more.
+            assert_eq!(objects.parts_left(), 63);
+        });
+    }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A range of a file as the store has it: blocks of chunks, which are decompressed when a client takes them. So memory
-//! holds what the store has sent, and a byte is written once.
+//! A range of a file as the store has it: blocks of chunks, which are decompressed when a client takes them.
+//! So memory holds what the store has sent, and a byte is written once.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use anyhow::{Context as _, anyhow};
 use bytes::Bytes;
 use rewake_criu_images::Digest;
 use rewake_image_io::BLOCK;
-use rewake_image_protocol::stored_parts::{self, PART_HEADER, PartHeader};
+use rewake_image_transfer::protocol::stored_parts::{self, PART_HEADER, PartHeader};
 use rewake_manifest::SealedChunk;
 use tokio::runtime::Handle;
 use zstd::bulk::Decompressor;
@@ -90,8 +90,8 @@ impl StoredRange {
         Ok(())
     }
 
-    /// Appends the next part, `room` bytes at most, as `rewake_image_protocol::stored_parts` has it. Returns how many
-    /// it has.
+    /// Appends the next part, `room` bytes at most, as `rewake_image_transfer::protocol::stored_parts` has
+    /// it. Returns how many it has.
     ///
     /// # Errors
     /// The range has no more, or a block is damaged in the store.
@@ -137,8 +137,8 @@ pub(crate) struct BlockLoader {
     reader: Arc<ChunkReader>,
     runtime: Handle,
     decompressor: Decompressor<'static>,
-    /// The last block of which a part was taken: the next part may follow. Blocks of chunks and those of a file
-    /// mostly begin at different places.
+    /// The last block of which a part was taken: the next part may follow. Blocks of a chunk and blocks of a
+    /// file mostly begin at different places.
     block: Box<[u8]>,
     held: Option<(Digest, usize)>,
     /// The last block that the client has received in its stored form.
@@ -239,7 +239,7 @@ impl BlockLoader {
 
 #[cfg(test)]
 mod tests {
-    use rewake_image_protocol::stored_parts::PartReader;
+    use rewake_image_transfer::protocol::stored_parts::PartReader;
 
     use super::*;
     use crate::pinned::PinnedImage;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! For tests: a store with a clock that tests set, which ends in the middle of a push and gives wrong answers.
+//! For tests: a store with a clock that tests set, which ends in the middle of a push and gives wrong
+//! answers.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,8 +19,8 @@ use futures::{FutureExt as _, StreamExt as _, TryStreamExt as _};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    ObjectStoreExt as _, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, ObjectStoreExt as _, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use rewake_criu_images::{Inventory, write};
 use rewake_manifest::seal;
@@ -37,9 +38,11 @@ pub(crate) struct TestObjects {
     is_dead: AtomicBool,
     /// What is done before the first write into a folder.
     before: Mutex<HashMap<&'static str, Act>>,
-    /// Reads of ranges that get too few bytes, or those of other places.
+    /// Reads of ranges that get too few bytes, or bytes of other places.
     short_reads: AtomicUsize,
     other_reads: AtomicUsize,
+    /// Parts of 1 MiB that the next answer to a range has in the place of its bytes.
+    parts_left: Arc<AtomicUsize>,
     /// The folder that listings show as empty.
     hidden: Mutex<Option<&'static str>>,
     /// The folder whose objects may not be read.
@@ -71,6 +74,7 @@ impl TestObjects {
             before: Mutex::default(),
             short_reads: AtomicUsize::new(0),
             other_reads: AtomicUsize::new(0),
+            parts_left: Arc::default(),
             hidden: Mutex::default(),
             refused: Mutex::default(),
         });
@@ -81,7 +85,7 @@ impl TestObjects {
         *self.now.lock().unwrap() += Duration::from_secs(hours * 3600);
     }
 
-    /// The process that writes is killed after so many more writes.
+    /// The process that writes is killed after `writes` more writes.
     pub(crate) fn kill_after(&self, writes: usize) {
         self.writes_left.store(writes, Ordering::Relaxed);
     }
@@ -103,6 +107,16 @@ impl TestObjects {
 
     pub(crate) fn other_reads(&self, count: usize) {
         self.other_reads.store(count, Ordering::Relaxed);
+    }
+
+    /// The answer to a range is not the range, but this many parts of 1 MiB.
+    pub(crate) fn send_parts(&self, count: usize) {
+        self.parts_left.store(count, Ordering::Relaxed);
+    }
+
+    /// Returns how many of them were not read.
+    pub(crate) fn parts_left(&self) -> usize {
+        self.parts_left.load(Ordering::Relaxed)
     }
 
     /// The store refuses to read the objects of a folder.
@@ -198,7 +212,17 @@ impl ObjectStore for TestObjects {
                 *range = Range { start: 0, end: length };
             }
         }
+        let is_range = options.range.is_some();
         let mut found = self.inner.get_opts(location, options).await?;
+        if is_range && self.parts_left() > 0 {
+            let left = Arc::clone(&self.parts_left);
+            let parts = futures::stream::iter(std::iter::from_fn(move || {
+                let sent =
+                    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+                sent.ok().map(|_| Ok(Bytes::from(vec![7; 1 << 20])))
+            }));
+            found.payload = GetResultPayload::Stream(parts.boxed());
+        }
         found.meta = self.dated(found.meta);
         Ok(found)
     }

@@ -7,7 +7,7 @@ use std::io::{Seek as _, SeekFrom, Write as _};
 use std::sync::Arc;
 
 use rewake_criu_images::Digest;
-use rewake_image_pull::MAX_MANIFEST;
+use rewake_image_transfer::pull::MAX_MANIFEST;
 use rewake_manifest::{ManifestReader, ManifestRecord, SealedChunk};
 use tokio::task::JoinHandle;
 use tracing::warn;
@@ -67,7 +67,8 @@ pub async fn verify(
     Ok(verification.sums)
 }
 
-/// Copies the manifest of an image, and checks that it is the image's. Returns its records, and the file that it is in.
+/// Copies the manifest of an image, and checks that it is the image's. Returns its records, and the file that
+/// it is in.
 pub(crate) async fn manifest(store: &ImageStore, image: &StoredImage) -> Result<(ManifestReader, File)> {
     let object = store.object(MANIFESTS, &image.version);
     let failed = |reason| ImageStoreError::File { file: "a temporary file".to_owned(), reason };
@@ -88,7 +89,7 @@ pub(crate) async fn manifest(store: &ImageStore, image: &StoredImage) -> Result<
     if reader.id() == image.id {
         return Ok((reader, file));
     }
-    let what = format!("it is of image {:.16}, expected {:.16}", reader.id(), image.id);
+    let what = format!("it is of image {}, expected {}", reader.id(), image.id);
     Err(ImageStoreError::Damaged { object, what })
 }
 

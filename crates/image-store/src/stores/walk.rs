@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A random walk through what may happen beside a push: before each of its requests hours pass, and `gc`,
+//! A random walk through what may happen during a push: before each of its requests hours pass, and `gc`,
 //! `rm` or another push may run. An image whose push reported success, and that was not removed, must be
 //! complete.
 

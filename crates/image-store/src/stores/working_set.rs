@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The recorded working set of an image: an object that the image's name names. The next push of the image may bring
-//! another one, and the image id stays. It decides in which order a restore reads memory, and no byte of it. So
-//! whatever fails here, the image is right without it.
+//! The recorded working set of an image: an object that the image's name names. The next push of the image
+//! may bring another one, and the image id stays. It decides in which order a restore reads memory, and no
+//! byte of it. So whatever fails here, the image is right without it.
 
 use std::io::Read as _;
 use std::sync::Arc;
@@ -39,30 +39,40 @@ impl ImageStore {
         Ok(name)
     }
 
-    /// Gives a stored image another working set, unless it has this one. Returns the bytes that were written.
+    /// Gives a stored image another working set and another signature, unless it has them. Returns the bytes
+    /// of the working set that were written.
     ///
     /// # Errors
     /// The image was removed or replaced meanwhile, or the store refuses.
-    pub(crate) async fn replace_working_set(
+    pub(crate) async fn replace_notes(
         &self,
         image: StoredImage,
         bytes: Option<Vec<u8>>,
+        signature: Option<Vec<u8>>,
     ) -> Result<u64> {
         let is_stored = |bytes: &Vec<u8>| {
             image.working_set.as_deref().and_then(hash_of).is_some_and(|of| of == hash(bytes))
         };
-        let Some(bytes) = bytes.filter(|bytes| !is_stored(bytes)) else { return Ok(0) };
-        let length = bytes.len() as u64;
-        let working_set = Some(self.put_working_set(bytes).await?);
+        let bytes = bytes.filter(|bytes| !is_stored(bytes));
+        let is_signed = signature.is_none() || signature == image.signature;
+        if bytes.is_none() && is_signed {
+            return Ok(0);
+        }
+        let length = bytes.as_ref().map_or(0, |bytes| bytes.len() as u64);
+        let working_set = match bytes {
+            Some(bytes) => Some(self.put_working_set(bytes).await?),
+            None => image.working_set.clone(),
+        };
+        let signature = signature.or_else(|| image.signature.clone());
         if self.find(&image.name).await?.is_none_or(|found| found.version != image.version) {
             return Err(ImageStoreError::Replaced { url: self.image_url(&image.name) });
         }
         let chunks = self.packs_of(&image).await?;
-        self.publish(StoredImage { working_set, ..image }, &chunks).await?;
+        self.publish(StoredImage { working_set, signature, ..image }, &chunks).await?;
         Ok(length)
     }
 
-    /// Reads the working set of an image; none if it has none that can be read.
+    /// Reads the working set of an image, or `None` if it has none that can be read.
     pub(crate) async fn working_set(&self, image: &StoredImage) -> Option<Arc<[u8]>> {
         let name = image.working_set.as_deref()?;
         let object = self.object(WORKING_SETS, name);

@@ -146,6 +146,42 @@ fn segments_that_do_not_fit_the_file_are_refused() {
 }
 
 #[test]
+fn chunks_and_segments_of_a_few_bytes_are_refused() {
+    let of_file = |length, segments: &[SealedSegment]| {
+        refused(|writer| {
+            writer.file(&SealedFile { memory: false, ..head("a.img", length) }).unwrap();
+            segments.iter().for_each(|of| writer.segment(of).unwrap());
+        })
+    };
+    let tiny = of_file(8192, &[segment(8192, &[8; 1024], 0)]);
+    assert_eq!(tiny, "a segment of the file; 1024 chunks of the first 8192 bytes, where 4 are the most");
+    let zeros = of_file(9, &vec![segment(1, &[], 0); 9]);
+    assert_eq!(zeros, "a segment of the file; 3 chunks of the first 3 bytes, where 2 are the most");
+    // A header and a rest of a few bytes are what files of GPU memory have.
+    let (_dir, path) = written(|writer| {
+        writer.file(&SealedFile { memory: false, ..head("a.img", 8 + 4096 + 7) }).unwrap();
+        writer.segment(&segment(8 + 4096 + 7, &[8, 4096, 7], 0)).unwrap();
+    });
+    assert_eq!(read(&path).unwrap().len(), 2);
+}
+
+#[test]
+fn a_manifest_of_more_files_than_an_image_has_is_refused() {
+    let (_dir, path) = written(|writer| {
+        for name in ["a.img", "b.img"] {
+            writer.file(&head(name, 0)).unwrap();
+        }
+    });
+    let file = File::open(&path).unwrap();
+    let length = file.metadata().unwrap().len();
+    let mut reader = ManifestReader::of(file, length, &path).unwrap();
+    reader.files = MAX_FILES - 1;
+    assert!(reader.next_record().unwrap().is_some());
+    let refused = reader.next_record().unwrap_err().to_string();
+    assert!(refused.contains("expected at most 1048576 files, found \"b.img\""), "{refused}");
+}
+
+#[test]
 fn a_file_of_exabytes_and_a_late_parent_are_refused() {
     let said = refused(|writer| writer.file(&head("a.img", MAX_FILE + 1)).unwrap());
     assert!(said.starts_with("a length of at most"), "{said}");
@@ -171,4 +207,28 @@ fn an_end_that_counts_other_files_or_bytes_is_refused() {
     assert_eq!(bytes, "1 files of 9 bytes and the end; 1 files of 0 bytes, 0 bytes before the end");
     let early = counted(|writer| writer.record(What::End(raw::End { files: 1, bytes: 0 })).unwrap());
     assert!(early.starts_with("1 files of 0 bytes and the end; "), "an end before the end: {early}");
+}
+
+#[test]
+fn a_manifest_that_is_written_while_it_is_read_is_not_of_its_id() {
+    /// Files without bytes: more records than a reader has in memory at once.
+    const FILES: usize = 2000;
+    let (_dir, path) = written(|writer| {
+        for number in 0..FILES {
+            writer.file(&head(&format!("{number:04}.img"), 0)).unwrap();
+        }
+    });
+    let open = || {
+        let file = File::open(&path).unwrap();
+        let length = file.metadata().unwrap().len();
+        ManifestReader::of(file, length, &path).unwrap()
+    };
+    let mut reader = open();
+    // A name that is as good as the one that was hashed.
+    let bytes = fs::read(&path).unwrap();
+    let at = bytes.windows(8).position(|name| name == b"1990.img").unwrap();
+    File::options().write(true).open(&path).unwrap().write_all_at(b"199.", at as u64).unwrap();
+    let refused = std::iter::from_fn(|| reader.next_record().transpose()).find_map(Result::err);
+    let refused = refused.map(|error| error.to_string()).unwrap_or_default();
+    assert!(refused.contains("other bytes, written meanwhile"), "{refused}");
 }

@@ -55,7 +55,8 @@ pub struct Segment {
     /// In bytes.
     #[prost(uint32, tag = "1")]
     pub length: u32,
-    /// The lengths of its chunks, without gaps; each is at most 2 MiB.
+    /// The lengths of its chunks, without gaps; each is at most 2 MiB. A reader refuses a file with more than N / 4096 + 2
+    /// chunks, and segments without chunks, in its first N bytes.
     #[prost(uint32, repeated, tag = "2")]
     pub chunks: ::prost::alloc::vec::Vec<u32>,
     /// For each chunk 32 bytes: its BLAKE3 hash, or zeros for a chunk of zeros. Chunks with equal hashes are duplicates.

@@ -159,7 +159,7 @@ fn another_parent_than_was_sealed_is_refused_with_a_way_out() {
     fill(&parent, "third");
     let id = seal(&parent).unwrap().id;
     let text = refusal();
-    assert!(text.contains(&format!("found {id:.16}")) && text.contains("a copy of the old parent"), "{text}");
+    assert!(text.contains(&format!("found {id}")) && text.contains("a copy of the old parent"), "{text}");
     fs::remove_dir_all(&parent).unwrap();
     assert!(refusal().contains("found an image without a manifest"));
     fs::remove_file(root.path().join("2/parent")).unwrap();

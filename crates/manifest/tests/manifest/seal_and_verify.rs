@@ -226,16 +226,6 @@ fn logs_and_other_files_are_no_part_of_an_image() {
 }
 
 #[test]
-fn a_list_of_duplicate_buffers_is_a_part_of_the_image() {
-    let dir = image(4);
-    let path = dir.path().join("rewake-duplicates.json");
-    fs::write(&path, "{}").unwrap();
-    seal(dir.path()).unwrap();
-    fs::write(&path, "[]").unwrap();
-    assert_eq!(differences(dir.path()).len(), 1);
-}
-
-#[test]
 fn an_image_without_a_manifest_is_not_sealed_and_says_what_to_do() {
     let dir = image(4);
     let error = verify(dir.path(), |difference| panic!("{difference}")).unwrap_err();
@@ -293,7 +283,7 @@ fn a_partial_copy_is_neither_sealed_nor_verified() {
     let error = seal(dir.path()).unwrap_err();
     assert!(matches!(error, ManifestError::Partial { .. }), "{error}");
     assert!(!whole.exists());
-    // As an earlier release has sealed it.
+    // A name alone makes no whole image.
     fs::copy(&partial, &whole).unwrap();
     let error = verify(dir.path(), |_| ()).unwrap_err();
     assert!(matches!(error, ManifestError::Partial { .. }), "{error}");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Both sides of a migration, a link that is cut, and crashes: thousands of runs, each repeated by its seed.
 //!
-//! `REWAKE_SEED=N` begins with that seed. Rules: `world/rules.rs`. Each rule was seen to fail with a planted mistake:
-//! the list is in docs/decisions/0023-migration.md.
+//! `REWAKE_SEED=N` begins with that seed. Rules: `world/rules.rs`. Each rule was seen to fail with a planted
+//! mistake: the list is in docs/decisions/0023-migration.md.
 
 mod link;
 mod world;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Two hosts with a program on one of them, and all that can happen to both. After each step the rules are checked.
+//! Two hosts with a program on one of them, and all that can happen to both. After each step the rules are
+//! checked.
 //!
-//! `agents`: the state machines. `traffic`: the program's memory. `faults`: what goes wrong. `rules`: what holds.
+//! `agents`: the state machines. `traffic`: the program's memory. `faults`: what goes wrong. `rules`: what
+//! holds.
 
 mod agents;
 mod faults;
@@ -253,7 +255,8 @@ impl World {
         }
     }
 
-    /// The source connects again once it knows of the cut; the destination may learn of the new connection first.
+    /// The source connects again once it knows of the cut; the destination may learn of the new connection
+    /// first.
     fn connect(&mut self) {
         let exist = self.source.agent.is_some() && self.destination.agent.is_some();
         if exist && !self.link.is_connected() && !self.link.source_believes {

@@ -18,10 +18,10 @@ fn note(socket: &UnixDatagram) -> SessionNote {
     SessionNote {
         folder: own().to_string(),
         starter: own(),
-        pid_namespace: Some(own_pid_namespace().unwrap()),
+        pid_namespace: own_pid_namespace().unwrap(),
         work: FileId { device: 37, inode: 1234 },
-        store: Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino },
         phase: Phase::Running,
+        stores: vec![(7, Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino })],
     }
 }
 
@@ -89,8 +89,8 @@ fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
         fs::write(folder.join(NOTE), text).unwrap();
         folder.join(NOTE)
     };
-    put(2, &text.replace("version 1", "version 2"));
-    put(3, &text.replace("store", "sore"));
+    put(2, &text.replace("version 2", "version 3"));
+    put(3, &text.replace("store 7 ", "store "));
     put(4, &text.replace("work 37 1234", "work 37"));
     put(5, &text.replace("work 37", "work x"));
     put(6, &text);
@@ -113,8 +113,8 @@ fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
         skipped.unwrap_or_else(|| panic!("{starter}: {:?}", all.skipped)).reason.clone()
     };
     let expected = [
-        (2, "version [2], expected 1"),
-        (3, "no line \"store\""),
+        (2, "version [3], expected 2"),
+        (3, "line \"store\": expected three numbers, found 2"),
         (4, "expected two numbers, found 1"),
         (5, "line \"work\": invalid digit"),
         (6, "another starter's folder"),
@@ -167,25 +167,25 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     let child = holder(&socket);
     let pid = child.id().cast_signed();
     let starter = ProcessId::of(pid).unwrap().unwrap();
-    let note = SessionNote { starter, store: Store { number: 0, ..note(&socket).store }, ..note(&socket) };
-    let store = note.store().unwrap();
-    assert_eq!(fstat(&store).unwrap().st_ino, note.store.inode);
-    let errno = |note: &SessionNote| note.store().unwrap_err().raw_os_error();
-    let other = |store| SessionNote { store, ..note.clone() };
+    let inode = fstat(&socket).unwrap().st_ino;
+    let store = Store { number: 0, inode };
+    let note = SessionNote { starter, stores: vec![(7, store)], ..note(&socket) };
+    assert_eq!((note.store_of(7), note.store_of(8)), (Some(store), None));
+    assert_eq!(fstat(note.take(store).unwrap()).unwrap().st_ino, inode);
+    let errno = |note: &SessionNote, store| note.take(store).unwrap_err().raw_os_error();
     // Standard error is not a socket; number 77 is not open.
-    assert_eq!(errno(&other(Store { number: 2, ..note.store })), Some(libc::EINVAL));
-    assert_eq!(errno(&other(Store { number: 77, ..note.store })), Some(libc::EBADF));
-    assert_eq!(errno(&other(Store { inode: note.store.inode + 1, ..note.store })), Some(libc::EINVAL));
+    assert_eq!(errno(&note, Store { number: 2, ..store }), Some(libc::EINVAL));
+    assert_eq!(errno(&note, Store { number: 77, ..store }), Some(libc::EBADF));
+    assert_eq!(errno(&note, Store { inode: inode + 1, ..store }), Some(libc::EINVAL));
     let another = ProcessId { started: starter.started + 1, ..starter };
-    let of_another =
-        SessionNote { starter: another, store: Store { number: 77, ..note.store }, ..note.clone() };
-    assert_eq!(errno(&of_another), Some(libc::ESRCH));
+    let of_another = SessionNote { starter: another, ..note.clone() };
+    assert_eq!(errno(&of_another, Store { number: 77, ..store }), Some(libc::ESRCH));
     // The starter has ended, and a worker has the store under the same number.
     let worker = holder(&socket);
     end(child);
-    assert_eq!(fstat(note.store().unwrap()).unwrap().st_ino, note.store.inode);
+    assert_eq!(fstat(note.take(store).unwrap()).unwrap().st_ino, inode);
     end(worker);
-    assert_eq!(errno(&note), Some(libc::ESRCH));
+    assert_eq!(errno(&note, store), Some(libc::ESRCH));
 }
 
 #[test]
@@ -194,15 +194,10 @@ fn a_starter_in_another_pid_namespace_is_known() {
     let (root, socket) = (root.path(), socket());
     let own = note(&socket);
     assert!(!own.is_in_another_pid_namespace().unwrap());
-    let other = SessionNote { pid_namespace: own.pid_namespace.unwrap().checked_add(1), ..own.clone() };
+    let other = SessionNote { pid_namespace: own.pid_namespace.checked_add(1).unwrap(), ..own };
     other.write(root).unwrap();
     let read = SessionNote::all(root).unwrap().notes;
     assert!(read == [other] && read[0].is_in_another_pid_namespace().unwrap());
-    // An earlier version has written no such line.
-    let earlier = SessionNote { pid_namespace: None, ..own };
-    earlier.write(root).unwrap();
-    assert!(SessionNote::all(root).unwrap().notes == [earlier.clone()]);
-    assert!(!earlier.is_in_another_pid_namespace().unwrap());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixDatagram;
 use std::process::{Child, Command};
 
 use nix::sys::stat::fstat;
-use rewake_plugin_protocol::{FileId, Phase, ProcessId, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, ProcessId, SessionNote, Store, own_pid_namespace};
 
 use super::*;
 
@@ -28,10 +28,10 @@ impl Session {
         let note = SessionNote {
             folder: starter.to_string(),
             starter,
-            pid_namespace: None,
+            pid_namespace: own_pid_namespace().unwrap(),
             work,
-            store: store_of_note,
             phase: Phase::Running,
+            stores: vec![(7, store_of_note)],
         };
         note.write(root.path()).unwrap();
         let copy = store.as_fd().try_clone_to_owned().unwrap();

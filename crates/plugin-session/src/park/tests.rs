@@ -6,12 +6,12 @@ use std::os::unix::net::UnixDatagram;
 use std::process::{Child, Command};
 
 use nix::sys::stat::fstat;
-use rewake_plugin_protocol::{ProcessId, Store, own_pid_namespace};
+use rewake_plugin_protocol::{ANY_TASK, ProcessId, Store, own_pid_namespace};
 
 use super::*;
 
-/// A session that serves a restore, whose starter has its pid in another pid namespace. A child of this process plays
-/// the starter.
+/// A session that serves a restore, whose starter has its pid in another pid namespace. A child of this
+/// process plays the starter.
 struct Session {
     root: tempfile::TempDir,
     note: SessionNote,
@@ -29,10 +29,10 @@ impl Session {
         let note = SessionNote {
             folder: starter.to_string(),
             starter,
-            pid_namespace: own_pid_namespace().unwrap().checked_add(1),
+            pid_namespace: own_pid_namespace().unwrap().checked_add(1).unwrap(),
             work: FileId::of(root.path()).unwrap(),
-            store: Store { number: 0, inode: store_inode },
             phase: Phase::Running,
+            stores: vec![(ANY_TASK, Store { number: 0, inode: store_inode })],
         };
         note.write(root.path()).unwrap();
         let parking = Parking::of(root.path().to_owned(), root.path());
@@ -61,9 +61,10 @@ impl Drop for Session {
 fn a_store_of_another_pid_namespace_that_is_visible_is_parked() {
     let session = Session::new();
     let planned = session.plan();
-    let Treatment::Park(note, store) = planned else { panic!("{planned:?}") };
+    let Treatment::Park(note) = planned else { panic!("{planned:?}") };
     assert_eq!(note, session.note);
-    assert_eq!(fstat(&store).unwrap().st_ino, session.note.store.inode);
+    let store = any_store(&note).unwrap();
+    assert_eq!(fstat(&store).unwrap().st_ino, session.note.stores[0].1.inode);
 }
 
 #[test]

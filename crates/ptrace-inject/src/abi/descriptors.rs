@@ -73,7 +73,8 @@ impl ReceiveBuffer {
         unsafe { std::mem::transmute(bytes) }
     }
 
-    /// Returns the number of the received descriptor, or None if the process has no free number (MSG_CTRUNC).
+    /// Returns the number of the received descriptor, or `None` if the process has no free number
+    /// (MSG_CTRUNC).
     pub(crate) fn number(&self) -> Option<RawFd> {
         let [length, level_and_type, number] = self.control_bytes;
         let rights =

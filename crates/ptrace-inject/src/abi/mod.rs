@@ -38,7 +38,7 @@ pub(crate) fn this_thread() -> Tid {
     unsafe { libc::gettid() }
 }
 
-/// Returns the offset of the next data in a file (`SEEK_DATA`), or None if only a hole remains.
+/// Returns the offset of the next data in a file (`SEEK_DATA`), or `None` if only a hole remains.
 pub(crate) fn next_data(file: BorrowedFd<'_>, from: u64) -> io::Result<Option<u64>> {
     match seek(file, from, libc::SEEK_DATA) {
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),

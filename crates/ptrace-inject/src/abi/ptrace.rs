@@ -83,7 +83,7 @@ fn message(tid: Tid) -> io::Result<libc::c_ulong> {
     Ok(message)
 }
 
-/// Returns a stopped thread's registers. Returns None if it is not in 64-bit code: i386, or a kernel worker
+/// Returns a stopped thread's registers. Returns `None` if it is not in 64-bit code: i386, or a kernel worker
 /// without code.
 pub(crate) fn registers(tid: Tid) -> io::Result<Option<Registers>> {
     // SAFETY: integers only, for which zeros are fine.

@@ -10,10 +10,10 @@ use tracing::warn;
 
 use super::frame::{FrameError, receive, send};
 use super::{MESSAGE_LIMIT, VERSION, hello, proto};
-use crate::session::address::may_speak;
+use rewake_process::private_socket::may_speak;
 
-/// Sleep after an accept that failed: descriptors are used up, most likely.
-const BREATH: Duration = Duration::from_millis(100);
+/// Pause after an accept that failed, most likely because descriptors are used up for a moment.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Waits for the next client that may connect.
 pub async fn next(listener: &UnixListener) -> UnixStream {
@@ -23,7 +23,7 @@ pub async fn next(listener: &UnixListener) -> UnixStream {
             Ok((stream, _)) => stream,
             Err(error) => {
                 warn!(%error, "accepting a client");
-                sleep(BREATH).await;
+                sleep(ACCEPT_INTERVAL).await;
                 continue;
             }
         };

@@ -19,7 +19,8 @@ use crate::working_set::LoadingOptions;
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// No process listens.
-    #[error("{}: no process listens here: start `rewake serve`, or name its socket with --socket", .0.display())]
+    #[error("{}: no process listens here: start `rewake serve`, or name its socket with \
+        --socket", .0.display())]
     NotServed(PathBuf),
     /// The socket cannot be used.
     #[error("{}: {error}", .path.display())]
@@ -31,7 +32,8 @@ pub enum ClientError {
     },
     /// The daemon speaks another version of the protocol.
     #[error(
-        "the daemon ({program}) speaks version {version} of the control protocol, this program {VERSION}: restart it"
+        "the daemon ({program}) speaks version {version} of the control protocol, this program {VERSION}: \
+         restart it"
     )]
     Version {
         /// Its program and version.
@@ -127,12 +129,15 @@ impl Client {
         images: &Path,
         work: &Path,
         loading: LoadingOptions,
+        signers: &[PathBuf],
     ) -> Result<proto::Opened, ClientError> {
         let open = proto::Open {
             images_dir: images.as_os_str().as_bytes().to_vec(),
             work_dir: work.as_os_str().as_bytes().to_vec(),
             record: loading.record,
             on_demand_only_s: loading.on_demand_only.map_or(0, |time| time.as_secs()),
+            signers: signers.iter().map(|file| file.as_os_str().as_bytes().to_vec()).collect(),
+            by_plugin: false,
         };
         match self.ask_within(request::Kind::Open(open), OPEN_LIMIT).await? {
             reply::Kind::Opened(opened) => Ok(opened),
@@ -149,7 +154,8 @@ impl Client {
         Ok(answer)
     }
 
-    /// Has the agent get an image of a store into its cache. The image stays there as long as this connection.
+    /// Has the agent get an image of a store into its cache. The image stays there as long as this
+    /// connection.
     ///
     /// # Errors
     /// The agent has no cache, the image cannot be read, or the connection broke.

@@ -2,8 +2,8 @@
 //! A streamer answers its clients on a socket in CRIU's work directory: `rewake restore`, `rewake serve` and
 //! `rewake status -W` follow a restore there, whichever of them started the streamer.
 //!
-//! All processes of the streamer share the listening socket. So a client that is refused knows that the streamer has
-//! ended, and one whose worker dies connects to the successor.
+//! All processes of the streamer share the listening socket. So a client that is refused knows that the
+//! streamer has ended, and one whose worker dies connects to the successor.
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixListener;
@@ -19,13 +19,14 @@ use tracing::{debug, warn};
 
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Ended, MemorySource, Reply, Request, State, reply, request};
-use super::{MESSAGE_LIMIT, REPORT, accept};
+use super::{MESSAGE_LIMIT, REPORT_INTERVAL, accept};
 use crate::failure::{Failure, FailureCause};
 use crate::fault_latencies::LatencyCounts;
 use crate::record::Timeline;
 use crate::record::model::{self, MemoryOrigin, ProcessMemory, Record};
-use crate::session::{address, socket};
+use crate::session::socket;
 use crate::sys;
+use rewake_process::private_socket;
 
 /// The socket's name in the work directory.
 pub(super) const SOCKET: &str = "rewake.status";
@@ -33,10 +34,14 @@ pub(super) const SOCKET: &str = "rewake.status";
 const CLIENTS: usize = 16;
 /// Time that followers have to take the last message.
 const LAST_LIMIT: Duration = Duration::from_secs(2);
-const LOOK: Duration = Duration::from_millis(1);
-/// Time that the streamer of an earlier restore has to end: longer than [`LAST_LIMIT`].
+/// Pause between two looks whether all followers have the last message.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+/// Time that the streamer of an earlier restore has to end. It is longer than [`LAST_LIMIT`], which that
+/// streamer may use up.
 const ENDING_LIMIT: Duration = Duration::from_secs(3);
-const ENDING_LOOK: Duration = Duration::from_millis(20);
+const _: () = assert!(ENDING_LIMIT.as_millis() > LAST_LIMIT.as_millis());
+/// Pause between two attempts to take the socket of that streamer.
+const ENDING_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The listening socket, for this user only. Its file is removed with it.
 #[derive(Debug)]
@@ -49,18 +54,18 @@ impl StatusSocket {
     /// Listens in a work directory.
     ///
     /// # Errors
-    /// Another streamer answers there, or the socket cannot be made: see [`address::bind`].
+    /// Another streamer answers there, or the socket cannot be made: see [`private_socket::bind`].
     pub fn bind(work: &Path) -> anyhow::Result<Self> {
         let directory = File::open(work).with_context(|| format!("opening {}", work.display()))?;
-        let path = address::within(&directory, SOCKET);
+        let path = private_socket::within(&directory, SOCKET);
         let until = Instant::now() + ENDING_LIMIT;
         let listener = loop {
-            match address::bind(&path) {
+            match private_socket::bind(&path) {
                 // The streamer of the last restore in this directory may be ending.
-                Err(error) if error.is::<address::SocketInUse>() && Instant::now() < until => {
-                    std::thread::sleep(ENDING_LOOK);
+                Err(error) if error.is::<private_socket::SocketInUse>() && Instant::now() < until => {
+                    std::thread::sleep(ENDING_INTERVAL);
                 }
-                Err(error) if error.is::<address::SocketInUse>() => bail!(
+                Err(error) if error.is::<private_socket::SocketInUse>() => bail!(
                     "{}: another streamer listens here: end it, or give another -W directory",
                     work.join(socket::NAME).display()
                 ),
@@ -70,8 +75,8 @@ impl StatusSocket {
         Ok(Self { listener, path: work.join(SOCKET) })
     }
 
-    /// Answers clients in a thread of its own: with the record of `timeline`; RESTORING once `connected`; `stop` is
-    /// called when a client knows that no restore will connect any more.
+    /// Answers clients in a thread of its own: with the record of `timeline`; RESTORING once `connected`;
+    /// `stop` is called when a client knows that no restore will connect any more.
     ///
     /// # Errors
     /// There is no descriptor or no thread left.
@@ -125,7 +130,7 @@ impl Answers {
         self.last.send_replace(Some(ended));
         let until = Instant::now() + LAST_LIMIT;
         while self.followers.available_permits() < CLIENTS && Instant::now() < until {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(LOOK_INTERVAL);
         }
     }
 }
@@ -180,7 +185,7 @@ impl Followed {
         // At most as many as clients: there is a permit.
         let Ok(_following) = Arc::clone(&self.followers).acquire_owned().await else { return Ok(()) };
         let mut last = self.last.subscribe();
-        let mut reports = interval(REPORT);
+        let mut reports = interval(REPORT_INTERVAL);
         reports.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let ended = last.borrow_and_update().clone();
@@ -362,10 +367,9 @@ mod tests {
         let timeline = Timeline::default();
         let (work, _socket, answers) = answers(&timeline, || ());
         let (path, (sender, reports)) = (work.path().to_owned(), std::sync::mpsc::channel());
-        let following =
-            tokio::spawn(
-                async move { streamer::follow(&path, |now| sender.send(now.state()).unwrap()).await },
-            );
+        let following = tokio::spawn(async move {
+            streamer::follow(&path, Duration::ZERO, |now| sender.send(now.state()).unwrap()).await
+        });
         // The receiver is kept: there may be more reports.
         let first = tokio::task::spawn_blocking(move || (reports.recv().unwrap(), reports));
         let (state, _reports) = first.await.unwrap();
@@ -391,10 +395,10 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_a_restore_that_no_client_saw_is_in_its_record() {
         let work = tempfile::tempdir().unwrap();
-        let followed = streamer::follow(work.path(), |_| ()).await;
+        let followed = streamer::follow(work.path(), Duration::ZERO, |_| ()).await;
         assert!(matches!(followed, Err(ClientError::NotServed(_))), "{followed:?}");
         files::write(&example::record(), work.path()).unwrap();
-        let ended = streamer::follow(work.path(), |_| ()).await.unwrap();
+        let ended = streamer::follow(work.path(), Duration::ZERO, |_| ()).await.unwrap();
         assert_eq!((ended.ok, ended.last.unwrap().state()), (true, State::Complete));
     }
 

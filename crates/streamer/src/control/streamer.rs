@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Starts the streamer of a restore, and follows it by its socket in CRIU's work directory. A client needs only the
-//! directory for that: neither the program that started the streamer nor the agent.
+//! Starts the streamer of a restore, and follows it by its socket in CRIU's work directory. A client needs
+//! only the directory for that: neither the program that started the streamer nor the agent.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -18,17 +18,19 @@ use super::status_server::{SOCKET, ended};
 use crate::failure::{Failure, FailureCause};
 use crate::record::files;
 use crate::record::model::State;
-use crate::session::address;
 use crate::supervise::launch::{self, LaunchPlan};
 use crate::working_set::LoadingOptions;
+use rewake_process::private_socket;
 
 /// Time until a streamer listens, on a machine that has much else to do. A client of the agent waits longer:
 /// [`super::OPEN_LIMIT`].
 const START_LIMIT: Duration = Duration::from_secs(120);
+const _: () = assert!(super::OPEN_LIMIT.as_millis() > START_LIMIT.as_millis());
 /// Time without an answer after which a client gives a streamer up. A worker's successor answers within
 /// milliseconds.
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
-const RETRY: Duration = Duration::from_millis(50);
+/// Pause before a client connects again, so that a dead worker's successor has taken over the socket.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The exit code of a streamer whose image cannot be restored lazily on this machine.
 pub const NOT_LAZY: u8 = 4;
@@ -36,21 +38,21 @@ pub const NOT_LAZY: u8 = 4;
 pub const DAMAGED_IMAGE: u8 = 5;
 
 /// What a user can do when all processes of a streamer were killed.
-pub const ABANDONED: &str = "every process of the streamer was killed: the restored processes wait for their memory; \
-     run `rewake recover`, which kills those whose GPUs were not resumed";
+pub const ABANDONED: &str = "every process of the streamer was killed: the restored processes wait for their \
+     memory; run `rewake recover`, which kills those whose GPUs were not resumed";
 
 /// A streamer has ended because its image cannot be restored lazily on this machine.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct StartedNotLazily(pub String);
 
-/// Starts a streamer, and returns when it listens. It writes to this log, else to this process's standard error. It
-/// outlives this process: the restored processes depend on it. `removes_work`: it removes its work directory at its end
-/// ([`super::work_folder`]).
+/// Starts a streamer, and returns when it listens. It writes to this log, else to this process's standard
+/// error. It outlives this process: the restored processes depend on it. `removes_work`: it removes its work
+/// directory at its end ([`super::work_folder`]).
 ///
 /// # Errors
-/// It cannot be started, or ends at once: with its last log line, if it has a log. [`StartedNotLazily`]: CRIU can
-/// restore the image, but not lazily. [`Failure`]: the image is damaged.
+/// It cannot be started, or ends at once: with its last log line, if it has a log. [`StartedNotLazily`]: CRIU
+/// can restore the image, but not lazily. [`Failure`]: the image is damaged.
 pub async fn start(
     images: &Path,
     work: &Path,
@@ -102,14 +104,20 @@ fn last_words(log: &Path) -> Option<String> {
 /// [`ClientError::NotServed`]: it has ended, or the directory does not exist.
 pub async fn connect(work: &Path) -> Result<Client, ClientError> {
     let Ok(directory) = File::open(work) else { return Err(ClientError::NotServed(work.join(SOCKET))) };
-    Client::connect(&address::within(&directory, SOCKET)).await
+    Client::connect(&private_socket::within(&directory, SOCKET)).await
 }
 
-/// Follows a streamer to its end, through the deaths of workers. `report` is called every 100 ms.
+/// Follows a streamer to its end, through the deaths of workers. `report` is called every 100 ms. When all
+/// its processes were killed, another streamer that serves its session is waited for until `successor` after
+/// the last answer.
 ///
 /// # Errors
 /// [`ClientError::NotServed`]: all its processes were killed. Else it does not answer.
-pub async fn follow(work: &Path, mut report: impl FnMut(Streaming)) -> Result<Ended, ClientError> {
+pub async fn follow(
+    work: &Path,
+    successor: Duration,
+    mut report: impl FnMut(Streaming),
+) -> Result<Ended, ClientError> {
     let mut answered = Instant::now();
     loop {
         let attempt = async {
@@ -126,8 +134,14 @@ pub async fn follow(work: &Path, mut report: impl FnMut(Streaming)) -> Result<En
             }
         };
         match attempt.await {
-            Err(error) if error.is_passing() && answered.elapsed() < SILENCE_LIMIT => sleep(RETRY).await,
-            Err(error @ ClientError::NotServed(_)) => return recorded(work).ok_or(error),
+            Err(error) if error.is_passing() && answered.elapsed() < SILENCE_LIMIT => {
+                sleep(RETRY_INTERVAL).await;
+            }
+            Err(error @ ClientError::NotServed(_)) => match recorded(work) {
+                Some(ended) => return Ok(ended),
+                None if answered.elapsed() < successor => sleep(RETRY_INTERVAL).await,
+                None => return Err(error),
+            },
             other => return other,
         }
     }
@@ -142,7 +156,7 @@ pub async fn ask_to_end(work: &Path) {
     };
     // A worker that has just died has a successor.
     if asked.await.is_err_and(|error| error.is_passing()) {
-        sleep(RETRY).await;
+        sleep(RETRY_INTERVAL).await;
         if let Ok(mut client) = connect(work).await {
             let _ = client.ask(request::Kind::End(proto::End {})).await;
         }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The work directory that is made for one restore. It is removed by the one of its users that ends last: the command
-//! that made it, which locks it, or else the agent that follows the session, or the streamer where no agent does.
+//! The work directory that is made for one restore. It is removed by the one of its users that ends last: the
+//! command that made it, which locks it, or else the agent that follows the session, or the streamer where no
+//! agent does.
 
 use std::ffi::OsStr;
 use std::fs::{self, Permissions};
@@ -24,8 +25,8 @@ use crate::record::model::State;
 
 /// The log of a streamer that an agent has started, in the work directory.
 pub const LOG: &str = "rewake-streamer.log";
-/// A directory inside, whose lock the command has. The streamer locks the work directory itself while it binds its
-/// socket there.
+/// A directory inside, whose lock the command has. The streamer locks the work directory itself while it
+/// binds its socket there.
 const IN_USE: &str = "command";
 /// How the names of such directories begin.
 const PREFIX: &str = "restore-";
@@ -81,7 +82,8 @@ pub fn is_of_agent(work: &Path, folder: &Path) -> bool {
     work.parent() == Some(folder) && work.file_name().is_some_and(is_one) && work.join(LOG).exists()
 }
 
-/// Removes the directory of a restore that has ended, unless its command still uses it: then the command does that.
+/// Removes the directory of a restore that has ended, unless its command still uses it: then the command does
+/// that.
 pub fn remove_unused(work: &Path) {
     let removed = DirectoryLock::take(&work.join(IN_USE)).and_then(|lock| match lock {
         Some(_lock) => fs::remove_dir_all(work),
@@ -95,8 +97,9 @@ pub fn remove_unused(work: &Path) {
     }
 }
 
-/// Removes the directories in an agent's folder whose restores have ended, but not those that are `live`, nor the
-/// latest of those that failed. `sessions` has the notes of sessions that are served, or wait for a streamer.
+/// Removes the directories in an agent's folder whose restores have ended, but not those that are `live`, nor
+/// the latest of those that failed. `sessions` has the notes of sessions that are served, or wait for a
+/// streamer.
 ///
 /// # Errors
 /// The folder or the notes cannot be read: nothing is removed.

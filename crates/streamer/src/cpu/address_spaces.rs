@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Opens the address space of a task that reports, and takes over those of a dead worker. Ends the tasks
-//! where neither is possible.
+//! Opens the address space of a task that reports, and takes over the address spaces of a dead worker. Ends
+//! the tasks where neither is possible.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,11 +24,11 @@ use crate::session::image::{Image, TaskPlan};
 use crate::supervise::processes;
 use crate::sys;
 
-/// How many times this process checks whether a killed process has ended. Together with [`DEATH_LOOK`] at
+/// How many times this process checks whether a killed process has ended. Together with [`DEATH_INTERVAL`] at
 /// least a second, and longer where this process itself does not run.
 const DEATH_LOOKS: u32 = 1000;
-/// Time between two checks.
-const DEATH_LOOK: Duration = Duration::from_millis(1);
+/// Pause between two checks.
+const DEATH_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A task that has just sent its userfaultfd.
 #[derive(Debug)]
@@ -70,9 +71,10 @@ pub fn open(
     slot.image_pid.store(arrival.image_pid, Ordering::Relaxed);
     slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
     slot.uffd.store(arrival.uffd, Ordering::Relaxed);
-    let journal = watch_process(slot).and_then(|()| Journal::create(slot).context("making a journal"));
+    let journal =
+        watch_process(slot).and_then(|()| Journal::create(ledger, slot).context("making a journal"));
     let kept = journal.and_then(|journal| {
-        session.keep(slot).context("putting a userfaultfd into the session's fd store")?;
+        keep(ledger, session, slot).context("putting a userfaultfd into an fd store")?;
         Ok(journal)
     });
     let journal = kept.inspect_err(|_| slot.retire())?;
@@ -89,24 +91,33 @@ pub fn open(
     Ok(ReactorRequest::Adopt { space: Arc::new(space), journal, inherited: None })
 }
 
-/// Returns what is loaded first: what restores wait for, and the working set, unless memory is loaded only when it
-/// is accessed.
+/// Puts the userfaultfd of a restored task into the task's store.
+fn keep(ledger: Ledger, session: &Session, slot: &SpaceSlot) -> io::Result<()> {
+    let task = slot.image_pid.load(Ordering::Relaxed);
+    let Some(number) = session.store_of_task(ledger.session(), task)? else { return Ok(()) };
+    slot.set_store_number(number);
+    let store = session.store(number).ok_or(io::ErrorKind::NotFound)?;
+    store.put(slot.entry(), &[slot.uffd.load(Ordering::Relaxed)])
+}
+
+/// Returns what is loaded first: what restores wait for, and the working set, unless memory is loaded only
+/// when it is accessed.
 fn prefetch(plan: &TaskPlan, session: &Session) -> Vec<Prefetch> {
     let registered = plan.first.iter().map(|range| Prefetch { addresses: range.clone(), rank: REGISTERED });
     let working_set = if session.is_on_demand() { &[][..] } else { &plan.working_set };
     registered.chain(working_set.iter().cloned()).collect()
 }
 
-/// Refuses a userfaultfd that does not report every change of the address space: a fork would read zeros, and moved
-/// memory other pages' bytes. CRIU restores a task with what the kernel grants it.
+/// Refuses a userfaultfd that does not report every change of the address space: a fork would read zeros, and
+/// moved memory other pages' bytes. CRIU restores a task with what the kernel grants it.
 fn check_events(arrival: &Arrival) -> anyhow::Result<()> {
     // SAFETY: it was received and is in no slot, so it is open and has no owner.
     let uffd = unsafe { BorrowedFd::borrow_raw(arrival.uffd) };
     let features = rewake_uffd::negotiated_features(uffd).context("looking at a userfaultfd")?;
     ensure!(
         features & FEATURES_CRIU == FEATURES_CRIU,
-        "task {}: its userfaultfd has features {features:#x}, expected at least {FEATURES_CRIU:#x} (fork, remap, \
-         remove and unmap events): run CRIU as root",
+        "task {}: its userfaultfd has features {features:#x}, expected at least {FEATURES_CRIU:#x} (fork, \
+         remap, remove and unmap events): run CRIU as root",
         arrival.image_pid
     );
     Ok(())
@@ -151,15 +162,15 @@ pub fn kill_rejected(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
             // ESRCH is no error: the process may have ended while another one still shares its memory.
             let _ = sys::pidfd_kill(process.as_raw_fd());
         }
-        std::thread::sleep(DEATH_LOOK);
+        std::thread::sleep(DEATH_INTERVAL);
     }
     error!(pid = host_pid, "a task that cannot be served could not be killed: it waits for ever; kill it");
     abandon(ledger, number);
     false
 }
 
-/// Enters a userfaultfd that the session cannot serve in a slot, so that the supervisor and successors keep it
-/// open.
+/// Enters a userfaultfd that the session cannot serve in a slot, so that the supervisor and successors keep
+/// it open.
 fn abandon(ledger: Ledger, number: RawFd) {
     let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
         return error!(
@@ -209,7 +220,7 @@ fn inherit_one(
     let pid = slot.image_pid.load(Ordering::Relaxed);
     let plan = u32::try_from(pid).ok().and_then(|pid| image.plan(pid));
     let plan = plan.with_context(|| format!("task {pid} is not in the image any more"))?;
-    let journal = Journal::open(slot).context("mapping a journal")?;
+    let journal = Journal::open(slot);
     let mut space = rebuild(plan, &journal)?;
     space.set_priority(&prefetch(plan, session));
     // SAFETY: the ledger names it once, and the worker that owned it is dead.
@@ -225,7 +236,7 @@ fn inherit_one(
 /// Returns the layout that the journal describes, with every mapped page missing. Resident pages are found
 /// when a fill answers that they are present.
 fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<ResidencyMap> {
-    let replay = journal.replay();
+    let replay = journal.replay().context("reading a journal")?;
     let mut space = match &replay.snapshot {
         Some(segments) => {
             ResidencyMap::restore(Arc::clone(&plan.plan), segments).context("replaying a journal")?
@@ -251,7 +262,7 @@ pub fn kill_session(ledger: Ledger) {
         if reap_abandoned(ledger) == 0 {
             return;
         }
-        std::thread::sleep(DEATH_LOOK);
+        std::thread::sleep(DEATH_INTERVAL);
     }
     let left = reap_abandoned(ledger);
     if left > 0 {
@@ -307,7 +318,7 @@ mod tests {
 
     #[test]
     fn a_task_without_a_slot_is_dead_before_its_userfaultfd_is_closed() {
-        let task = UffdChild::start(uffd_child::touch);
+        let task = UffdChild::start(uffd_child::access);
         let ledger = Ledger::new().unwrap();
         while ledger.take_space().is_some() {}
         let plan = TaskPlan {
@@ -335,21 +346,21 @@ mod tests {
 
     #[test]
     fn the_ledger_keeps_the_userfaultfd_of_a_task_that_survives() {
-        let task = UffdChild::start(uffd_child::touch);
+        let task = UffdChild::start(uffd_child::access);
         let ledger = Ledger::new().unwrap();
         let copy = task.copy();
         assert!(!kill_rejected(ledger, task.uffd, 0));
         assert!(task.lives() && uffd_child::is_open_for(task.uffd, &copy));
         assert_eq!(ledger.descriptors().collect::<Vec<_>>(), [task.uffd]);
         assert_eq!(reap_abandoned(ledger), 1);
-        sys::kill(task.pid);
+        crate::uffd_child::kill(task.pid);
         uffd_child::until(|| reap_abandoned(ledger) == 0);
         assert!(!uffd_child::is_open_for(task.uffd, &copy) && ledger.descriptors().count() == 0);
     }
 
     #[test]
     fn a_pid_that_another_process_may_have_is_not_watched_or_killed() {
-        let (task, stranger) = (UffdChild::start(uffd_child::touch), UffdChild::start(uffd_child::sleep));
+        let (task, stranger) = (UffdChild::start(uffd_child::access), UffdChild::start(uffd_child::sleep));
         let ledger = Ledger::new().unwrap();
         let index = ledger.take_space().unwrap();
         let slot = &ledger.spaces()[index];
@@ -370,7 +381,7 @@ mod tests {
         let ledger = Ledger::new().unwrap();
         let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
         let session = session();
-        let [known, unknown, torn] = [(); 3].map(|()| UffdChild::start(uffd_child::touch));
+        let [known, unknown, torn] = [(); 3].map(|()| UffdChild::start(uffd_child::access));
         known.slot(ledger, true);
         unknown.slot(ledger, false);
         torn.slot(ledger, false).lossy.store(1, Ordering::Relaxed);
@@ -391,7 +402,7 @@ mod tests {
     #[test]
     fn the_kill_of_a_session_waits_for_a_limited_time() {
         let ledger = Ledger::new().unwrap();
-        let task = UffdChild::start(uffd_child::touch);
+        let task = UffdChild::start(uffd_child::access);
         task.slot(ledger, false);
         let begun = Instant::now();
         kill_session(ledger);

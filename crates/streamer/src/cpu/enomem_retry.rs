@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refused_fills_are_tried_again_until_the_limit() {
+    fn refused_fills_are_retried_until_the_limit() {
         let shortage = EnomemRetry::default();
         let limit = u64::try_from(ENOMEM_LIMIT.as_micros()).unwrap();
         assert_eq!(shortage.refused(0), Refused::First);

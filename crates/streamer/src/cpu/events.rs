@@ -23,7 +23,7 @@ use tracing::{debug, warn};
 
 use super::space::AddressSpace;
 use super::stats::add;
-use crate::ledger::{Journal, Ledger, MAX_MESSAGES, MAX_SPACES};
+use crate::ledger::{Journal, Ledger, MAX_MESSAGES, MAX_SPACES, SpaceSlot};
 use crate::sys;
 
 /// Reads the events of one address space, on its home reactor only.
@@ -33,11 +33,15 @@ pub(super) struct UffdReader {
     journal: Journal,
     /// Messages received and not handled. Empty between two calls, unless a forked child found no slot.
     messages: Vec<(usize, Message)>,
+    /// Children among those messages whose userfaultfds are in the fd store, each with the descriptor's
+    /// number.
+    kept: Vec<(RawFd, &'static SpaceSlot)>,
     /// Whether its events wait until there is room for a forked child.
     pub(super) crowded: bool,
 }
 
-/// How often one call of [`UffdReader::read_events`] reads. Other address spaces of the reactor wait meanwhile.
+/// How often one call of [`UffdReader::read_events`] reads. Other address spaces of the reactor wait
+/// meanwhile.
 const MAX_READS: usize = 16;
 
 /// Reactors that may read events at once. Each may take as many slots as it reads messages.
@@ -59,7 +63,7 @@ pub(super) struct EventBatch {
 
 impl UffdReader {
     pub(super) fn new(space: Arc<AddressSpace>, journal: Journal) -> Self {
-        Self { space, journal, messages: Vec::new(), crowded: false }
+        Self { space, journal, messages: Vec::new(), kept: Vec::new(), crowded: false }
     }
 
     /// Handles the messages that a dead predecessor received and did not handle.
@@ -78,6 +82,7 @@ impl UffdReader {
         self.messages = self.journal.pending();
         let last = self.messages.last().map(|(index, _)| *index);
         self.messages.retain(|(_, message)| !done(*message));
+        self.keep_children(ledger);
         self.apply(&mut layout, ledger, batch)?;
         if let Some(last) = last {
             self.journal.dealt_with(last);
@@ -86,8 +91,8 @@ impl UffdReader {
     }
 
     /// Reads events until none waits, or [`MAX_READS`] times: a process with many threads that change their
-    /// mappings must not keep the reactor. Applies all but page faults at once and in order, before a fill can
-    /// look up an address again.
+    /// mappings must not keep the reactor. Applies all but page faults at once and in order, before a fill
+    /// can look up an address again.
     ///
     /// # Errors
     /// Fails with the kernel's errno, or for want of room ([`wants_room`]): then call it again.
@@ -98,7 +103,7 @@ impl UffdReader {
         for _ in 0..MAX_READS {
             // Each message may be a fork. Several reactors may count on the same room: the journal keeps a
             // fork that finds none in the end.
-            let room = if space.session.has_room() { ledger.room() } else { 0 };
+            let room = if space.has_room_for_child() { ledger.room() } else { 0 };
             let limit = match room {
                 0 if space.uffd.changing() => return Err(no_room()),
                 // No event waits, and the kernel returns faults before events.
@@ -106,6 +111,7 @@ impl UffdReader {
                 room => (room / READERS).clamp(1, MAX_MESSAGES),
             };
             let more = self.journal.receive(&space.uffd, limit, &mut self.messages)?;
+            self.keep_children(ledger);
             self.apply(&mut layout, ledger, batch)?;
             if !more {
                 return Ok(());
@@ -146,6 +152,35 @@ impl UffdReader {
         result
     }
 
+    /// Puts the userfaultfds of forked children into the fd store, before anything else is done. When the
+    /// whole streamer is killed before that, the child runs on without a userfaultfd and reads zeros, because
+    /// the kernel has let the fork return with the read of its message. What fails here is tried again by
+    /// [`Self::fork`].
+    fn keep_children(&mut self, ledger: Ledger) {
+        for (_, message) in &self.messages {
+            if let Message::Fork { uffd } = message
+                && let Ok(slot) = self.keep(ledger, *uffd)
+            {
+                self.kept.push((*uffd, slot));
+            }
+        }
+    }
+
+    /// Takes a slot for a forked child, and puts the child's userfaultfd into the fd store.
+    fn keep(&self, ledger: Ledger, number: RawFd) -> io::Result<&'static SpaceSlot> {
+        let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index)).ok_or_else(no_room)?;
+        slot.image_pid.store(self.space.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
+        slot.uffd.store(number, Ordering::Relaxed);
+        self.space.keep(slot).inspect_err(|_| self.space.forget(slot))?;
+        Ok(slot)
+    }
+
+    /// Returns the slot of a child whose userfaultfd is in the fd store, once.
+    fn take_kept(&mut self, number: RawFd) -> Option<&'static SpaceSlot> {
+        let place = self.kept.iter().position(|(kept, _)| *kept == number)?;
+        Some(self.kept.swap_remove(place).1)
+    }
+
     fn handle(
         &mut self,
         index: usize,
@@ -166,6 +201,9 @@ impl UffdReader {
                 // Before the close: a successor must not mistake a later descriptor of the same number for
                 // it.
                 self.journal.dealt_with(index);
+                if let Some(slot) = self.take_kept(uffd) {
+                    self.space.forget(slot);
+                }
                 // SAFETY: the kernel opened this descriptor for the message: it has no owner.
                 drop(unsafe { sys::take_over(uffd) });
             }
@@ -199,20 +237,11 @@ impl UffdReader {
     /// Adopts the address space of a forked child. After an error its descriptor stays open and the message
     /// is handled again. Until then the child waits rather than read zeros.
     fn fork(&mut self, layout: &ResidencyMap, ledger: Ledger, number: RawFd) -> io::Result<Self> {
+        // Kept once: an entry for each try would fill the store.
+        let slot = self.take_kept(number).map_or_else(|| self.keep(ledger, number), Ok)?;
+        let journal = Journal::create(ledger, slot);
+        let mut journal = journal.inspect_err(|_| self.kept.push((number, slot)))?;
         let parent = &self.space;
-        let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
-            return Err(no_room());
-        };
-        slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
-        slot.uffd.store(number, Ordering::Relaxed);
-        // Before the copy of the layout, which takes longer: if the whole streamer is killed now, the child
-        // waits for
-        // `rewake recover`. Only once, with the journal: one entry for each try would fill the store.
-        let journal = Journal::create(slot).and_then(|journal| {
-            parent.session.keep(slot)?;
-            Ok(journal)
-        });
-        let mut journal = journal.inspect_err(|_| slot.retire())?;
         let child = layout.fork();
         journal.rewrite(&child.snapshot(), 0);
         // SAFETY: the kernel opened this descriptor for the message, and it is handled once: it has no owner.
@@ -253,7 +282,7 @@ mod tests {
         let session = Arc::new(session);
         session.release();
         let slot = parent.slot(ledger, true);
-        let journal = Journal::create(slot).unwrap();
+        let journal = Journal::create(ledger, slot).unwrap();
         UffdReader::new(parent.address_space(&session, slot), journal)
     }
 
@@ -271,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_fork_waits_in_the_kernel_until_there_is_room() {
-        let parent = UffdChild::start(uffd_child::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_access);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
@@ -302,8 +331,8 @@ mod tests {
         assert!(parent.lives());
     }
 
-    /// An address space of this process. Its userfaultfd reports only removed pages: forks of other tests do not
-    /// wait for it.
+    /// An address space of this process. Its userfaultfd reports only removed pages: forks of other tests do
+    /// not wait for it.
     fn own_home(ledger: Ledger, start: u64, pages: u64) -> UffdReader {
         const FEATURE_REMOVE: u64 = 0x8;
         let uffd = Uffd::open(FEATURE_REMOVE).unwrap();
@@ -316,7 +345,7 @@ mod tests {
         let extent = Extent { target: start, file: 0, file_offset: 0, pages };
         let map = ResidencyMap::new(Arc::new(Plan::new(vec![extent]).unwrap()));
         let counts = session.task_arrived(0, pages);
-        let journal = Journal::create(slot).unwrap();
+        let journal = Journal::create(ledger, slot).unwrap();
         UffdReader::new(
             Arc::new(AddressSpace::new(session, counts, slot, uffd, Arc::default(), map, 0)),
             journal,
@@ -359,7 +388,7 @@ mod tests {
 
     #[test]
     fn faults_are_read_while_there_is_no_room() {
-        let parent = UffdChild::start(uffd_child::touch);
+        let parent = UffdChild::start(uffd_child::access);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}
@@ -372,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_fork_that_was_read_is_kept_until_there_is_room() {
-        let parent = UffdChild::start(uffd_child::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_access);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
@@ -399,7 +428,7 @@ mod tests {
 
     #[test]
     fn no_page_is_filled_between_a_fork_and_the_copy_of_its_layout() {
-        let parent = UffdChild::start(uffd_child::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_access);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
@@ -425,7 +454,7 @@ mod tests {
 
     #[test]
     fn a_full_fd_store_is_waited_for() {
-        let parent = UffdChild::start(uffd_child::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_access);
         let ledger = Ledger::new().unwrap();
         let (reader, writer) = FdStore::create().unwrap();
         nix::sys::socket::setsockopt(&writer, nix::sys::socket::sockopt::SndBuf, &(32 << 10)).unwrap();
@@ -434,8 +463,8 @@ mod tests {
         let other = StoreEntry { kind: EntryKind::Files, index: 0, life: 0 };
         let full = std::iter::repeat_with(|| store().put(other, &[writer_number])).find_map(Result::err);
         assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
-        let session = Session::new(PathBuf::new()).with_store(store());
-        let mut home = home_of(session, &parent, ledger);
+        let mut home = home(&parent, ledger);
+        Arc::get_mut(&mut home.space).unwrap().store = Some(Arc::new(store()));
         let mut batch = EventBatch::default();
         uffd_child::until(|| home.read_events(ledger, &mut batch).is_err());
         assert!(wants_room(&home.read_events(ledger, &mut batch).unwrap_err()));
@@ -451,13 +480,35 @@ mod tests {
         let child = batch.children.pop().unwrap();
         let stored = crate::ledger::fd_store::peek_all(reader.as_fd()).unwrap();
         let of_child =
-            |(entry, files): &&(StoreEntry, Vec<_>)| *entry == child.space.slot.entry() && files.len() == 2;
-        assert_eq!(stored.iter().filter(of_child).count(), 1, "its userfaultfd and journal, once");
+            |(entry, files): &&(StoreEntry, Vec<_>)| *entry == child.space.slot.entry() && files.len() == 1;
+        assert_eq!(stored.iter().filter(of_child).count(), 1, "its userfaultfd, once, and nothing else");
+    }
+
+    #[test]
+    fn a_child_is_in_the_fd_store_before_it_is_adopted() {
+        let parent = UffdChild::start(uffd_child::fork_and_access);
+        let ledger = Ledger::new().unwrap();
+        let (reader, writer) = FdStore::create().unwrap();
+        let store = FdStore::of(reader.as_raw_fd(), writer.as_raw_fd()).unwrap();
+        let mut home = home(&parent, ledger);
+        Arc::get_mut(&mut home.space).unwrap().store = Some(Arc::new(store));
+        receive_fork(&mut home);
+        home.keep_children(ledger);
+        let stored = || crate::ledger::fd_store::peek_all(reader.as_fd()).unwrap();
+        let [(entry, _)] = stored()[..] else { panic!("{:?}", stored()) };
+        let slot = &ledger.spaces()[entry.index as usize];
+        assert!(!slot.is_free() && !slot.is_live());
+
+        let mut batch = EventBatch::default();
+        home.settle(ledger, &mut batch).unwrap();
+        let child = batch.children.pop().unwrap();
+        assert_eq!((child.space.slot.entry(), stored().len(), home.kept.len()), (entry, 1, 0));
+        assert!(slot.is_live());
     }
 
     #[test]
     fn a_child_that_ended_before_it_had_a_slot_needs_none() {
-        let parent = UffdChild::start(uffd_child::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_access);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}

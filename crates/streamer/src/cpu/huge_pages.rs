@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes huge pages of restored memory. UFFDIO_COPY fills small pages only, also where the kernel gives huge ones
-//! to all programs, restored ones included. They are collapsed at the end of the session: until its userfaultfd is
-//! closed, the kernel refuses ranges with zero pages.
+//! Makes huge pages of restored memory. UFFDIO_COPY fills small pages only, also where the kernel gives huge
+//! ones to all programs, restored ones included. They are collapsed at the end of the session: until its
+//! userfaultfd is closed, the kernel refuses ranges with zero pages.
 
 use std::fs;
 use std::ops::Range;
@@ -20,11 +20,11 @@ use crate::sys;
 const HUGE: u64 = 2 << 20;
 /// Bytes that one call collapses.
 const CALL: u64 = 16 * HUGE;
-/// How long the end of a session takes for that at most. A huge page takes 0.2 ms for the copy, and up to ten for
-/// the search for free memory, where that is fragmented. Memory that is left keeps small pages, until the kernel's
-/// own thread collapses them.
-const LIMIT: Duration = Duration::from_secs(2);
-/// Processes at most: each needs a descriptor. In the others, memory keeps small pages.
+/// How long the end of a session takes for that at most. A huge page takes 0.2 ms for the copy, and up to ten
+/// for the search for free memory, where that is fragmented. Memory that is left keeps small pages, until the
+/// kernel's own thread collapses them.
+const COLLAPSE_LIMIT: Duration = Duration::from_secs(2);
+/// The most processes, because each needs a descriptor. In the others, memory keeps small pages.
 const MAX_PROCESSES: usize = 64;
 /// Whether and where the kernel makes huge pages.
 const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -32,8 +32,8 @@ const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 /// The processes whose memory is resident.
 #[derive(Debug)]
 pub(super) struct HugePages {
-    /// Whether the kernel makes huge pages for all programs. Where only madvise(2) asks for them, CRIU restores none
-    /// either: its restorer asks when the memory is filled.
+    /// Whether the kernel makes huge pages for all programs. Where only madvise(2) asks for them, CRIU
+    /// restores none either: its restorer asks when the memory is filled.
     always: bool,
     processes: Mutex<Vec<ResidentProcess>>,
 }
@@ -63,9 +63,9 @@ impl HugePages {
         }
     }
 
-    /// Collapses the memory of all processes that were noted, for no longer than [`LIMIT`].
+    /// Collapses the memory of all processes that were noted, for no longer than [`COLLAPSE_LIMIT`].
     pub(super) fn collapse(&self) {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + COLLAPSE_LIMIT;
         let processes = std::mem::take(&mut *self.lock());
         for resident in processes {
             if let Err(errno) = collapse(&resident, deadline) {
@@ -105,8 +105,8 @@ fn collapse(resident: &ResidentProcess, deadline: Instant) -> nix::Result<()> {
     Ok(())
 }
 
-/// Returns the parts of `ranges` that are inside `mappings`, in whole huge pages, [`CALL`] bytes at most each. Both
-/// are in the order of addresses.
+/// Returns the parts of `ranges` that are inside `mappings`, in whole huge pages, [`CALL`] bytes at most
+/// each. Both are in the order of addresses.
 fn parts(ranges: &[Range<u64>], mappings: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut parts = Vec::new();
     for mapping in mappings {
@@ -121,8 +121,8 @@ fn parts(ranges: &[Range<u64>], mappings: &[Range<u64>]) -> Vec<Range<u64>> {
     parts
 }
 
-/// Returns the mappings that may have huge pages and have small ones, of proc_pid_smaps(5). Pages that a forked
-/// child shares are left: each process would get a copy.
+/// Returns the mappings that may have huge pages and have small ones, of proc_pid_smaps(5). Pages that a
+/// forked child shares are left: each process would get a copy.
 fn eligible(smaps: &[u8]) -> Vec<Range<u64>> {
     let mut mappings = Vec::new();
     let (mut mapping, mut resident, mut huge, mut shared) = (0..0, 0, 0, 0);
@@ -155,7 +155,8 @@ mod tests {
         let of = |range: &str, rss: u32, shared: u32, huge: u32, eligible: u32| {
             format!(
                 "{range} rw-p 00000000 08:01 7 /data é\nSize: 9 kB\nRss: {rss} kB\nShared_Clean: 0 kB\n\
-                 Shared_Dirty: {shared} kB\nAnonHugePages: {huge} kB\nTHPeligible:    {eligible}\nVmFlags: rd wr\n"
+                 Shared_Dirty: {shared} kB\nAnonHugePages: {huge} kB\nTHPeligible:    {eligible}\nVmFlags: \
+                 rd wr\n"
             )
         };
         let mapping = |range, rss, huge, eligible| of(range, rss, 0, huge, eligible);

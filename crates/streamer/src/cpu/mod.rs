@@ -4,7 +4,7 @@
 //! Every address space has one *home* reactor. It alone reads the userfaultfd, so it sees events in order.
 //! All reactors fill background blocks of all address spaces.
 //!
-//! * [`space`]: fills one address space.
+//! * [`space`]: fills one address space. `kept_space`: what it has in its fd store.
 //! * `pool`: starts the threads and assigns address spaces to them.
 //! * `reactor`: a thread's loop: events, completions, one bounded piece of background work.
 //! * `events`: applies what a fork, mremap, munmap or madvise changes.
@@ -22,6 +22,7 @@ pub mod address_spaces;
 mod enomem_retry;
 mod events;
 mod huge_pages;
+mod kept_space;
 mod pool;
 mod reactor;
 mod shared;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Starts the reactor threads and assigns address spaces to them.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
+use rewake_process::wake_socket::WakeSocket;
 
 use super::huge_pages::HugePages;
 use super::reactor::run;
@@ -40,6 +41,7 @@ impl ReactorPool {
         let handle = || {
             anyhow::Ok(Handle {
                 waker: Notifier::new().context("making an eventfd")?,
+                arrived: WakeSocket::new().context("making sockets")?,
                 inbox: Mutex::default(),
                 attention: AtomicBool::new(false),
             })
@@ -78,12 +80,12 @@ impl ReactorPool {
         handle.waker.wake();
     }
 
-    /// Returns the eventfds of the reactors, by their numbers: they wake them.
+    /// Returns the sockets by which a fetcher wakes the reactors, by their numbers.
     ///
     /// # Errors
     /// EMFILE.
     pub fn wakers(&self) -> std::io::Result<Vec<OwnedFd>> {
-        self.shared.handles.iter().map(|handle| handle.waker.as_fd().try_clone_to_owned()).collect()
+        self.shared.handles.iter().map(|handle| handle.arrived.sender().try_clone_to_owned()).collect()
     }
 
     /// Returns the I/O budget of the reactors, which other readers of the same disk share.
@@ -92,7 +94,8 @@ impl ReactorPool {
         Arc::clone(&self.shared.budget)
     }
 
-    /// Makes huge pages of resident memory, for seconds at most. No userfaultfd of the session is open any more.
+    /// Makes huge pages of resident memory, for seconds at most. No userfaultfd of the session is open any
+    /// more.
     pub fn collapse_huge_pages(&self) {
         self.shared.huge_pages.collapse();
     }
@@ -107,7 +110,8 @@ impl ReactorPool {
             && spaces.iter().all(|space| space.layout().is_priority_resident())
     }
 
-    /// Wakes all reactors, because the session was released or has failed, or loads in the background from now on.
+    /// Wakes all reactors, because the session was released or has failed, or loads in the background from
+    /// now on.
     pub fn look_again(&self) {
         self.shared.attention_all();
     }
@@ -127,14 +131,14 @@ mod tests {
 
     #[test]
     fn a_fork_without_room_ends_the_time_on_demand() {
-        let parent = UffdChild::start(uffd_child::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_access);
         let ledger = Ledger::new().unwrap();
         let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
         let options =
             LoadingOptions { on_demand_only: Some(Duration::from_secs(3600)), ..Default::default() };
         let session = Arc::new(Session::new(PathBuf::new()).with_options(options));
         let slot = parent.slot(ledger, true);
-        let (space, journal) = (parent.address_space(&session, slot), Journal::create(slot).unwrap());
+        let (space, journal) = (parent.address_space(&session, slot), Journal::create(ledger, slot).unwrap());
         while ledger.take_space().is_some() {}
         assert!(session.is_on_demand());
         pool.submit(ReactorRequest::Adopt { space, journal, inherited: None });

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
+use rewake_process::wake_socket::WakeSocket;
 
 use super::huge_pages::HugePages;
 use super::space::AddressSpace;
@@ -35,6 +36,8 @@ pub enum ReactorRequest {
 #[derive(Debug)]
 pub(super) struct Handle {
     pub(super) waker: Notifier,
+    /// Wakes it when bytes have arrived from another host.
+    pub(super) arrived: WakeSocket,
     pub(super) inbox: Mutex<Vec<ReactorRequest>>,
     /// Whether an address space of this reactor may have failed, be finished or have lost its process.
     pub(super) attention: AtomicBool,

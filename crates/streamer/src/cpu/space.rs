@@ -16,6 +16,7 @@ use tracing::{info, warn};
 use super::enomem_retry::{ENOMEM_LIMIT, EnomemRetry, Refused};
 use super::stats::{LoadCause, TaskStats, add};
 use super::zero_pages::{PAGE_LEN, is_zero, leading_stretch};
+use crate::ledger::fd_store::FdStore;
 use crate::ledger::{NO_FD, SpaceSlot};
 use crate::session::Session;
 use crate::working_set::access_log::NotedBlocks;
@@ -23,9 +24,9 @@ use crate::working_set::access_log::NotedBlocks;
 /// The rank of memory that GPUs can access: restores wait for it.
 pub const REGISTERED: u32 = 0;
 
-/// How long a reactor that wants to read events tries before it sleeps: another one's fill ends sooner, and to sleep
-/// and to be woken takes as long.
-const LOCK_PATIENCE: Duration = Duration::from_micros(30);
+/// How long a reactor that wants to read events tries before it sleeps: another one's fill ends sooner, and
+/// to sleep and to be woken takes as long.
+const LOCK_LIMIT: Duration = Duration::from_micros(30);
 
 /// One restored address space.
 ///
@@ -41,6 +42,8 @@ pub struct AddressSpace {
     pub counts: Arc<TaskStats>,
     /// Its slot in the ledger.
     pub slot: &'static SpaceSlot,
+    /// The fd store that has its userfaultfd; none in tests.
+    pub(crate) store: Option<Arc<FdStore>>,
     /// The userfaultfd of its process.
     pub uffd: Uffd,
     /// Files that the plan's extents name by index.
@@ -94,6 +97,7 @@ impl AddressSpace {
             is_registered: space.next_rank() == Some(REGISTERED),
             first: AtomicBool::new(space.next_rank().is_some()),
             accessed: session.log().map(|_| NotedBlocks::of(space.plan().blocks())),
+            store: session.store(slot.store_number()),
             session,
             counts,
             slot,
@@ -119,7 +123,7 @@ impl AddressSpace {
     /// Locks the layout exclusively, to read events.
     pub fn layout_mut(&self) -> RwLockWriteGuard<'_, ResidencyMap> {
         let began = Instant::now();
-        while began.elapsed() < LOCK_PATIENCE {
+        while began.elapsed() < LOCK_LIMIT {
             match self.layout.try_write() {
                 Ok(layout) => return layout,
                 Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner(),
@@ -141,8 +145,8 @@ impl AddressSpace {
         self.files.iter().any(|file| file.source().is_some())
     }
 
-    /// Returns whether GPUs can access memory of its process: then the kernel stops their queues while it moves such
-    /// memory.
+    /// Returns whether GPUs can access memory of its process: then the kernel stops their queues while it
+    /// moves such memory.
     pub fn is_registered(&self) -> bool {
         self.is_registered
     }
@@ -170,7 +174,8 @@ impl AddressSpace {
     }
 
     /// Moves the next claim to the position of another process with the same pages (its parent), so that both
-    /// share the reads from there. The blocks before it are read again at the end: the cache has dropped them long ago.
+    /// share the reads from there. The blocks before it are read again at the end: the cache has dropped them
+    /// long ago.
     pub fn join(&self, other: &Self) {
         let at = {
             let layout = other.layout();
@@ -192,8 +197,8 @@ impl AddressSpace {
         add(&self.counts.pages_total, pages);
     }
 
-    /// Counts pages that are resident now. Another reactor may have filled them, or a worker that died, and has
-    /// counted them as loaded.
+    /// Counts pages that are resident now. Another reactor may have filled them, or a worker that died, and
+    /// has counted them as loaded.
     fn count_resident(&self, pages: u64, zero: bool) {
         let stats = &self.session.stats;
         add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
@@ -206,8 +211,8 @@ impl AddressSpace {
         add(&self.counts.pages_dropped, pages);
     }
 
-    /// Counts the missing pages, because the memory does not exist any more: the process has ended, or another program
-    /// runs in it. Waits for fills in flight, which count their own pages.
+    /// Counts the missing pages, because the memory does not exist any more: the process has ended, or
+    /// another program runs in it. Waits for fills in flight, which count their own pages.
     pub fn ended(&self) {
         let missing = self.layout_mut().missing();
         // After a failure the missing pages are lost, not dropped.
@@ -242,7 +247,8 @@ impl AddressSpace {
         rank
     }
 
-    /// Notes that a thread accesses missing pages: where the working set is recorded, their blocks belong to it.
+    /// Notes that a thread accesses missing pages: where the working set is recorded, their blocks belong to
+    /// it.
     pub fn note_access(&self, layout: &ResidencyMap, page: PageIx, pages: u64) {
         let Some((log, noted)) = self.session.log().zip(self.accessed.as_ref()) else { return };
         if !self.session.is_on_demand() {
@@ -263,8 +269,8 @@ impl AddressSpace {
         self.session.is_released() && !self.is_gone() && !self.session.has_failed()
     }
 
-    /// Returns whether a page fault has the rest of its block loaded: not while memory is loaded only when it is
-    /// accessed.
+    /// Returns whether a page fault has the rest of its block loaded: not while memory is loaded only when it
+    /// is accessed.
     pub fn loads_whole_blocks(&self) -> bool {
         self.wants_background() && !self.session.is_on_demand()
     }
@@ -392,8 +398,8 @@ impl AddressSpace {
             return format!("filling memory of a restored process: {error}");
         }
         format!(
-            "filling memory of a restored process: {error}, {} times within {} s: raise the memory limit of its \
-             control group, or free memory on this host",
+            "filling memory of a restored process: {error}, {} times within {} s: raise the memory limit of \
+             its control group, or free memory on this host",
             self.shortage.refusals(),
             ENOMEM_LIMIT.as_secs()
         )
@@ -456,15 +462,16 @@ impl AddressSpace {
         let run = Run { target: run.target, page: run.page, pages: run.pages, block_offset: 0 };
         let filled = self.fill_run(layout, &run, &bytes[..pages_len(run.pages)], LoadCause::Fault);
         if filled == Filled::All {
-            // A fill wakes threads of the pages that it copies. Another reactor may have filled this page meanwhile.
-            // The next fill finds an ESRCH again.
+            // A fill wakes threads of the pages that it copies. Another reactor may have filled this page
+            // meanwhile. The next fill finds an ESRCH again.
             let _ = self.uffd.wake(address, PAGE_SIZE);
         }
         filled
     }
 
     /// Fills zero pages in `window` after `target`, where a thread sweeps through memory that no image has. A
-    /// driver that gets such memory accesses every page of it. The caller has just served the page at `target`.
+    /// driver that gets such memory accesses every page of it. The caller has just served the page at
+    /// `target`.
     pub fn fill_zero_window(&self, layout: &ResidencyMap, target: u64, window: &Range<u64>) {
         let next = target + PAGE_SIZE;
         let unbacked = |page: &u64| matches!(layout.locate(next + page * PAGE_SIZE), Locate::Unbacked);
@@ -499,8 +506,8 @@ mod tests {
     use crate::ledger::Ledger;
     use crate::uffd_child::{self, PAGES, UffdChild};
 
-    /// The pages of a task whose memory ended with one page resident: all, resident, dropped and missing at its end.
-    /// Its process was `killed`, or runs another program.
+    /// The pages of a task whose memory ended with one page resident: all, resident, dropped and missing at
+    /// its end. Its process was `killed`, or runs another program.
     fn ended_early(killed: bool, fail: bool) -> [u64; 4] {
         let task = UffdChild::start(uffd_child::sleep);
         let session = Arc::new(Session::new(PathBuf::new()));
@@ -514,7 +521,7 @@ mod tests {
             session.fail("a test");
         }
         if killed {
-            crate::sys::kill(task.pid);
+            crate::uffd_child::kill(task.pid);
             uffd_child::until(|| proc::is_ending(task.pid));
         }
         space.ended();
@@ -567,7 +574,7 @@ mod tests {
     #[test]
     fn a_thread_whose_page_is_resident_already_is_woken() {
         const DONTWAKE: u64 = 1;
-        let task = UffdChild::start(uffd_child::touch);
+        let task = UffdChild::start(uffd_child::access);
         let session = Arc::new(Session::new(PathBuf::new()));
         let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), true));
         uffd_child::until(|| space.uffd.read(&mut [RawMessage::default()]).unwrap() == 1);

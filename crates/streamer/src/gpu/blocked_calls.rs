@@ -12,8 +12,8 @@ use tracing::warn;
 const PROCESS: u32 = 0;
 /// The block list's key for the mappings of a render node's file.
 const MAPPINGS: u32 = 0;
-/// The calls that no process may make before all gates of the restore are open. CREATE_PROCESS would replace the
-/// marked record. CROSS_COPY copies memory of which the kernel knows only the process.
+/// The calls that no process may make before all gates of the restore are open. CREATE_PROCESS would replace
+/// the marked record. CROSS_COPY copies memory of which the kernel knows only the process.
 const UNTIL_THE_END: CallClass = CREATE_PROCESS.and(CROSS_COPY);
 
 /// A process's marks in the block list, which are removed on drop. By then the process has ended, is being

@@ -3,7 +3,7 @@
 //! processes. It receives the events of other threads in one queue, and page faults from the processes'
 //! userfaultfds.
 //!
-//! To stop or trace a process takes long, and other processes must not wait meanwhile. So a thread does each
+//! To stop or trace a process takes long, and other processes must not wait for that. So a thread does each
 //! such task, one at a time for a process, and ends with an event.
 //!
 //! A gate is opened when all memory of its process is resident and no placeholder is left. Where calls cannot
@@ -63,7 +63,7 @@ impl AccessTrace {
 }
 
 impl<'scope, 'env> Coordinator<'scope, 'env> {
-    /// Builds a coordinator that starts its threads in `scope`. `gates` are those of all processes of the
+    /// Builds a coordinator that starts its threads in `scope`. `gates` are the gates of all processes of the
     /// load, in its order.
     pub(super) fn new(
         scope: &'scope Scope<'scope, 'env>,
@@ -157,10 +157,10 @@ impl<'scope, 'env> Coordinator<'scope, 'env> {
         for (index, process) in self.processes.iter_mut().enumerate() {
             let PlaceholderState::Watched(placeholders) = &mut process.placeholders else { continue };
             let mut found = Vec::new();
-            for address in placeholders.touched()? {
+            for address in placeholders.accessed()? {
                 match placeholders.at(address)? {
                     Some(accessed) => found.push((address, accessed.buffer)),
-                    // The buffer was swapped meanwhile, or nothing is mapped.
+                    // The buffer has been swapped since the fault, or nothing is mapped.
                     None => placeholders.wake(address, rewake_uffd::PAGE_SIZE),
                 }
             }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files with GPU memory of which another host has some bytes. The session's fetcher writes them, and their presence is
-//! in the same map as that of CPU memory.
+//! Files with GPU memory of which another host has some bytes. The session's fetcher writes them, and their
+//! presence is in the same map as that of CPU memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,6 +15,7 @@ use rewake_criu_images::is_gpu_pages_file;
 use rewake_image_io::{BLOCK, Class, FetchReader, FetchSource, ImageFile, PAGE, SentRequest};
 use rewake_plugin_protocol::proto;
 
+use crate::agent_fetch::AGENT_LIMIT;
 use crate::fetch::Fetch;
 use crate::session::image::Image;
 
@@ -32,11 +33,12 @@ const OF_IMAGE: ArrivalLimit = ArrivalLimit {
     time: Duration::from_secs(120),
     then: "check the link and the other host, then start the restore again: it continues the copy",
 };
-/// For an image of the node's cache: longer than its memory waits for the next agent, 300 s.
+/// For an image of the node's cache: longer than [`AGENT_LIMIT`], for which memory waits for the next agent.
 const OF_CACHE: ArrivalLimit = ArrivalLimit {
     time: Duration::from_secs(330),
     then: "check the store and the log of `rewake serve`, then start the restore again",
 };
+const _: () = assert!(OF_CACHE.time.as_millis() > AGENT_LIMIT.as_millis());
 /// For a migration: longer than its agents wait for a lost connection, 330 s.
 const OF_MIGRATION: ArrivalLimit = ArrivalLimit {
     time: Duration::from_secs(600),
@@ -81,7 +83,7 @@ struct NeededBytes<'a> {
 }
 
 impl FetchedGpuFiles {
-    /// Finds the files of a session's image: none if all bytes of it are here.
+    /// Finds the GPU memory files of a session's image whose bytes come from another host.
     pub(crate) fn new(image: &Image, reader: FetchReader, limit: ArrivalLimit) -> Self {
         let named = image.files().iter().filter(|file| file.source().is_some()).filter_map(|file| {
             let name = file.name().file_name()?.to_str()?;
@@ -103,7 +105,8 @@ impl FetchedGpuFiles {
     /// Waits until bytes have arrived. Files that are whole have all of theirs.
     ///
     /// # Errors
-    /// They are beyond the end of a file. Or no more bytes arrive, or less than [`MIN_PROGRESS`] in a progress time.
+    /// They are beyond the end of a file. Or no more bytes arrive, or less than [`MIN_PROGRESS`] in a
+    /// progress time.
     pub(super) fn wait_for(&self, needed: &[proto::Needed]) -> anyhow::Result<()> {
         self.wait_with_limit(needed, self.limit)
     }
@@ -177,8 +180,8 @@ impl<'a> ArrivalRate<'a> {
         let bytes = (now - self.arrived) * PAGE as u64;
         ensure!(
             bytes >= MIN_PROGRESS,
-            "GPU memory that must arrive before the program runs: {} KiB of it arrived in {} s, and {} KiB are the \
-             least: {}",
+            "GPU memory that must arrive before the program runs: {} KiB of it arrived in {} s, and {} KiB \
+             are the least: {}",
             bytes >> 10,
             self.limit.time.as_secs(),
             MIN_PROGRESS >> 10,
@@ -221,7 +224,7 @@ mod tests {
     };
     use nix::sys::time::{TimeVal, TimeValLike as _};
     use rewake_image_io::{FetchRequest, FetchedFile, PresenceMap, PresenceWriter, presence_file};
-    use rewake_process::Notifier;
+    use rewake_process::wake_socket::WakeSocket;
 
     use super::*;
 
@@ -252,7 +255,7 @@ mod tests {
         file.set_len(LEN).unwrap();
         let fetched = FetchedFile { source: Arc::clone(&source), first: 0 };
         let file = ImageFile::fetched(file, NAME, fetched).unwrap();
-        let reader = FetchReader { number: 3, waker: Notifier::new().unwrap() };
+        let reader = FetchReader { number: 3, waker: WakeSocket::new().unwrap() };
         let files =
             FetchedGpuFiles { files: BTreeMap::from([(NAME.to_owned(), file)]), reader, limit: OF_IMAGE };
         Scene { files, source, presence: PresenceWriter::open(memory.as_fd(), LEN).unwrap(), fetcher, socket }

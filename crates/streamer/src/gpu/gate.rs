@@ -15,14 +15,14 @@ use rewake_amdgpu_uapi::criu;
 use rewake_ptrace_inject::with_tracer;
 use tracing::warn;
 
-use super::PATIENCE;
+use super::REFUSAL_LIMIT;
 use super::blocked_calls::BlockedCalls;
 use super::queue_monitor::Opened;
 use crate::supervise::processes;
 use crate::sys;
 
 /// The time between two checks whether a process that cannot be traced is ending.
-const RETRY: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// The number of these checks: a second.
 const ENDING: u32 = 50;
 
@@ -41,7 +41,7 @@ pub(super) struct Gate<'a> {
 }
 
 impl Gate<'_> {
-    /// Opens the gate, once, when all memory of the process is resident. Returns none if the process has
+    /// Opens the gate, once, when all memory of the process is resident. Returns `None` if the process has
     /// ended. It waits for CRIU, or another program, to detach from the process.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ impl Gate<'_> {
     /// Returns the process's number.
     fn resume_queues(&self) -> anyhow::Result<i32> {
         let pid = sys::pidfd_pid(self.process).context("finding the process")?;
-        let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
+        let done = with_tracer(pid, REFUSAL_LIMIT, || criu::unpause(self.kfd));
         let done = done.with_context(|| format!("tracing process {pid}"))?;
         done.with_context(|| format!("resuming the GPUs of process {pid}"))?;
         Ok(pid)
@@ -75,7 +75,7 @@ impl Gate<'_> {
     fn ends_soon(&self) -> bool {
         (0..ENDING).any(|_| {
             sys::has_ended(self.process) || {
-                thread::sleep(RETRY);
+                thread::sleep(RETRY_INTERVAL);
                 false
             }
         })

@@ -32,7 +32,8 @@ use crate::working_set::{BufferId, WorkingSet};
 /// The name of the image directory in messages: it arrives as a descriptor without a path.
 const FOLDER: &str = "the image directory";
 
-/// Ranges of bytes that the plugin needs at most: adjacent buffers are one, and their memory takes 3 MiB.
+/// The most ranges of bytes that the plugin needs. Adjacent buffers are one range, and the memory of all
+/// ranges takes 3 MiB.
 const MAX_NEEDED: usize = 1 << 16;
 
 /// A restore that the plugin has handed over.
@@ -44,7 +45,8 @@ pub(super) struct Handoff {
     /// A dump that replaces the image keeps its files for that long.
     lease: Option<ImageLease>,
     processes: Vec<GpuProcess>,
-    /// Sets of buffers with the same bytes, if the image is sealed: processes and the image's numbers of the buffers.
+    /// Sets of buffers with the same bytes, if the image is sealed: processes and the image's numbers of the
+    /// buffers.
     pub(super) duplicates: Vec<Vec<(usize, usize)>>,
     /// Monitors the queues from before the gates are closed; `None` where the driver sends no events.
     pub(super) monitor: Option<QueueMonitor>,
@@ -79,8 +81,8 @@ pub(super) struct StartedProcess<'a> {
 
 /// Receives what the plugin hands over, and opens all files: the restore is refused while no process runs
 /// yet. Returns `None` if the listener is closed before. `holds` is the I/O budget of CPU memory, where
-/// calls that register it can be held. `images` is the image directory of the CPU memory, if this streamer serves
-/// it, and the files of GPU memory there that a fetcher writes.
+/// calls that register it can be held. `images` is the image directory of the CPU memory, if this streamer
+/// serves it, and the files of GPU memory there that a fetcher writes.
 pub(super) fn accept(
     listener: &Listener,
     holds: Option<&Arc<IoBudget>>,
@@ -223,7 +225,8 @@ impl Handoff {
                 gated.gate.blocked_calls = None;
             }
             warn!(
-                "calls cannot be blocked, so gates are opened together, and missing memory can be exported or accessed by mprotect: {error:#}"
+                "calls cannot be blocked, so gates are opened together, and missing memory can be exported \
+                 or accessed by mprotect: {error:#}"
             );
         }
         if let Err(error) = self.send_to_plugin(to_plugin::What::Go(proto::Go {})) {
@@ -305,11 +308,11 @@ impl Handoff {
     }
 
     /// Records the working set for later restores. A failure is logged only: this restore has succeeded.
-    pub(super) fn record(&self, touched: &[(usize, usize)]) {
-        let touched = touched
+    pub(super) fn record(&self, accessed: &[(usize, usize)]) {
+        let accessed = accessed
             .iter()
             .map(|(place, buffer)| BufferId { kfd: self.processes[*place].id, buffer: *buffer });
-        let accessed = WorkingSet { pages: Vec::new(), buffers: touched.collect() };
+        let accessed = WorkingSet { pages: Vec::new(), buffers: accessed.collect() };
         let count = accessed.buffers.len();
         if count == 0 {
             info!("{WORKING_SET_NAME}: no buffers are recorded, as CPUs accessed none that was missing");
@@ -381,10 +384,12 @@ impl GpuProcess {
     /// Takes a stopped process with a closed gate and all its mappings: watches its placeholders, and has it
     /// killed if its gate can never be opened.
     fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<StartedProcess<'_>> {
-        let process = ledger.gates().shut(pidfd)?;
+        let process = ledger.gates().close(pidfd)?;
         let placeholders = match &self.placeholders {
             Some(handed) => {
-                let store = ledger.session().fd_store().context("this restore has no fd store")?;
+                let pid = crate::sys::pidfd_pid(process).context("finding the process")?;
+                let store = ledger.store_of_process(pid);
+                let store = store.with_context(|| format!("opening the fd store of process {pid}"))?;
                 Some(handed.watch(place, process, self.mapped(handed)?, &self.renders, &store)?)
             }
             None => None,
@@ -434,8 +439,8 @@ fn check_image(handed: Option<&OwnedFd>, served: Option<&ImageDir>) -> anyhow::R
     let handed = ImageDir::of(handed.try_clone()?, path_of(handed))?;
     ensure!(
         handed.id() == served.id() || handed.dump_id()? == served.dump_id()?,
-        "`criu restore` restores the image in {}, and this streamer serves the CPU memory of another dump: give \
-         both the same directory (-D)",
+        "`criu restore` restores the image in {}, and this streamer serves the CPU memory of another dump: \
+         give both the same directory (-D)",
         handed.path().display()
     );
     Ok(())
@@ -446,8 +451,8 @@ fn expect_fetcher(images: &ImageDir, fetched: Option<&FetchedGpuFiles>) -> anyho
     let is_fetched = |name: &String| fetched.is_some_and(|fetched| fetched.file(name).is_some());
     if let Some(name) = images.arriving_files()?.iter().find(|name| !is_fetched(name)) {
         bail!(
-            "{name}: GPU memory of a migration, and this streamer has no fetcher that brings it: only the migration \
-             can restore the image"
+            "{name}: GPU memory of a migration, and this streamer has no fetcher that brings it: only the \
+             migration can restore the image"
         );
     }
     Ok(())

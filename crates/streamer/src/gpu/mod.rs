@@ -10,8 +10,8 @@
 //! of the others. A process's gate is opened when all of its memory is resident ([`gate`],
 //! [`blocked_calls`]): all its GPUs are resumed then. So no queue runs before every byte that its GPU can
 //! reach is resident (invariant I2). [`queue_monitor`] checks at the end whether the queues run. The working
-//! set can be recorded for the next restore of the image ([`crate::working_set`]). A process whose gate can no
-//! longer be opened is killed, by the supervisor if the worker has died.
+//! set can be recorded for the next restore of the image ([`crate::working_set`]). A process whose gate can
+//! no longer be opened is killed, by the supervisor if the worker has died.
 
 mod bar_mappings;
 mod blocked_calls;
@@ -22,7 +22,6 @@ mod gate;
 mod handoff;
 mod placeholder_range;
 mod placeholders;
-pub mod plugin_folder;
 mod process_state;
 #[cfg(test)]
 mod program;
@@ -58,10 +57,10 @@ use crate::sys;
 
 /// How long a process may refuse to stop, after all of it is resident or after its last stop, or be traced by
 /// another program. It is killed then: its placeholders would stay, and its gate closed, for ever.
-const PATIENCE: Duration = Duration::from_secs(120);
+const REFUSAL_LIMIT: Duration = Duration::from_secs(120);
 /// How long to wait until the queues run whose gates are open. The driver first maps the memory that
 /// programs have registered, which takes as long as finding its pages does.
-const CONFIRMED: Duration = Duration::from_secs(10);
+const CONFIRMATION_LIMIT: Duration = Duration::from_secs(10);
 
 /// What a session passes to the GPU part of its streamer.
 #[derive(Debug, Default)]
@@ -105,10 +104,10 @@ pub struct GpuSummary {
     /// What was loaded in the background; `None` if nothing was left to load.
     pub loaded: Option<Report>,
     /// The number of page faults that waited for GPU memory.
-    pub touches: u64,
+    pub page_faults: u64,
     /// The time from the moment the processes ran until the last gate was open.
     pub took: Duration,
-    /// The number of (process, GPU) pairs whose queues the driver still held after [`CONFIRMED`].
+    /// The number of (process, GPU) pairs whose queues the driver still held after [`CONFIRMATION_LIMIT`].
     pub held: usize,
 }
 
@@ -213,15 +212,15 @@ fn serve_handoff(
     if record {
         handoff.record(&trace.buffers);
     }
-    let touches = trace.faults;
-    Ok((GpuSummary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
+    let page_faults = trace.faults;
+    Ok((GpuSummary { processes: count, loaded, page_faults, took: start.elapsed(), held: 0 }, opened))
 }
 
 /// Waits until the queues run whose gates are open. Logs which do not run and which are unknown, and returns
 /// the number of those that do not.
 fn confirm_queues(monitor: &QueueMonitor, opened: &[Opened]) -> usize {
-    let QueueVerdict { ran, held, unknown } = monitor.wait(opened, CONFIRMED);
-    held.iter().for_each(|held| warn!("after {CONFIRMED:?} {held}"));
+    let QueueVerdict { ran, held, unknown } = monitor.wait(opened, CONFIRMATION_LIMIT);
+    held.iter().for_each(|held| warn!("after {CONFIRMATION_LIMIT:?} {held}"));
     unknown.iter().for_each(|unknown| info!("{unknown}"));
     if held.is_empty() && ran > 0 {
         info!("the driver lets queues run: {ran}, of a process on a GPU each");

@@ -31,12 +31,12 @@ use crate::sys;
 
 /// How long threads may take to stop. Threads that cannot stop are found within milliseconds; this bound is
 /// for an overloaded machine.
-const STOP_TIMEOUT: Duration = Duration::from_secs(1);
+const STOP_LIMIT: Duration = Duration::from_secs(1);
 /// How many bytes a program that does not stop gets at once, for example for a `read(2)` into a placeholder.
 /// A CPU reads device memory at some tens of MB/s.
 const COPIED: u64 = 256 << 10;
 /// The time between two checks.
-const LOOK: Duration = Duration::from_millis(10);
+const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 /// The number of checks for the end of a forked child: ten seconds.
 const FORKED: u32 = 1000;
 /// The number of checks whether an inaccessible process is ending: a second.
@@ -132,8 +132,8 @@ impl ReceivedPlaceholders {
     /// Watches all placeholders in the stopped process, and checks that it has no others.
     ///
     /// # Errors
-    /// A placeholder is missing or another mapping. The process must not run then: an unwatched placeholder reads
-    /// as zeros.
+    /// A placeholder is missing or another mapping. The process must not run then: an unwatched placeholder
+    /// reads as zeros.
     pub(super) fn watch<'a>(
         &'a self,
         process: usize,
@@ -200,7 +200,7 @@ impl<'a> Placeholders<'a> {
     ///
     /// # Errors
     /// A child has inherited placeholders, and nothing serves it: the process's children are killed.
-    pub(super) fn touched(&mut self) -> anyhow::Result<Vec<u64>> {
+    pub(super) fn accessed(&mut self) -> anyhow::Result<Vec<u64>> {
         let mut found = Vec::new();
         loop {
             let mut slots = [RawMessage::default(); MESSAGES];
@@ -212,7 +212,8 @@ impl<'a> Placeholders<'a> {
                     Message::Fork { uffd } => {
                         self.end_child(uffd);
                         bail!(
-                            "process {} has forked with missing device memory (MADV_DOFORK?): it and its children are killed",
+                            "process {} has forked with missing device memory (MADV_DOFORK?): it and its \
+                             children are killed",
                             self.pid
                         )
                     }
@@ -229,15 +230,15 @@ impl<'a> Placeholders<'a> {
     /// no pid that is known here while its parent waits for the message to be read. Its page faults wait
     /// meanwhile.
     fn end_child(&self, uffd: RawFd) {
-        // SAFETY: the read that gave the message made it, and nothing else owns it. Not closed: missing memory
-        // would read as zeros.
+        // SAFETY: the read that gave the message made it, and nothing else owns it. Not closed: missing
+        // memory would read as zeros.
         let uffd = ManuallyDrop::new(unsafe { sys::take_over(uffd) });
         for _ in 0..FORKED {
             if address_space_ended(uffd.as_fd()) {
                 break;
             }
             processes::kill_descendants(self.pid, self.pidfd);
-            std::thread::sleep(LOOK);
+            std::thread::sleep(LOOK_INTERVAL);
         }
     }
 
@@ -250,7 +251,7 @@ impl<'a> Placeholders<'a> {
     fn is_going(&self) -> bool {
         (0..ENDING).any(|_| {
             self.is_gone() || {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(LOOK_INTERVAL);
                 false
             }
         })
@@ -300,7 +301,7 @@ impl<'a> Placeholders<'a> {
         let is_one = |part: &&mut PlaceholderRange<'_>| buffers.contains(&part.buffer.number);
         let mut parts: Vec<&mut PlaceholderRange<'_>> = self.parts.iter_mut().filter(is_one).collect();
         let swaps: Vec<Swap<'_>> = parts.iter().map(|part| part.swap(renders)).collect();
-        let stopped = with_stopped(pid, STOP_TIMEOUT, |stopped| {
+        let stopped = with_stopped(pid, STOP_LIMIT, |stopped| {
             let (since, mut done) = (stopped.since(), Vec::new());
             let mut swapping = stopped.prepare_swaps(handed.file.as_fd(), &swaps)?;
             for (place, part) in parts.iter_mut().enumerate() {
@@ -342,12 +343,12 @@ impl<'a> Placeholders<'a> {
     ///
     /// # Errors
     /// The bytes cannot be read or filled.
-    pub(super) fn copy(&mut self, address: u64, touched: AccessedRange) -> anyhow::Result<()> {
-        let Some(part) = part_at(&self.parts, touched.offset) else { return Ok(()) };
-        let length = touched.rest.min(part.offset + part.length - touched.offset).min(COPIED);
+    pub(super) fn copy(&mut self, address: u64, accessed: AccessedRange) -> anyhow::Result<()> {
+        let Some(part) = part_at(&self.parts, accessed.offset) else { return Ok(()) };
+        let length = accessed.rest.min(part.offset + part.length - accessed.offset).min(COPIED);
         let view = view(part, &mut self.bar_mappings)?;
         let mut bytes = vec![0; usize::try_from(length)?];
-        view.read(part.within(touched.offset), &mut bytes);
+        view.read(part.within(accessed.offset), &mut bytes);
         let mut done = self.uffd.copy(address, &bytes);
         if done.stop == Some(Stop::NotMapped) && done.bytes == 0 {
             // The mapping is shorter or replaced by now. One page is tried; later accesses look up the

@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use tracing::info;
 
-use super::PATIENCE;
+use super::REFUSAL_LIMIT;
 use super::placeholders::{Placeholders, SwapOutcome};
 use super::queue_monitor::Opened;
 use super::swapping::{PageFault, SwapResult, SwapTask};
 
 /// The time between two stops of a process, so that it can run.
-const PAUSE: Duration = Duration::from_millis(5);
+const STOP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of buffers that one stop swaps when no thread waits for them. One buffer takes 0.2 ms and
-/// more; reading the mappings takes 2 to 3 us for each mapping of the process (`docs/performance.md`). With
+/// more; reading the mappings takes 2 to 3 us for each mapping of the process (`docs/history.md`). With
 /// thousands of them the stop takes about 20 ms.
 pub(super) const BUFFERS_PER_STOP: usize = 64;
 
@@ -135,7 +135,7 @@ impl<'a> ProcessState<'a> {
         self.waiting.values().any(|fault| !self.missing.contains(&fault.buffer))
     }
 
-    /// Returns when a thread could next swap placeholders; none if it has nothing to do, or is at work.
+    /// Returns when a thread could next swap placeholders, or `None` if it has nothing to do, or is at work.
     pub(super) fn next_swap(&self) -> Option<Instant> {
         if !matches!(self.placeholders, PlaceholderState::Watched(_)) {
             None
@@ -169,7 +169,7 @@ impl<'a> ProcessState<'a> {
     /// may wait for that in the kernel, and does not stop meanwhile.
     ///
     /// # Errors
-    /// The process has not stopped for [`PATIENCE`].
+    /// The process has not stopped for [`REFUSAL_LIMIT`].
     pub(super) fn take_back(
         &mut self,
         placeholders: Placeholders<'a>,
@@ -189,18 +189,18 @@ impl<'a> ProcessState<'a> {
             }
             (Some(SwapOutcome::Done { stopped }), ProcessPhase::Swapping(swaps)) => {
                 swaps.stopped_at = now;
-                self.next_buffers = now + PAUSE;
+                self.next_buffers = now + STOP_INTERVAL;
                 if result.buffers > 0 {
                     swaps.buffers += result.buffers;
                     swaps.stopped += stopped;
                 }
             }
             (Some(SwapOutcome::NotNow(why)), phase) => {
-                (self.next_faults, self.next_buffers) = (now + PAUSE, now + PAUSE);
+                (self.next_faults, self.next_buffers) = (now + STOP_INTERVAL, now + STOP_INTERVAL);
                 match phase {
                     ProcessPhase::Swapping(swaps) if loads_cpus => swaps.stopped_at = now,
-                    ProcessPhase::Swapping(swaps) if swaps.stopped_at.elapsed() > PATIENCE => {
-                        bail!("process {pid} could not be stopped within {PATIENCE:?}: {why}")
+                    ProcessPhase::Swapping(swaps) if swaps.stopped_at.elapsed() > REFUSAL_LIMIT => {
+                        bail!("process {pid} could not be stopped within {REFUSAL_LIMIT:?}: {why}")
                     }
                     _ => {}
                 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use rewake_plugin_protocol::proto;
+use rewake_process::descriptors::memory_file;
 use rewake_process::maps::Mapping;
 use rewake_process::names::lines;
 use rewake_uffd::PAGE_SIZE as PAGE;
@@ -60,8 +61,8 @@ impl Program {
     /// Starts the child with a placeholder of one page for each buffer.
     pub(super) fn start(buffers: usize) -> Self {
         let _alone = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
-        let file = sys::memory_file(c"placeholders", offset(buffers)).unwrap();
-        let render = std::fs::File::from(sys::memory_file(c"device", offset(buffers)).unwrap());
+        let file = memory_file(c"placeholders", offset(buffers)).unwrap();
+        let render = memory_file(c"device", offset(buffers)).unwrap();
         render.write_all_at(&[LAST], offset(buffers - 1)).unwrap();
         let anonymous = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
         let address = map(0, buffers as u64 * PAGE, anonymous, -1, 0);
@@ -93,7 +94,7 @@ impl Program {
         let uffd = unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0) };
         // SAFETY: just opened, and nothing else owns it.
         let uffd = unsafe { OwnedFd::from_raw_fd(RawFd::try_from(uffd).unwrap()) };
-        Self { pid, buffers, files: [file, uffd, render.into()], address, shared }
+        Self { pid, buffers, files: [file.into(), uffd, render.into()], address, shared }
     }
 
     /// Returns what the plugin would hand over for the program.
@@ -125,7 +126,7 @@ impl Program {
     }
 
     /// Makes the child read the last placeholder.
-    pub(super) fn touch(&self) {
+    pub(super) fn access(&self) {
         self.shared.store(0, Ordering::SeqCst);
     }
 
@@ -151,7 +152,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        sys::kill(self.pid);
+        crate::uffd_child::kill(self.pid);
         // SAFETY: waits for a child of this process; no status is asked for.
         unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
     }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Checks whether queues run after their gates were opened.
 //!
-//! A driver that accepts RESUME may still keep queues evicted. Its worker maps all that the GPUs can access, and
-//! retries for ever if some memory cannot be loaded. It sends an SMI event each time it evicts or restores a
-//! process's queues on a GPU; they run when both counts are equal. It buffers as little as 1 KiB of events,
-//! so a thread reads them all the time.
+//! A driver that accepts RESUME may still keep queues evicted. Its worker maps all that the GPUs can access,
+//! and retries for ever if some memory cannot be loaded. It sends an SMI event each time it evicts or
+//! restores a process's queues on a GPU; they run when both counts are equal. It buffers as little as 1 KiB
+//! of events, so a thread reads them all the time.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, RawFd};
@@ -27,7 +27,7 @@ use crate::sys;
 /// RESTORE has evicted all queues once, before anything is handed over.
 const BY_RESTORE: i64 = 1;
 /// The time between two checks which processes have ended.
-const LOOK: Duration = Duration::from_millis(20);
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A process whose gate is open.
 #[derive(Debug)]
@@ -128,7 +128,7 @@ impl QueueMonitor {
             if verdict.held.is_empty() || start.elapsed() >= patience {
                 return verdict;
             }
-            let waited = self.shared.news.wait_timeout(counts, LOOK);
+            let waited = self.shared.news.wait_timeout(counts, LOOK_INTERVAL);
             counts = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -195,15 +195,17 @@ impl EvictionCounts {
                     // PROCESS_INFO must have caused an event, and no queue is restored more often than
                     // evicted.
                     None => verdict.unknown.push(format!(
-                        "the driver has sent no events of the {queues} (CAP_SYS_ADMIN? another pid namespace?)"
+                        "the driver has sent no events of the {queues} (CAP_SYS_ADMIN? another pid \
+                         namespace?)"
                     )),
                     Some(Queues { held: ..0, .. }) => {
                         verdict.unknown.push(format!("events of the {queues} were lost"));
                     }
                     Some(Queues { ran: true, .. }) => verdict.ran += 1,
                     Some(Queues { held, postponed, .. }) => verdict.held.push(format!(
-                        "the driver has evicted the {queues} {held} times more than it restored them, and has postponed {postponed} restores: \
-                         memory that the GPU can access cannot be loaded, or changes"
+                        "the driver has evicted the {queues} {held} times more than it restored them, and \
+                         has postponed {postponed} restores: memory that the GPU can access cannot be \
+                         loaded, or changes"
                     )),
                 }
             }

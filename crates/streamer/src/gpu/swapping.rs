@@ -32,7 +32,7 @@ pub(super) enum SwapTask {
 /// The result of a task.
 #[derive(Debug)]
 pub(super) struct SwapResult {
-    /// The result of the last stop; none if none was needed.
+    /// The result of the last stop, or `None` if no stop was needed.
     pub(super) outcome: Option<SwapOutcome>,
     /// The number of buffers that were swapped while no thread waited for them.
     pub(super) buffers: usize,
@@ -76,7 +76,8 @@ fn serve(
     let (process, pid) = (placeholders.process(), placeholders.pid());
     for (place, &PageFault { address, buffer, since }) in faults.iter().enumerate() {
         let Some(accessed) = placeholders.at(address)? else {
-            // The buffer was swapped meanwhile, or nothing is mapped any more. The thread has waited all the same.
+            // The buffer has been swapped since the fault, or nothing is mapped any more. The thread has
+            // waited all the same.
             placeholders.wake(address, PAGE_SIZE);
             timeline.fault(process, buffer, address, since.elapsed());
             continue;

@@ -5,6 +5,7 @@
 //! lock on it (flock(2), by one open file). A process that gets the lock knows that all of them have ended,
 //! and that no other process recovers the same sessions.
 
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -27,7 +28,7 @@ const LOCK_TRIES: u32 = 5;
 /// How often to try once its starter has ended: 3 s in all.
 const DYING_TRIES: u32 = 750;
 /// The pause between two tries.
-const LOCK_PAUSE: Duration = Duration::from_millis(4);
+const LOCK_INTERVAL: Duration = Duration::from_millis(4);
 
 /// Returns the directory of this user's folders: `/run/rewake/sessions` for root, else
 /// `$XDG_RUNTIME_DIR/rewake/sessions`.
@@ -120,7 +121,9 @@ impl Folder {
             // the mapping has an open file of its own, without the lock.
             let ledger = Ledger::in_file(&File::options().read(true).write(true).open(&unfinished)?)?;
             fs::rename(&unfinished, path.join(LEDGER))?;
-            Ok((Self { path: path.clone(), lock }, ledger))
+            let folder = Self { path: path.clone(), lock };
+            ledger.keep_folder(folder.open_directory()?);
+            Ok((folder, ledger))
         };
         make().with_context(|| format!("making the ledger in {}", path.display()))
     }
@@ -183,7 +186,7 @@ impl Folder {
             if tries >= if starter_lives(path) { LOCK_TRIES } else { DYING_TRIES } {
                 break None;
             }
-            std::thread::sleep(LOCK_PAUSE);
+            std::thread::sleep(LOCK_INTERVAL);
         };
         let Some(lock) = locked else { return Ok(Err(FolderInUse)) };
         let lock = lock.with_context(|| format!("locking {}", name.display()))?;
@@ -200,6 +203,14 @@ impl Folder {
             );
         };
         Ok(Ok((Self { path: path.to_owned(), lock }, ledger)))
+    }
+
+    /// Opens the folder, for [`Ledger::keep_folder`].
+    ///
+    /// # Errors
+    /// EMFILE.
+    pub(crate) fn open_directory(&self) -> io::Result<File> {
+        File::open(&self.path)
     }
 
     /// Returns the path of the folder.
@@ -222,7 +233,13 @@ impl Folder {
             self.remove();
             return Err(error).with_context(|| format!("writing {}", path.display()));
         }
-        fs::remove_file(self.path.join(LEDGER)).context("removing the ledger")
+        let files = fs::read_dir(&self.path).with_context(|| format!("reading {}", self.path.display()))?;
+        let names = files.filter_map(|file| Some(file.ok()?.file_name())).filter(|name| name != Self::LEFT);
+        // The ledger is the last: without it, no process looks for the others.
+        let others: Vec<_> = names.filter(|name| name != LEDGER).collect();
+        let remove = |name: &OsStr| fs::remove_file(self.path.join(name));
+        others.iter().try_for_each(|name| remove(name)).context("removing what a successor would need")?;
+        remove(OsStr::new(LEDGER)).context("removing the ledger")
     }
 
     /// Returns the folders with such a note.
@@ -252,8 +269,8 @@ fn starter_lives(folder: &Path) -> bool {
     starter.is_some_and(lives)
 }
 
-/// Calls `make` with a path that does not exist yet: `name`, or `name` with a number. Starters in two pid namespaces
-/// can have the same pid and start time.
+/// Calls `make` with a path that does not exist yet: `name`, or `name` with a number. Starters in two pid
+/// namespaces can have the same pid and start time.
 fn in_new_folder<T>(
     root: &Path,
     name: &str,
@@ -280,7 +297,7 @@ fn open(folder: &Path) -> io::Result<File> {
     File::options().read(true).write(true).open(folder.join(LEDGER))
 }
 
-/// Locks a ledger; none if another process has the lock.
+/// Locks a ledger, or `None` if another process has the lock.
 fn lock(file: File, how: TryLock) -> io::Result<Option<File>> {
     Ok(acquired(how(&file))?.then_some(file))
 }

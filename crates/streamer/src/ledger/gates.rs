@@ -18,13 +18,13 @@ pub(super) const MAX_GATES: usize = 1024;
 
 /// Why a gate could not be closed.
 #[derive(Debug, thiserror::Error)]
-pub enum NotShut {
+pub enum NotClosed {
     /// The table of gates is full.
     #[error("one restore has more than {MAX_GATES} processes that use GPUs")]
     TooMany,
     /// The note that forbids a dump could not be written.
     #[error("note in {DUMP_BLOCKS} that a process is not to be dumped yet")]
-    NotTold(#[source] io::Error),
+    NotNoted(#[source] io::Error),
 }
 
 /// The closed gates, at most [`MAX_GATES`]. All-zero memory has none.
@@ -50,12 +50,12 @@ impl Gates {
     ///
     /// # Errors
     /// Too many gates are closed, or the note that forbids a dump cannot be written.
-    pub fn shut(&self, process: OwnedFd) -> Result<RawFd, NotShut> {
+    pub fn close(&self, process: OwnedFd) -> Result<RawFd, NotClosed> {
         let free = self.gates.iter().find(|gate| gate.process.load(Ordering::Acquire) == 0);
-        let free = free.ok_or(NotShut::TooMany)?;
-        let id = process_id(&process).map_err(NotShut::NotTold)?;
+        let free = free.ok_or(NotClosed::TooMany)?;
+        let id = process_id(&process).map_err(NotClosed::NotNoted)?;
         if let Some(id) = id {
-            id.block_dump().map_err(NotShut::NotTold)?;
+            id.block_dump().map_err(NotClosed::NotNoted)?;
         }
         free.pid.store(id.map_or(0, |id| id.pid), Ordering::Relaxed);
         free.started.store(id.map_or(0, |id| id.started), Ordering::Relaxed);
@@ -127,7 +127,7 @@ impl GateSlot {
     }
 }
 
-/// Returns the identity of a process; none if it has ended.
+/// Returns the identity of a process, or `None` if it has ended.
 fn process_id(process: &OwnedFd) -> io::Result<Option<ProcessId>> {
     let pid = match sys::pidfd_pid(process.as_raw_fd()) {
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
@@ -167,8 +167,8 @@ mod tests {
         need!(ready());
         let gates = Ledger::new().unwrap().gates();
         let ((one, first), (two, second)) = (sleeper(), sleeper());
-        let [one_s, two_s] =
-            [&one, &two].map(|child| gates.shut(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap());
+        let [one_s, two_s] = [&one, &two]
+            .map(|child| gates.close(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap());
         assert!(first.is_dump_blocked().unwrap() && second.is_dump_blocked().unwrap());
         gates.opened(one_s);
         assert!(!first.is_dump_blocked().unwrap() && second.is_dump_blocked().unwrap() && gates.any());
@@ -183,7 +183,7 @@ mod tests {
         let gates = Ledger::new().unwrap().gates();
         assert_eq!(gates.end_all(), 0, "no gate was closed");
         let (child, gated) = sleeper();
-        let process = gates.shut(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap();
+        let process = gates.close(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap();
         assert_eq!(gates.end_all(), 1);
         assert!(!gated.is_dump_blocked().unwrap());
         ends(child);
@@ -198,7 +198,7 @@ mod tests {
         let process = sys::pidfd_open(child.id().cast_signed()).unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
-        gates.shut(process).unwrap();
+        gates.close(process).unwrap();
         assert!(!gated.is_dump_blocked().unwrap());
     }
 }

@@ -171,7 +171,7 @@ impl Inbox {
         }
     }
 
-    /// Calls `recvmsg` once, into the ledger. Returns the bytes received; none if it would wait.
+    /// Calls `recvmsg` once, into the ledger. Returns the bytes received, or `None` if it would wait.
     fn receive(&self, socket: BorrowedFd<'_>, step: u32, wanted: usize) -> io::Result<Option<usize>> {
         let area = self.area();
         let mut byte = 0_u8;

@@ -1,24 +1,32 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Records how one address space's layout differs from its image, in memory that outlives the worker.
+//! Records how one address space's layout differs from its image, in a file that outlives every process.
 //!
-//! A memory file has two halves. Records are appended to one; when it is full, the current layout is written
-//! to the other, which then takes its place. One 64-bit word in the slot commits each step: `half << 63 |
-//! records << 8 | applied`, where `applied` counts the received messages that are processed. A worker that
-//! dies between two instructions leaves either the old word or the new one.
+//! The file is in the session's folder below `/run`, where root alone can open it. It has two halves. Records
+//! are appended to one; when it is full, the current layout is written to the other, which then takes its
+//! place. One 64-bit word in the slot commits each step: `half << 63 | records << 8 | applied`, where
+//! `applied` counts the received messages that are processed. A worker that dies between two instructions
+//! leaves either the old word or the new one.
+//!
+//! Records are written by system calls and not through a mapping, because a write that a full file system
+//! refuses is then an error, and not a SIGBUS.
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd as _, RawFd};
+use std::mem::ManuallyDrop;
+use std::os::fd::{IntoRawFd as _, RawFd};
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::Ordering;
 
-use memmap2::MmapRaw;
+use nix::fcntl::{FallocateFlags, fallocate};
 use rewake_pager::{Change, PageIx, Segment};
 use rewake_uffd::abi::EVENT_FORK;
 use rewake_uffd::{Message, RawMessage, Uffd};
+use tracing::warn;
 
-use super::{MAX_MESSAGES, SpaceSlot};
+use super::{Ledger, MAX_MESSAGES, SpaceSlot};
 use crate::sys;
 
-/// Records in a half: 512 KiB of 32-byte records. The kernel allocates pages as records are written.
+/// Records in a half: 512 KiB of 32-byte records.
 const HALF: usize = 16 * 1024;
 const RECORD: usize = 32;
 
@@ -33,7 +41,7 @@ type Record = [u64; 4];
 /// The contents of a journal.
 #[derive(Debug, Default)]
 pub struct Replay {
-    /// The layout to start from; none if it is the image's own.
+    /// The layout to start from, or `None` if it is the image's own.
     pub snapshot: Option<Vec<Segment>>,
     /// The changes since then.
     pub changes: Vec<Change>,
@@ -43,7 +51,8 @@ pub struct Replay {
 #[derive(Debug)]
 pub struct Journal {
     slot: &'static SpaceSlot,
-    map: MmapRaw,
+    /// The slot owns the descriptor, and closes it when it is retired.
+    file: ManuallyDrop<File>,
 }
 
 impl std::fmt::Debug for SpaceSlot {
@@ -75,33 +84,37 @@ impl Journal {
     /// Makes an empty journal for a slot that is taken and not yet live.
     ///
     /// # Errors
-    /// EMFILE, ENOMEM.
-    pub fn create(slot: &'static SpaceSlot) -> io::Result<Self> {
-        let file = sys::memory_file(c"rewake-journal", (2 * HALF * RECORD) as u64)?;
-        let map = MmapRaw::map_raw(file.as_raw_fd())?;
+    /// EMFILE, ENOSPC.
+    pub fn create(ledger: Ledger, slot: &'static SpaceSlot) -> io::Result<Self> {
+        let file = ledger.new_journal_file(slot)?;
         slot.commit.store(0, Ordering::Relaxed);
-        slot.journal.store(std::os::fd::IntoRawFd::into_raw_fd(file), Ordering::Release);
-        let mut journal = Self { slot, map };
+        slot.journal.store(file.into_raw_fd(), Ordering::Release);
+        let mut journal = Self::open(slot);
         journal.messages().fill(RawMessage::default());
         Ok(journal)
     }
 
-    /// Opens the journal that a dead worker left in `slot`.
-    ///
-    /// # Errors
-    /// The journal file cannot be mapped.
-    pub fn open(slot: &'static SpaceSlot) -> io::Result<Self> {
-        let fd: RawFd = slot.journal.load(Ordering::Acquire);
-        Ok(Self { slot, map: MmapRaw::map_raw(fd)? })
+    /// Opens the journal of `slot`: the one that a dead worker has left in it.
+    #[must_use]
+    pub fn open(slot: &'static SpaceSlot) -> Self {
+        let number: RawFd = slot.journal.load(Ordering::Acquire);
+        // SAFETY: the slot owns the descriptor, and this file is never dropped. The reactor that has the
+        // journal drops it before it retires the slot, which closes the descriptor.
+        let file = unsafe { sys::take_over(number) };
+        Self { slot, file: ManuallyDrop::new(file.into()) }
     }
 
     /// Reads the journal. Messages that are received and not processed stay in the message area.
-    #[must_use]
-    pub fn replay(&self) -> Replay {
+    ///
+    /// # Errors
+    /// The file is shorter than what was noted, or the kernel's.
+    pub fn replay(&self) -> io::Result<Replay> {
         let commit = self.commit();
         let mut replay = Replay::default();
-        for index in 0..commit.records {
-            match self.record(commit.half, index) {
+        let mut bytes = vec![0; commit.records * RECORD];
+        self.file.read_exact_at(&mut bytes, offset(commit.half, 0))?;
+        for record in bytes.as_chunks().0 {
+            match decode(record) {
                 [SNAPSHOT, ..] => replay.snapshot = Some(Vec::new()),
                 [SEGMENT, target, page, pages] => {
                     let segment = Segment { target, page: PageIx(page), pages };
@@ -114,7 +127,7 @@ impl Journal {
                 _ => {}
             }
         }
-        replay
+        Ok(replay)
     }
 
     /// Returns the messages that are received and not yet processed, with their index.
@@ -160,8 +173,11 @@ impl Journal {
             Change::Unmap { start, end } => [UNMAP, start, end, 0],
             Change::Remap { from, to, len } => [REMAP, from, to, len],
         };
-        self.write(commit.half, commit.records, record);
-        self.store(Commit { half: commit.half, records: commit.records + 1, applied: index + 1 });
+        let records = match self.file.write_all_at(&encode(&record), offset(commit.half, commit.records)) {
+            Ok(()) => commit.records + 1,
+            Err(error) => self.is_lost(&error),
+        };
+        self.store(Commit { half: commit.half, records, applied: index + 1 });
     }
 
     /// Notes that message `index` is processed: a successor ignores it.
@@ -172,19 +188,34 @@ impl Journal {
     /// Starts the journal again with the whole layout, and notes that `applied` messages are processed.
     pub fn rewrite(&mut self, layout: &[Segment], applied: usize) {
         let commit = self.commit();
-        if layout.len() >= HALF {
-            // Too fragmented to hold: this worker serves it as before, and a successor may only kill the
-            // process.
-            self.slot.lossy.store(1, Ordering::Release);
-            self.store(Commit { half: commit.half, records: 0, applied });
-            return;
-        }
         let half = 1 - commit.half;
-        self.write(half, 0, [SNAPSHOT, 0, 0, 0]);
-        for (index, segment) in layout.iter().enumerate() {
-            self.write(half, index + 1, [SEGMENT, segment.target, segment.page.0, segment.pages]);
+        if let Err(error) = self.write_layout(half, layout) {
+            return self.store(Commit { half: commit.half, records: self.is_lost(&error), applied });
         }
         self.store(Commit { half, records: layout.len() + 1, applied });
+        // The other half is not needed any more; its memory counts as that of `/run`.
+        let (at, bytes) = (offset(commit.half, 0).cast_signed(), (HALF * RECORD) as i64);
+        let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let _ = fallocate(&*self.file, punch, at, bytes);
+    }
+
+    fn write_layout(&self, half: usize, layout: &[Segment]) -> io::Result<()> {
+        if layout.len() >= HALF {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let segments = layout.iter().map(|of| [SEGMENT, of.target, of.page.0, of.pages]);
+        let records: Vec<u8> =
+            [[SNAPSHOT, 0, 0, 0]].into_iter().chain(segments).flat_map(|record| encode(&record)).collect();
+        self.file.write_all_at(&records, offset(half, 0))
+    }
+
+    /// Notes that the layout is too fragmented to hold, or that the file system is full: this worker serves
+    /// the process as before, and a successor may only kill it. Returns that there are no records.
+    fn is_lost(&self, error: &io::Error) -> usize {
+        if self.slot.lossy.swap(1, Ordering::AcqRel) == 0 {
+            warn!(%error, "a process's journal is lost: if this worker dies, the process is killed");
+        }
+        0
     }
 
     fn commit(&self) -> Commit {
@@ -200,22 +231,27 @@ impl Journal {
         // is borrowed exclusively here; no other process accesses the area.
         unsafe { &mut *self.slot.messages.get() }
     }
+}
 
-    fn at(&self, half: usize, index: usize) -> *mut Record {
-        assert!(half < 2 && index < HALF);
-        // SAFETY: inside the mapping of 2 * HALF records, by the assertion above.
-        unsafe { self.map.as_mut_ptr().cast::<Record>().add(half * HALF + index) }
-    }
+/// Where a record is in the file.
+fn offset(half: usize, index: usize) -> u64 {
+    ((half * HALF + index) * RECORD) as u64
+}
 
-    fn record(&self, half: usize, index: usize) -> Record {
-        // SAFETY: `at` is in bounds and aligned (page-aligned mapping); only this process uses the file.
-        unsafe { self.at(half, index).read() }
+fn encode(record: &Record) -> [u8; RECORD] {
+    let mut bytes = [0; RECORD];
+    for (place, number) in bytes.as_chunks_mut().0.iter_mut().zip(record) {
+        *place = number.to_ne_bytes();
     }
+    bytes
+}
 
-    fn write(&mut self, half: usize, index: usize, record: Record) {
-        // SAFETY: as in `record`; exclusive by &mut self.
-        unsafe { self.at(half, index).write(record) }
+fn decode(bytes: &[u8; RECORD]) -> Record {
+    let mut record = [0; 4];
+    for (place, number) in record.iter_mut().zip(bytes.as_chunks().0) {
+        *place = u64::from_ne_bytes(*number);
     }
+    record
 }
 
 /// Returns the descriptors of forked children that are received and have no slot of their own yet.
@@ -256,7 +292,7 @@ mod tests {
     fn journal() -> Journal {
         let ledger = Ledger::new().unwrap();
         let index = ledger.take_space().unwrap();
-        Journal::create(&ledger.spaces()[index]).unwrap()
+        Journal::create(ledger, &ledger.spaces()[index]).unwrap()
     }
 
     fn change(page: u64) -> Change {
@@ -268,7 +304,7 @@ mod tests {
         let mut journal = journal();
         journal.record_change(0, &change(1), Vec::new);
         journal.record_change(1, &Change::Remap { from: 4096, to: 8192, len: 4096 }, Vec::new);
-        let replay = Journal::open(journal.slot).unwrap().replay();
+        let replay = Journal::open(journal.slot).replay().unwrap();
         assert!(replay.snapshot.is_none());
         assert_eq!(replay.changes, [change(1), Change::Remap { from: 4096, to: 8192, len: 4096 }]);
     }
@@ -281,7 +317,7 @@ mod tests {
             journal.record_change(0, &change(1), || layout.clone());
         }
         journal.record_change(0, &change(2), Vec::new);
-        let replay = journal.replay();
+        let replay = journal.replay().unwrap();
         assert_eq!(replay.snapshot.as_deref(), Some(layout.as_slice()));
         assert_eq!(replay.changes, [change(2)]);
     }
@@ -303,8 +339,8 @@ mod tests {
         journal.messages()[0] = raw(1);
         journal.messages()[1] = raw(2);
         journal.record_change(0, &change(1), Vec::new);
-        let mut successor = Journal::open(journal.slot).unwrap();
-        assert_eq!(successor.replay().changes, [change(1)]);
+        let mut successor = Journal::open(journal.slot);
+        assert_eq!(successor.replay().unwrap().changes, [change(1)]);
         assert_eq!(successor.pending(), [(1, Message::Remove { start: 8192, end: 12288 })]);
     }
 }

@@ -16,6 +16,7 @@ mod folder;
 mod gates;
 mod handshake;
 mod journal;
+mod parked_stores;
 mod session_slot;
 pub mod session_store;
 mod space_slot;
@@ -23,20 +24,25 @@ mod space_slot;
 use std::fs::File;
 use std::io;
 use std::mem::offset_of;
-use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use nix::fcntl::FallocateFlags;
+use nix::fcntl::{FallocateFlags, OFlag, openat};
 use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::stat::Mode;
 use nix::time::{ClockId, clock_gettime};
 
 pub use folder::{Folder, FolderInUse, Starter, root};
-pub use gates::{Gates, NotShut};
+pub use gates::{Gates, NotClosed};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
+pub(crate) use parked_stores::{ParkedStore, ParkedStores};
 pub use session_slot::{SessionOutcome, SessionSlot, SessionState};
 pub use space_slot::SpaceSlot;
+
+use crate::ledger::fd_store::FdStore;
+use crate::sys;
 
 /// Address spaces that one streamer watches at once: every task of the restore, and the children that they
 /// fork. There are fewer where this user may write no file of the ledger's length.
@@ -47,7 +53,7 @@ pub const MAX_MESSAGES: usize = 32;
 pub const MAX_PATH: usize = 2048;
 
 /// First bytes of a ledger: a program maps only ledgers of its own layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"rewake-3");
+const MAGIC: u64 = u64::from_le_bytes(*b"rewake-5");
 
 const FREE: u32 = 0;
 const LIVE: u32 = 1;
@@ -64,6 +70,13 @@ pub fn wants_room(error: &io::Error) -> bool {
     let errno = error.raw_os_error();
     error.kind() == io::ErrorKind::QuotaExceeded
         || errno.is_some_and(|errno| store.contains(&errno) || kernel.contains(&errno))
+}
+
+/// Takes the descriptor out of a place of the ledger that owns it.
+fn take(place: &AtomicI32) -> Option<OwnedFd> {
+    let number = place.swap(NO_FD, Ordering::AcqRel);
+    // SAFETY: the place owned it, and this swap took it out.
+    (number != NO_FD).then(|| unsafe { sys::take_over(number) })
 }
 
 /// The whole shared memory.
@@ -83,6 +96,8 @@ struct Layout {
     served_at: AtomicU64,
     /// Descriptors that hold calls that register memory, each as its number plus one. 0 is none.
     holds: [AtomicI32; 2],
+    /// The folder that the ledger is in, as its number plus one. 0 is none.
+    folder: AtomicI32,
     gates: Gates,
     session: SessionSlot,
     spaces: [SpaceSlot; MAX_SPACES],
@@ -115,11 +130,11 @@ impl Ledger {
     /// ENOMEM.
     #[cfg(test)]
     pub fn new() -> io::Result<Self> {
-        Self::in_file(&crate::sys::memory_file(c"rewake-ledger", 0)?.into())
+        Self::in_file(&rewake_process::descriptors::memory_file(c"rewake-ledger", 0)?)
     }
 
-    /// Makes an empty ledger in a new file, with all its blocks allocated. Where this process may not write a file of
-    /// that length (RLIMIT_FSIZE), the ledger has fewer slots.
+    /// Makes an empty ledger in a new file, with all its blocks allocated. Where this process may not write a
+    /// file of that length (RLIMIT_FSIZE), the ledger has fewer slots.
     ///
     /// A page that the file system refused later would be a SIGBUS.
     ///
@@ -145,7 +160,7 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// Maps the ledger in a file; none if another version of the program wrote it.
+    /// Maps the ledger in a file, or `None` if another version of the program wrote it.
     ///
     /// # Errors
     /// ENOMEM.
@@ -160,8 +175,8 @@ impl Ledger {
         Ok(own.then_some(ledger))
     }
 
-    /// Maps a file of this length, which is at most that of the layout. The slots that the file lacks are memory of
-    /// this process, and are never taken.
+    /// Maps a file of this length, which is at most that of the layout. The slots that the file lacks are
+    /// memory of this process, and are never taken.
     fn map(file: &File, length: usize) -> io::Result<Self> {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let map = |at: *mut libc::c_void, length, flags, file| {
@@ -200,9 +215,46 @@ impl Ledger {
     /// descriptors that held calls.
     pub fn forget_numbers(&self) {
         self.0.ready.store(0, Ordering::Release);
-        for hold in &self.0.holds {
-            hold.store(0, Ordering::Release);
+        for number in self.0.holds.iter().chain([&self.0.folder]) {
+            number.store(0, Ordering::Release);
         }
+    }
+
+    /// Keeps the folder that the ledger is in: journals are made in it.
+    pub(crate) fn keep_folder(&self, folder: File) {
+        self.0.folder.store(folder.into_raw_fd() + 1, Ordering::Release);
+    }
+
+    /// Opens a file of the session's folder, which root alone can do.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn open_file(&self, name: &str, flags: OFlag) -> io::Result<File> {
+        let number = self.0.folder.load(Ordering::Acquire) - 1;
+        if number == NO_FD {
+            // A test's ledger is in no folder.
+            #[cfg(test)]
+            return rewake_process::descriptors::memory_file(c"rewake-test", 0);
+            #[cfg(not(test))]
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        // SAFETY: the ledger owns it, and no process closes it as long as the ledger is used.
+        let folder = unsafe { BorrowedFd::borrow_raw(number) };
+        let flags = flags | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
+        Ok(openat(folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?.into())
+    }
+
+    /// Opens the file of a slot's journal, after the death of every process.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(crate) fn journal_file(&self, slot: &SpaceSlot) -> io::Result<File> {
+        self.open_file(&slot.journal_name(), OFlag::O_RDWR)
+    }
+
+    /// Makes the file of a slot's journal: empty, whatever an earlier life of the slot has left.
+    fn new_journal_file(&self, slot: &SpaceSlot) -> io::Result<File> {
+        self.open_file(&slot.journal_name(), OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_TRUNC)
     }
 
     /// Notes that this worker serves now. It does so once a second.
@@ -259,6 +311,20 @@ impl Ledger {
         self.live_spaces().filter(|(_, slot)| slot.abandoned.load(Ordering::Acquire) == 0)
     }
 
+    /// Opens the fd store of a restored process, and makes the store if the process's task has none.
+    ///
+    /// The session may not have received the task's userfaultfd yet, or never receives it, as CRIU loads the
+    /// memory itself.
+    ///
+    /// # Errors
+    /// ESRCH: the process has ended. EMFILE, ENOMEM, E2BIG.
+    pub(crate) fn store_of_process(&self, pid: i32) -> io::Result<FdStore> {
+        // CRIU names a task by its pid in the task's own namespace.
+        let task = rewake_process::proc::status(pid).and_then(|status| status.own_number);
+        let task = task.ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
+        Ok(self.session().stores.of_task(task)?.1)
+    }
+
     /// Returns all space slots, also those that were never taken.
     #[must_use]
     pub fn capacity(&self) -> &'static [SpaceSlot] {
@@ -299,6 +365,7 @@ impl Ledger {
         }
         slot.lossy.store(0, Ordering::Relaxed);
         slot.host_pid.store(0, Ordering::Relaxed);
+        slot.store.store(parked_stores::NO_STORE, Ordering::Relaxed);
         slot.commit.store(0, Ordering::Relaxed);
         Some(index)
     }
@@ -321,7 +388,7 @@ impl Ledger {
             .into_iter()
             .flat_map(SessionSlot::descriptors)
             .chain(self.live_spaces().flat_map(move |(_, slot)| of_space(slot)))
-            .chain(self.0.holds.iter().map(|hold| hold.load(Ordering::Acquire) - 1))
+            .chain(self.0.holds.iter().chain([&self.0.folder]).map(|hold| hold.load(Ordering::Acquire) - 1))
             .filter(|&fd| fd != NO_FD)
     }
 
@@ -356,11 +423,13 @@ impl Ledger {
 
 #[cfg(test)]
 mod tests {
+    use rewake_process::descriptors::memory_file;
+
     use super::*;
 
     #[test]
     fn a_file_that_may_not_be_longer_has_fewer_slots() {
-        let file = || -> File { crate::sys::memory_file(c"ledger", 0).unwrap().into() };
+        let file = || -> File { memory_file(c"ledger", 0).unwrap() };
         let slots = |count: usize| (offset_of!(Layout, spaces) + count * size_of::<SpaceSlot>()) as u64;
         let (short, most) = (file(), slots(3) + 100);
         let ledger = Ledger::in_file_of(&short, most).unwrap();

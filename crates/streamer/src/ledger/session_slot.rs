@@ -2,12 +2,11 @@
 //! The session in the ledger.
 
 use std::io;
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::os::fd::IntoRawFd as _;
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
-use super::{Inbox, MAX_PATH, NO_FD, bytes};
+use super::{Inbox, MAX_PATH, NO_FD, ParkedStores, bytes, take};
 use crate::ledger::fd_store::FdStore;
-use crate::sys;
 
 /// The state of a session slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,12 +67,11 @@ pub struct SessionSlot {
     pub listener: AtomicI32,
     /// The connection with the restore, or [`NO_FD`].
     pub connection: AtomicI32,
-    /// The [fd store](crate::ledger::fd_store), or [`NO_FD`].
-    pub store: AtomicI32,
-    /// The end of the fd store that puts entries in, or [`NO_FD`].
-    pub writer: AtomicI32,
-    /// The store's inode, which identifies a target's copy of it.
-    pub inode: AtomicU64,
+    /// The streamer's own [fd store](crate::ledger::fd_store), then the end that puts entries in, or
+    /// [`NO_FD`].
+    own: [AtomicI32; 2],
+    /// The stores that targets have.
+    pub(crate) stores: ParkedStores,
     /// The handshake message that is being received.
     pub inbox: Inbox,
     images: PathCell,
@@ -93,8 +91,8 @@ impl SessionSlot {
         matches!(self.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
     }
 
-    /// Returns whether a restore has connected, and the session is not closed yet: its processes may still have
-    /// the fd store.
+    /// Returns whether a restore has connected, and the session is not closed yet: its processes may still
+    /// have the fd store.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         self.is_connected() || self.state() == SessionState::Closing
@@ -115,7 +113,8 @@ impl SessionSlot {
         self.resident.store(1, Ordering::Release);
     }
 
-    /// Returns whether all memory of an address space has become resident, under this worker or one before it.
+    /// Returns whether all memory of an address space has become resident, under this worker or one before
+    /// it.
     #[must_use]
     pub fn any_resident(&self) -> bool {
         self.resident.load(Ordering::Acquire) != 0
@@ -129,51 +128,63 @@ impl SessionSlot {
     /// Clears everything but the paths.
     pub(super) fn reset(&self) {
         self.tasks.store(0, Ordering::Relaxed);
-        self.inode.store(0, Ordering::Relaxed);
         self.forget_numbers();
         self.inbox.reset();
     }
 
     /// Returns the descriptors that a successor needs.
     pub(super) fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
-        let own = [&self.listener, &self.connection, &self.store, &self.writer];
-        own.map(|fd| fd.load(Ordering::Acquire)).into_iter().chain(self.inbox.descriptor())
+        let own = self.numbers().map(|fd| fd.load(Ordering::Acquire));
+        let all: Vec<i32> = own.chain(self.stores.descriptors()).collect();
+        all.into_iter().chain(self.inbox.descriptor())
     }
 
-    /// Returns the fd store, if the session has one.
-    #[must_use]
-    pub fn fd_store(&self) -> Option<FdStore> {
-        let [store, writer] = [&self.store, &self.writer].map(|number| number.load(Ordering::Acquire));
-        if store == NO_FD { None } else { FdStore::of(store, writer).ok() }
+    fn numbers(&self) -> impl Iterator<Item = &AtomicI32> {
+        [&self.listener, &self.connection].into_iter().chain(&self.own)
+    }
+
+    /// Makes the streamer's own fd store.
+    ///
+    /// # Errors
+    /// EMFILE, ENOMEM.
+    pub fn make_own_store(&self) -> io::Result<FdStore> {
+        let (store, writer) = FdStore::create()?;
+        for (number, end) in self.own.iter().zip([store, writer]) {
+            number.store(end.into_raw_fd(), Ordering::Release);
+        }
+        self.own_store()
+    }
+
+    /// Returns the streamer's own fd store.
+    ///
+    /// # Errors
+    /// EBADF: the session has none.
+    pub fn own_store(&self) -> io::Result<FdStore> {
+        let [store, writer] = [&self.own[0], &self.own[1]].map(|number| number.load(Ordering::Acquire));
+        FdStore::of(store, writer)
     }
 
     /// Clears all descriptors: their table no longer exists.
     pub fn forget_numbers(&self) {
-        for number in [&self.listener, &self.connection, &self.store, &self.writer] {
-            number.store(NO_FD, Ordering::Release);
-        }
+        self.numbers().for_each(|number| number.store(NO_FD, Ordering::Release));
+        self.stores.forget_numbers();
         self.inbox.done();
     }
 
-    /// Takes the fd store and its writer out of the slot, if it has them. The inode stays: processes may
-    /// still have the store.
-    pub fn take_store(&self) -> Option<(OwnedFd, OwnedFd)> {
-        let [store, writer] = [&self.store, &self.writer].map(|number| number.swap(NO_FD, Ordering::AcqRel));
-        if store == NO_FD || writer == NO_FD {
-            return None;
-        }
-        // SAFETY: the slot owned both, and these swaps took them out.
-        Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
+    /// Closes the streamer's own fd store.
+    pub(crate) fn close_own_store(&self) {
+        self.own.iter().for_each(|number| drop(take(number)));
     }
 
-    /// Ends the session, when no process has its fd store any more.
+    /// Ends the session, when no process has a store of it any more.
     pub fn free(&self) {
         self.end(SessionState::Free);
     }
 
     /// [`SessionSlot::free`], in this state.
     pub(crate) fn end(&self, state: SessionState) {
-        drop(self.take_store());
+        self.close_own_store();
+        self.stores.close();
         self.set_state(state);
     }
 

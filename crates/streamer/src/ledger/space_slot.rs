@@ -4,9 +4,10 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
+use nix::unistd::ftruncate;
 use rewake_uffd::RawMessage;
 
-use super::{FREE, LIVE, MAX_MESSAGES, NO_FD, TAKEN};
+use super::{FREE, LIVE, MAX_MESSAGES, NO_FD, TAKEN, take};
 use crate::ledger::fd_store::{EntryKind, StoreEntry};
 use crate::sys;
 
@@ -27,6 +28,8 @@ pub struct SpaceSlot {
     pub image_pid: AtomicI32,
     /// The pid on this host; 0 for a child forked after the restore, whose pid is in no event.
     pub host_pid: AtomicI32,
+    /// The number of the store that has its userfaultfd: a forked child's is in its parent's.
+    pub(super) store: AtomicU32,
     /// The userfaultfd.
     pub uffd: AtomicI32,
     /// The process descriptor, or [`NO_FD`].
@@ -60,6 +63,23 @@ impl SpaceSlot {
         StoreEntry { kind: EntryKind::Space, index, life }
     }
 
+    /// Returns the number of the store that has its userfaultfd.
+    #[must_use]
+    pub(crate) fn store_number(&self) -> u32 {
+        self.store.load(Ordering::Acquire)
+    }
+
+    /// Notes the number of the store that has its userfaultfd.
+    pub(crate) fn set_store_number(&self, number: u32) {
+        self.store.store(number, Ordering::Release);
+    }
+
+    /// Returns the name of the journal's file in the session's folder.
+    #[must_use]
+    pub(crate) fn journal_name(&self) -> String {
+        format!("journal-{}", self.index.load(Ordering::Acquire))
+    }
+
     /// Makes the complete slot visible to successors.
     pub fn publish(&self) {
         self.live.store(LIVE, Ordering::Release);
@@ -72,13 +92,11 @@ impl SpaceSlot {
     /// filling pages.
     pub fn retire(&self) {
         self.live.store(TAKEN, Ordering::Release);
-        for number in [&self.pidfd, &self.journal] {
-            let number = number.swap(NO_FD, Ordering::AcqRel);
-            if number != NO_FD {
-                // SAFETY: the slot owned it, and this swap took it out.
-                drop(unsafe { sys::take_over(number) });
-            }
+        if let Some(journal) = take(&self.journal) {
+            // Its memory is free now, and not only when the session ends.
+            let _ = ftruncate(&journal, 0);
         }
+        drop(take(&self.pidfd));
         self.live.store(FREE, Ordering::Release);
     }
 

@@ -2,71 +2,28 @@
 //! Confines the planner before it reads the first byte of an image (decision 16).
 //!
 //! * Limits ([`super`]): address space, CPU time, length of the plan; no core file.
-//! * Landlock, where the kernel has it: it may read files below the image's directories, the files that symbolic
-//!   links there lead to, and nothing else.
+//! * Landlock, where the kernel has it: it may read files below the image's directories, the files that
+//!   symbolic links there lead to, and nothing else.
 //! * seccomp: it may open files for reading, read, write to what it has open, and use memory.
 //!
 //! Both also forbid new privileges.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd as _;
 
-use landlock::{
-    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, RestrictionStatus, Ruleset,
-    RulesetAttr as _, RulesetCreatedAttr as _, RulesetError,
-};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::resource::Resource;
 use rewake_criu_images::ImageDir;
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
-};
+use rewake_process::sandbox::{self, Readable, SystemCalls, limit};
 
-use super::{MEMORY, PLAN, TIME, failed};
+use super::{MEMORY, PLAN, TIME_LIMIT, failed};
 
-/// System calls that a planner may make with any arguments.
+/// System calls that a planner may make with any arguments, in addition to the calls of a confined process
+/// that reads files.
 ///
 /// It has no descriptor that they could harm: the socket, the memory files, and files of the image that are
 /// open for reading.
-const ALLOWED: &[libc::c_long] = &[
-    // Files.
-    libc::SYS_read,
-    libc::SYS_pread64,
-    libc::SYS_readv,
-    libc::SYS_lseek,
-    libc::SYS_fstat,
-    libc::SYS_newfstatat,
-    libc::SYS_statx,
-    libc::SYS_readlinkat,
-    libc::SYS_getdents64,
-    libc::SYS_close,
-    libc::SYS_flock,
-    // The plan, the reports, and the last words.
-    libc::SYS_write,
-    libc::SYS_writev,
-    libc::SYS_sendmsg,
-    // Memory.
-    libc::SYS_brk,
-    libc::SYS_munmap,
-    libc::SYS_mremap,
-    libc::SYS_madvise,
-    libc::SYS_futex,
-    libc::SYS_getrandom,
-    // The end, also by a panic.
-    libc::SYS_clock_gettime,
-    libc::SYS_getpid,
-    libc::SYS_gettid,
-    libc::SYS_geteuid,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_sigaltstack,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_readlink,
-];
+const ALLOWED: &[libc::c_long] = &[libc::SYS_flock];
 
 /// Confines this process, for good.
 ///
@@ -74,67 +31,36 @@ const ALLOWED: &[libc::c_long] = &[
 /// The kernel refuses a limit or has no seccomp filters: then no image is parsed.
 pub(super) fn confine(directories: &[&ImageDir]) -> io::Result<()> {
     limit(Resource::RLIMIT_AS, MEMORY)?;
-    limit(Resource::RLIMIT_CPU, TIME.as_secs())?;
+    limit(Resource::RLIMIT_CPU, TIME_LIMIT.as_secs())?;
     limit(Resource::RLIMIT_FSIZE, PLAN)?;
     limit(Resource::RLIMIT_CORE, 0)?;
     // A kernel without Landlock does not enforce it. The streamer's check of the pages files remains.
+    allow_images(directories)?;
+    SystemCalls::for_reading(ALLOWED)?.confine()
+}
+
+/// Confines this process, for good, before it reads images. It may read files of these directories, start
+/// threads, and write to what it has open.
+///
+/// # Errors
+/// The kernel has no seccomp filters, or a directory cannot be listed.
+pub fn confine_to_images(directories: &[&ImageDir]) -> io::Result<()> {
+    allow_images(directories)?;
+    SystemCalls::for_reading(&[])?.with_threads().confine()
+}
+
+fn allow_images(directories: &[&ImageDir]) -> io::Result<()> {
     let linked = directories.iter().map(|directory| directory.linked_files());
     let linked = linked.collect::<Result<Vec<_>, _>>().map_err(|error| failed("symbolic links", error))?;
-    allow_reading(directories, linked.into_iter().flatten()).map_err(|error| failed("Landlock", error))?;
-    let filter = filter().map_err(|error| failed("seccomp", error))?;
-    seccompiler::apply_filter(&filter).map_err(|error| failed("seccomp", error))
+    allow_reading(directories, &linked.into_iter().flatten().collect::<Vec<File>>()).map(drop)
 }
 
-/// Sets a limit, unless this process has a lower one already.
-fn limit(resource: Resource, value: u64) -> io::Result<()> {
-    let set = getrlimit(resource).and_then(|(_, most)| setrlimit(resource, value.min(most), value.min(most)));
-    set.map_err(|errno| failed(&format!("{resource:?}"), errno))
-}
-
-/// Restricts this thread to the files below these directories, and to these other files.
-fn allow_reading(
-    directories: &[&ImageDir],
-    files: impl Iterator<Item = File>,
-) -> Result<RestrictionStatus, RulesetError> {
-    let below = directories.iter().map(|directory| {
-        Ok::<_, RulesetError>(PathBeneath::new(directory, AccessFs::ReadFile | AccessFs::ReadDir))
-    });
-    let files = files.map(|file| Ok::<_, RulesetError>(PathBeneath::new(file, AccessFs::ReadFile)));
-    // On an older kernel, what it does not know is not restricted.
-    Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(ABI::V5))?
-        .create()?
-        .add_rules(below)?
-        .add_rules(files)?
-        .restrict_self()
-}
-
-fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        ALLOWED.iter().map(|number| (*number, Vec::new())).collect();
-    // Argument `index` has no bit of `mask`.
-    let none_of = |index: u8, mask: u64| {
-        let is = SeccompCmpOp::MaskedEq(mask);
-        SeccompRule::new(vec![SeccompCondition::new(index, SeccompCmpArgLen::Dword, is, 0)?])
-    };
-    let is = |index: u8, value: libc::c_int| {
-        let value = u64::from(value.cast_unsigned());
-        let equal = SeccompCmpOp::Eq;
-        SeccompRule::new(vec![SeccompCondition::new(index, SeccompCmpArgLen::Dword, equal, value)?])
-    };
-    let bits = |flags: libc::c_int| u64::from(flags.cast_unsigned());
-    let writing = bits(libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC);
-    rules.insert(libc::SYS_openat, vec![none_of(2, writing)?]);
-    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
-        rules.insert(call, vec![none_of(2, bits(libc::PROT_EXEC))?]);
-    }
-    let copies = [is(1, libc::F_DUPFD_CLOEXEC)?, is(1, libc::F_GETFD)?, is(1, libc::F_GETFL)?];
-    rules.insert(libc::SYS_fcntl, copies.into());
-    // `abort` signals a thread of this process.
-    rules.insert(libc::SYS_tgkill, vec![is(0, std::process::id().cast_signed())?]);
-    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)?.try_into()
+/// Restricts this thread to the files below these directories, and to these other files. Returns whether the
+/// kernel has Landlock.
+fn allow_reading(directories: &[&ImageDir], linked: &[File]) -> io::Result<bool> {
+    let below = directories.iter().map(|directory| Readable::Folder(directory.as_fd()));
+    let files = linked.iter().map(|file| Readable::File(file.as_fd()));
+    sandbox::allow_reading(below.chain(files))
 }
 
 #[cfg(test)]
@@ -143,11 +69,9 @@ mod tests {
     use std::os::unix::fs::symlink;
     use std::thread;
 
-    use landlock::RulesetStatus;
     use nix::sys::signal::Signal;
-    use nix::sys::wait::{WaitStatus, waitpid};
-    use nix::unistd::{ForkResult, fork};
     use rewake_skip::skip;
+    use rewake_testkit::confined::signal_of;
 
     use super::*;
 
@@ -163,14 +87,14 @@ mod tests {
         let linked: Vec<File> = open[0].linked_files().unwrap().collect();
         // Landlock restricts the thread that asks for it.
         let confined = || {
-            let status = allow_reading(&open.each_ref(), linked.into_iter()).unwrap().ruleset;
+            let is_enforced = allow_reading(&open.each_ref(), &linked).unwrap();
             let linked = open[0].file("pages-2.img").map(|found| found.is_some());
             let pages = [&own, &parent, &store].map(|folder| read(folder, "pages-1.img"));
-            (status, pages, linked, fs::write(own.path().join("new"), ""))
+            (is_enforced, pages, linked, fs::write(own.path().join("new"), ""))
         };
-        let (status, [of_own, of_parent, of_store], linked, written) =
+        let (is_enforced, [of_own, of_parent, of_store], linked, written) =
             thread::scope(|scope| scope.spawn(confined).join()).unwrap();
-        if status == RulesetStatus::NotEnforced {
+        if !is_enforced {
             skip!("this kernel has no Landlock");
         }
         assert_eq!([of_own.unwrap(), of_parent.unwrap()], ["pages", "pages"]);
@@ -179,36 +103,27 @@ mod tests {
         assert_eq!(written.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 
-    /// Makes a system call in a child process with the filter. Returns the signal that ended it; none if it exited.
-    fn signal_of(call: impl Fn() -> i64) -> Option<Signal> {
-        // SAFETY: the child makes system calls and allocates, which glibc permits after a fork.
-        match unsafe { fork() }.unwrap() {
-            ForkResult::Child => {
-                // The filter permits signals to this process only, so it is made here.
-                let filter = filter().unwrap_or_default();
-                let _ = seccompiler::apply_filter(&filter);
-                call();
-                // SAFETY: it ends this process.
-                unsafe { libc::_exit(0) }
-            }
-            ForkResult::Parent { child } => match waitpid(child, None).unwrap() {
-                WaitStatus::Signaled(_, signal, _) => Some(signal),
-                WaitStatus::Exited(_, 0) => None,
-                other => panic!("{other:?}"),
-            },
-        }
+    /// The filter permits signals to this process only, so the child makes the filter.
+    fn planner() -> io::Result<()> {
+        SystemCalls::for_reading(ALLOWED)?.confine()
+    }
+
+    fn reader() -> io::Result<()> {
+        confine_to_images(&[])
     }
 
     #[test]
-    fn a_call_that_no_planner_needs_ends_it() {
+    fn a_call_that_reads_no_image_ends_the_process() {
         let other = nix::unistd::getppid().as_raw();
         // SAFETY: no call has an effect on memory.
-        let calls: [(&str, &dyn Fn() -> i64); 8] = unsafe {
+        let calls: [(&str, &dyn Fn() -> i64); 10] = unsafe {
             [
                 ("socket", &|| libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0).into()),
                 ("kill", &|| libc::kill(other, 0).into()),
                 ("tgkill", &|| libc::syscall(libc::SYS_tgkill, other, other, 0)),
-                ("fork", &|| libc::syscall(libc::SYS_fork)),
+                ("fork", &|| libc::syscall(libc::SYS_clone, libc::SIGCHLD)),
+                ("execve", &|| libc::syscall(libc::SYS_execve, c"/bin/true".as_ptr(), 0, 0)),
+                ("connect", &|| libc::connect(0, std::ptr::null(), 0).into()),
                 ("unlink", &|| libc::unlink(c"/nowhere".as_ptr()).into()),
                 ("open for writing", &|| libc::open(c"/dev/null".as_ptr(), libc::O_WRONLY).into()),
                 ("F_SETFL", &|| libc::fcntl(0, libc::F_SETFL, 0).into()),
@@ -216,12 +131,22 @@ mod tests {
             ]
         };
         for (what, call) in calls {
-            assert_eq!(signal_of(call), Some(Signal::SIGSYS), "{what}");
+            assert_eq!(signal_of(planner, call), Some(Signal::SIGSYS), "{what}");
+            // It starts threads by the same call as processes, which are confined, too.
+            let may = what == "fork";
+            assert_eq!(signal_of(reader, call), (!may).then_some(Signal::SIGSYS), "{what}");
         }
         let itself = || {
             // SAFETY: signal 0 has no effect.
             unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), libc::getpid(), 0) }
         };
-        assert_eq!(signal_of(itself), None);
+        assert_eq!(signal_of(planner, itself), None);
+        assert_eq!(signal_of(planner, thread), Some(Signal::SIGSYS));
+        assert_eq!(signal_of(reader, thread), None);
+    }
+
+    /// Starts a thread.
+    fn thread() -> i64 {
+        thread::spawn(|| 0).join().unwrap()
     }
 }

@@ -6,24 +6,25 @@
 //! planner`, opens and parses it ([`child`]):
 //!
 //! 1. It opens the image directory and its parents, and sends their descriptors. It has read no file by then.
-//! 2. It confines itself ([`confine`]): limits, Landlock, seccomp. It opens what symbolic links of the directories lead
-//!    to before that.
-//! 3. It leases the image, parses it and its manifest, and writes the plan into a memory file that the streamer
-//!    made. The plan has the checksums of the image's blocks.
+//! 2. It confines itself ([`confine`]): limits, Landlock, seccomp. It opens what symbolic links of the
+//!    directories lead to before that.
+//! 3. It leases the image, parses it and its manifest, and writes the plan into a memory file that the
+//!    streamer made. The plan has the checksums of the image's blocks.
 //! 4. It sends the descriptors of the pages files and leases.
 //!
 //! The streamer seals the memory file and reads it like a successor does
 //! ([`sealed`](crate::session::image)): it checks every number again. It also checks that every pages file is
-//! in one of the directories. A planner that exceeds [`TIME`] is killed.
+//! in one of the directories. A planner that exceeds [`TIME_LIMIT`] is killed.
 
 pub mod child;
 mod confine;
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -40,14 +41,16 @@ use rewake_criu_images::open;
 use rewake_plugin_protocol::Channel;
 use rewake_process::names::printable;
 use rewake_process::proc;
+use tokio::sync::oneshot;
 
 use crate::failure::{Failure, FailureCause};
 use crate::last_words::LastWords;
 use crate::session::image::draft::DraftRemote;
 use crate::session::image::remote_memory::RemoteMemory;
-use crate::session::image::{Image, LazyMemory, sealed};
-use crate::supervise::launch;
+use crate::session::image::{Image, LazyMemory, plan_file};
 use crate::sys;
+
+pub use self::confine::confine_to_images;
 
 /// The hidden command that is the planner.
 pub const COMMAND: &str = "planner";
@@ -59,9 +62,9 @@ const PARTIAL: &str = "--partial";
 /// Its option for such an image in the node's cache: other restores use it, too.
 const IN_CACHE: &str = "--in-cache";
 
-/// CPU time of a planner, and wall time in which it may use none: its file system does not answer then. A plan of
-/// 2^24 extents takes 4 s without optimisation, and longer on a busy machine.
-pub const TIME: Duration = Duration::from_secs(20);
+/// CPU time of a planner, and wall time in which it may use none: its file system does not answer then. A
+/// plan of 2^24 extents takes 4 s without optimisation, and longer on a busy machine.
+pub const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 /// Address space of a planner.
 ///
@@ -77,7 +80,7 @@ pub const PLAN: u64 = 1 << 30;
 const MAX_FILES: usize = 1 << 16;
 
 /// Time that a planner has to exit when its work is done.
-const EXIT: Duration = Duration::from_millis(100);
+const EXIT_LIMIT: Duration = Duration::from_millis(100);
 
 /// The steps of a planner, each with descriptors.
 mod step {
@@ -99,7 +102,8 @@ struct PlannerReport {
     /// What it has done: one of [`step`].
     #[prost(uint32, tag = "1")]
     step: u32,
-    /// Why the image cannot be served. With a plan: why CRIU cannot restore it lazily on this machine, or empty.
+    /// Why the image cannot be served. With a plan: why CRIU cannot restore it lazily on this machine, or
+    /// empty.
     #[prost(string, tag = "2")]
     reason: String,
 }
@@ -108,29 +112,54 @@ struct PlannerReport {
 ///
 /// # Errors
 /// The image cannot be served, or the planner exceeded a limit; or there is no space for the cache file.
-pub fn plan(images: &Path, memory: &LazyMemory) -> anyhow::Result<Image> {
+pub fn plan(images: &Path, memory: &LazyMemory, signers: &[PathBuf]) -> anyhow::Result<Image> {
     match memory {
-        LazyMemory::Here => {
-            Planner::start(images, &[])?.finish(|_| bail!("a plan with memory of another host, without one"))
-        }
+        LazyMemory::Here => Planner::start(images, &[], signers)?
+            .finish(|_| bail!("a plan with memory of another host, without one")),
         LazyMemory::OnPageServer(work) => {
-            Planner::start(images, &[REMOTE])?.finish(|draft| RemoteMemory::create(work, draft))
+            Planner::start(images, &[REMOTE], signers)?.finish(|draft| RemoteMemory::create(work, draft))
         }
         LazyMemory::OnImageServer => {
-            let image =
-                Planner::start(images, &[PARTIAL])?.finish(|draft| RemoteMemory::create(images, draft))?;
+            let image = Planner::start(images, &[PARTIAL], signers)?
+                .finish(|draft| RemoteMemory::create(images, draft))?;
             image.note_arrived().context("looking for what has arrived")?;
             Ok(image)
         }
         LazyMemory::ForCache => {
-            let image =
-                Planner::start(images, &[IN_CACHE])?.finish(|draft| RemoteMemory::create(images, draft))?;
+            let image = Planner::start(images, &[IN_CACHE], signers)?
+                .finish(|draft| RemoteMemory::create(images, draft))?;
             image.note_arrived().context("looking for what has arrived")?;
             Ok(image)
         }
-        LazyMemory::InCache(presence) => Planner::start(images, &[IN_CACHE])?
+        LazyMemory::InCache(presence) => Planner::start(images, &[IN_CACHE], signers)?
             .finish(|draft| RemoteMemory::inherit(presence.try_clone()?, None, draft)),
     }
+}
+
+/// Has an image checked and planned by a confined process. It blocks, up to the planner's time limit.
+///
+/// # Errors
+/// Fails when a file is missing, damaged or truncated, or when the image lacks pages; also when the
+/// planner exceeds a limit.
+pub fn open(path: &Path, signers: &[PathBuf]) -> anyhow::Result<Image> {
+    plan(path, &LazyMemory::Here, signers)
+}
+
+/// [`plan`] for the control thread, which serves other requests in the time.
+///
+/// # Errors
+/// As for [`plan`].
+pub async fn open_in_background(
+    path: PathBuf,
+    memory: LazyMemory,
+    signers: Vec<PathBuf>,
+) -> anyhow::Result<Image> {
+    let (sender, opened) = oneshot::channel();
+    let plan = move || plan(&path, &memory, &signers);
+    // A receiver that has ended was asked to stop.
+    let open = move || drop(sender.send(plan()));
+    sys::thread_without_signals("planner", open).context("starting a thread")?;
+    opened.await.context("the thread that plans the restore has ended")?
 }
 
 /// A planner that runs.
@@ -149,17 +178,21 @@ struct Planner<'a> {
 }
 
 impl<'a> Planner<'a> {
-    fn start(images: &'a Path, options: &[&str]) -> anyhow::Result<Self> {
+    fn start(images: &'a Path, options: &[&str], signers: &[PathBuf]) -> anyhow::Result<Self> {
         let (ours, its) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .context("making a socket for the planner")?;
-        let made = sealed::memory_file().and_then(|plan| Ok((plan, LastWords::new()?)));
+        let made = plan_file::memory_file().and_then(|plan| Ok((plan, LastWords::new()?)));
         let (plan, words) = made.context("making memory files for the planner")?;
-        let mut command = Command::new(launch::program()?);
-        command.arg(COMMAND).args(options).arg(images).env_clear();
+        let mut command = Command::new(sys::program()?);
+        command
+            .arg(COMMAND)
+            .args(options)
+            .args(signers.iter().flat_map(|file| [OsStr::new("--signers"), file.as_os_str()]));
+        command.arg(images).env_clear();
         command.stdin(Stdio::from(its)).stdout(plan.try_clone()?).stderr(words.writer()?);
-        let deadline = Instant::now() + TIME;
+        let deadline = Instant::now() + TIME_LIMIT;
         let child = command.spawn().context("starting the planner")?;
-        let channel = Channel::with_timeout(ours, TIME)?;
+        let channel = Channel::with_timeout(ours, TIME_LIMIT)?;
         Ok(Self { images, child, channel, plan, words, deadline, used: 0 })
     }
 
@@ -168,14 +201,14 @@ impl<'a> Planner<'a> {
         remote: impl FnOnce(DraftRemote) -> anyhow::Result<RemoteMemory>,
     ) -> anyhow::Result<Image> {
         let (directories, files, reason) = self.receive_all()?;
-        sealed::seal(&self.plan).context("sealing the planner's plan")?;
+        plan_file::seal(&self.plan).context("sealing the planner's plan")?;
         let image = Image::unseal_with(self.plan.as_fd(), files, remote)?;
         check_places(&image, &directories).context("checking the planner's plan")?;
         Ok(image.that_is_not_lazy(printable(reason.trim().as_bytes())))
     }
 
-    /// Receives the descriptors of the directories and of the pages files, and why CRIU cannot restore the image
-    /// lazily.
+    /// Receives the descriptors of the directories and of the pages files, and why CRIU cannot restore the
+    /// image lazily.
     fn receive_all(&mut self) -> anyhow::Result<(Vec<OwnedFd>, Vec<OwnedFd>, String)> {
         let (mut directories, mut files) = (Vec::new(), Vec::new());
         loop {
@@ -208,11 +241,12 @@ impl<'a> Planner<'a> {
             let left = self.deadline.saturating_duration_since(Instant::now());
             let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
             match poll(&mut [PollFd::new(self.channel.as_fd(), PollFlags::POLLIN)], limit) {
-                Ok(0) if left.is_zero() && self.has_worked() => self.deadline = Instant::now() + TIME,
+                Ok(0) if left.is_zero() && self.has_worked() => self.deadline = Instant::now() + TIME_LIMIT,
                 Ok(0) if left.is_zero() => bail!(
-                    "{}: the planner of this image did nothing for {} s, and was killed: does the file system answer?",
+                    "{}: the planner of this image did nothing for {} s, and was killed: does the file \
+                     system answer?",
                     self.images.display(),
-                    TIME.as_secs()
+                    TIME_LIMIT.as_secs()
                 ),
                 Ok(0) | Err(Errno::EINTR) => {}
                 Ok(_) => return Ok(()),
@@ -229,7 +263,7 @@ impl<'a> Planner<'a> {
 
     /// Returns why the planner ended without a plan.
     fn last_words(&mut self) -> String {
-        let ended = self.ends_within(EXIT).then(|| self.child.wait().ok()).flatten();
+        let ended = self.ends_within(EXIT_LIMIT).then(|| self.child.wait().ok()).flatten();
         let how = match ended.map(|status| (status.signal(), status.code())) {
             Some((Some(signal), _)) => {
                 let name = Signal::try_from(signal).map_or_else(|_| signal.to_string(), |it| it.to_string());
@@ -239,13 +273,13 @@ impl<'a> Planner<'a> {
             _ => "closed its socket".to_owned(),
         };
         format!(
-            "{}: the planner of this restore {how}{} (its limits: {} MiB of memory, {} MiB of plan, {} s): is the image \
-             damaged? If another program killed it, restore again",
+            "{}: the planner of this restore {how}{} (its limits: {} MiB of memory, {} MiB of plan, {} s): \
+             is the image damaged? If another program killed it, restore again",
             self.images.display(),
             self.words.take(),
             own_limit(Resource::RLIMIT_AS, MEMORY) >> 20,
             own_limit(Resource::RLIMIT_FSIZE, PLAN) >> 20,
-            TIME.as_secs()
+            TIME_LIMIT.as_secs()
         )
     }
 
@@ -260,7 +294,7 @@ impl Drop for Planner<'_> {
     fn drop(&mut self) {
         // It may have ended.
         let _ = self.child.kill();
-        if self.ends_within(EXIT) {
+        if self.ends_within(EXIT_LIMIT) {
             let _ = self.child.wait();
             return;
         }

@@ -20,7 +20,7 @@ use crate::session::{Session, WorkingSetPart};
 pub(super) struct CpuProgress {
     pub(super) pid: i32,
     pub(super) name: String,
-    /// The bytes that were missing at the start and are not unmapped, including those of its forked
+    /// The bytes that were missing at the start and are not unmapped, including missing bytes of its forked
     /// children.
     pub(super) bytes: u64,
     pub(super) resident: u64,

@@ -5,31 +5,31 @@ use std::io::{self, Write as _};
 use std::path::Path;
 
 use anyhow::Context as _;
+use serde::Serialize;
 use tempfile::NamedTempFile;
 
-use super::html::html;
 use super::model::Record;
+use super::trace::trace;
 
 /// The record, for programs.
 pub const JSON: &str = "rewake-timeline.json";
-/// The page for users.
-pub const HTML: &str = "rewake-timeline.html";
+/// The record as a trace, for users.
+pub const TRACE: &str = "rewake-trace.json";
 
-/// Writes both files, each whole or not at all. Those of an earlier restore are replaced.
+/// Writes both files, each whole or not at all. Files of an earlier restore are replaced.
 ///
 /// # Errors
 /// The directory cannot be written to.
 pub fn write(record: &Record, work: &Path) -> anyhow::Result<()> {
-    let mut json = serde_json::to_vec(record)?;
-    json.push(b'\n');
-    put(work, JSON, &json)?;
-    put(work, HTML, html(record).as_bytes())
+    put(work, JSON, record)?;
+    put(work, TRACE, &trace(record))
 }
 
-fn put(work: &Path, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
+fn put(work: &Path, name: &str, value: &impl Serialize) -> anyhow::Result<()> {
     let written = || -> io::Result<()> {
         let mut file = NamedTempFile::new_in(work)?;
-        file.write_all(bytes)?;
+        file.write_all(&serde_json::to_vec(value)?)?;
+        file.write_all(b"\n")?;
         file.persist(work.join(name))?;
         Ok(())
     };
@@ -54,7 +54,7 @@ pub fn read(work: &Path) -> anyhow::Result<Option<Record>> {
 /// # Errors
 /// It cannot be removed.
 pub fn clear(work: &Path) -> anyhow::Result<()> {
-    for name in [JSON, HTML] {
+    for name in [JSON, TRACE] {
         match std::fs::remove_file(work.join(name)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(error).with_context(|| format!("removing an old {name} in {}", work.display()));
@@ -80,7 +80,7 @@ mod tests {
         let mut names: Vec<_> =
             std::fs::read_dir(work.path()).unwrap().map(|of| of.unwrap().file_name()).collect();
         names.sort();
-        assert_eq!(names, [HTML, JSON]);
+        assert_eq!(names, [JSON, TRACE]);
         clear(work.path()).unwrap();
         clear(work.path()).unwrap();
         assert_eq!(read(work.path()).unwrap(), None);

@@ -12,9 +12,9 @@ use crate::sys;
 use crate::units;
 
 /// The time between two samples: a restore of a tenth of a second has some.
-const LOOK: Duration = Duration::from_millis(20);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(20);
 /// The time between two lines in the log.
-const REPORT: Duration = Duration::from_secs(1);
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Starts a thread that samples `timeline` until it has ended, and logs the progress.
 ///
@@ -24,12 +24,12 @@ pub fn follow(timeline: Timeline) -> io::Result<()> {
     sys::thread_without_signals("timeline", move || {
         let mut logged = Instant::now();
         while timeline.look() {
-            if logged.elapsed() >= REPORT {
+            if logged.elapsed() >= REPORT_INTERVAL {
                 logged = Instant::now();
                 let record = timeline.record();
                 record.memory.iter().filter(|of| of.resident_us.is_none()).for_each(|of| log(&record, of));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(SAMPLE_INTERVAL);
         }
     })
 }

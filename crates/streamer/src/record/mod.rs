@@ -5,20 +5,19 @@
 //! * [`Timeline`]: receives the streamer's events from any thread, and samples the counts of CPU memory.
 //!   [`follow`] samples it often.
 //! * `recorder`: holds the events so far; `samples` and `top_n` bound its memory.
-//! * [`text`], [`html`]: show the record to users. [`files`]: keeps it beside CRIU's own logs.
+//! * [`text`] and `trace` show the record to users. [`files`] keeps it beside CRIU's own logs.
 
 mod cpu_progress;
 #[cfg(test)]
 pub(crate) mod example;
 pub mod files;
 mod follow;
-pub mod html;
 pub mod model;
-mod plot;
 mod recorder;
 mod samples;
 pub mod text;
 mod top_n;
+mod trace;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -38,8 +37,9 @@ use crate::units;
 const MOST_NAMED: usize = 4;
 
 /// Records the events of one restore; clones share it. Processes have the numbers of their load's
-/// [`LoadHandle`], buffers those of the image. No call waits longer than for a reader that copies at most
-/// 600 KiB. [`samples`] and [`top_n`] bound the memory. CPU memory sends no events: its counts are sampled.
+/// [`LoadHandle`], and buffers have the image's numbers. No call waits longer than for a reader that copies
+/// at most 600 KiB. [`samples`] and [`top_n`] bound the memory. CPU memory sends no events: its counts are
+/// sampled.
 #[derive(Debug, Clone, Default)]
 pub struct Timeline(Arc<TimelineState>);
 
@@ -119,8 +119,8 @@ impl Timeline {
         self.recorder().note(process, |of, now| of.gone_us = Some(now));
     }
 
-    /// Notes that no memory is to be loaded any more, and no gate to be opened: all are resident and open, or the
-    /// program has ended. It blocks while the program is ending.
+    /// Notes that no memory is to be loaded any more, and no gate to be opened: all are resident and open, or
+    /// the program has ended. It blocks while the program is ending.
     pub fn ended(&self) {
         if !self.look() {
             return;

@@ -71,39 +71,30 @@ pub struct Record {
     /// Why it failed, or how the program ended.
     pub reason: Option<String>,
     /// The cause of a failure.
-    #[serde(default)]
     pub cause: FailureCause,
     /// The processes; the rest of the record uses their indexes.
     pub processes: Vec<Process>,
     /// Memory: each process's CPU memory, and its memory of each GPU.
     pub memory: Vec<ProcessMemory>,
     /// The page faults on CPU memory, of all processes.
-    #[serde(default)]
     pub page_fault_stats: PageFaults,
     /// When the recorded working set was resident; none: it was not, or there is none.
-    #[serde(default)]
     pub working_set_us: Option<u64>,
     /// When samples were taken.
     pub sampled_us: Vec<u64>,
     /// Faults served until each sample, in both kinds of memory.
     pub sampled_faults: Vec<u64>,
     /// Where missing memory comes from.
-    #[serde(default)]
     pub source: MemoryOrigin,
     /// What filled CPU memory, since the worker took over.
-    #[serde(default)]
     pub loaded: LoadedBytes,
     /// The same at each sample.
-    #[serde(default)]
     pub sampled_loads: Vec<LoadedBytes>,
     /// How long page faults on CPU memory waited, since the worker took over.
-    #[serde(default)]
     pub page_fault_latencies: LatencyCounts,
     /// How long page faults on GPU memory waited.
-    #[serde(default)]
     pub gpu_fault_latencies: LatencyCounts,
     /// The pid of the worker that has counted.
-    #[serde(default)]
     pub worker: u32,
     /// The page faults in GPU memory that waited longest, in the order of their ends.
     pub longest_faults: Vec<Fault>,
@@ -148,7 +139,7 @@ pub struct Process {
     pub fault_wait_us: u64,
     /// The longest of their waits.
     pub longest_fault_us: u64,
-    /// Page faults in CPU memory that were served, including those of its forked children.
+    /// Page faults in CPU memory that were served, including page faults of its forked children.
     pub page_faults: u64,
     /// The sum of their waits.
     pub page_fault_wait_us: u64,
@@ -173,7 +164,6 @@ pub struct ProcessMemory {
     /// How many of them are resident.
     pub resident: u64,
     /// How many of them were missing when the process ended.
-    #[serde(default)]
     pub missing_at_end: u64,
     /// When all were resident.
     pub resident_us: Option<u64>,
@@ -235,15 +225,9 @@ impl ProcessMemory {
     pub fn whose(&self) -> String {
         self.minor.map_or_else(|| "CPUs".to_owned(), |minor| format!("renderD{minor}"))
     }
-
-    /// The resident share in percent, rounded down: 100 is all of it.
-    #[must_use]
-    pub fn percent(&self) -> u64 {
-        percent(self.resident, self.bytes)
-    }
 }
 
-/// Rounded down; all of nothing is 100.
+/// The share in percent, rounded down, so that 100 is all of it; all of nothing is 100.
 #[must_use]
 pub fn percent(part: u64, all: u64) -> u64 {
     let percent = u128::from(part) * 100 / u128::from(all.max(1));
@@ -265,7 +249,8 @@ impl Record {
         self.memory.iter().fold((0, 0), |(all, there), of| (all + of.bytes, there + of.resident))
     }
 
-    /// Returns the processes that ended before all their memory was resident, with the bytes that were missing then.
+    /// Returns the processes that ended before all their memory was resident, with the bytes that were
+    /// missing then.
     #[must_use]
     pub fn ended_early(&self) -> Vec<(&Process, u64)> {
         let missing = |place| -> u64 {

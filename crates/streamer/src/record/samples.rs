@@ -3,11 +3,11 @@
 
 use super::model::LoadedBytes;
 
-/// The most samples: a plot is not wider.
+/// The most samples: a screen shows no more beside each other.
 const MOST: usize = 512;
 /// The most numbers in all samples together: 512 KiB, for any number of processes.
 const VALUES: usize = 1 << 16;
-/// The fewest samples that make a useful plot.
+/// The fewest samples that show how memory grew.
 const FEWEST: usize = 16;
 
 /// The progress at one moment.

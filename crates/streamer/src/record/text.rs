@@ -1,19 +1,78 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Shows the timeline on a terminal of 80 columns.
+//! Shows a restore on a terminal of 80 columns: the memory of its processes while it runs and at its end, and
+//! then its events.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::model::{LoadedBytes, Process, Record, State};
+use super::model::{LoadedBytes, Process, ProcessMemory, Record, State, left, percent};
 use crate::units;
 
-/// The columns of the line that shows how memory became resident.
-const SPARK: usize = 17;
-const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-/// Lines of the table. The JSON has all of them.
-const MOST: usize = 32;
-/// Columns of a process's number and name in it.
-const LABEL: usize = 23;
+/// Lines of the table, which a terminal is to hold. The JSON of the record and of `rewake status` has all.
+const MOST: usize = 16;
+/// Columns of a process's number and name, of which the longest lose their ends.
+const LABEL: usize = 20;
+
+/// A line of the table: a process's CPU memory, or its memory on one GPU.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// The process's number and name.
+    pub process: String,
+    /// `CPUs` or `renderD128`.
+    pub whose: String,
+    /// Bytes that were missing.
+    pub bytes: u64,
+    /// How many of them are resident.
+    pub resident: u64,
+    /// Bytes a second that were loaded lately.
+    pub rate: u64,
+    /// When all were resident, if the reader knows that time.
+    pub resident_us: Option<u64>,
+}
+
+/// Returns the table of memory, for a restore that runs and for one that has ended. Each line fits 80
+/// columns.
+#[must_use]
+pub fn table(rows: &[Row]) -> Vec<String> {
+    let mut lines = vec![format!(
+        "{:<LABEL$} {:<10} {:>10}   % {:>11}  resident",
+        "process", "memory of", "bytes", "rate"
+    )];
+    lines.extend(rows.iter().take(MOST).map(line));
+    if rows.len() > MOST {
+        lines.push(format!("... and {} more", rows.len() - MOST));
+    }
+    lines
+}
+
+fn line(row: &Row) -> String {
+    // A process may choose any name, and a streamer of another version may not have checked it.
+    let shown = |char: char| if char.is_control() { '?' } else { char };
+    let process: String = row.process.chars().map(shown).take(LABEL).collect();
+    let missing = row.bytes.saturating_sub(row.resident);
+    let (rate, when) = match row.resident_us {
+        Some(at) => (String::new(), format!("after {:.1} ms", millis(at))),
+        None if missing == 0 => (String::new(), "all of it".to_owned()),
+        None => (per_second(row.rate), left(missing, row.rate).map_or_else(String::new, in_seconds)),
+    };
+    let line = format!(
+        "{process:<LABEL$} {:<10} {:>10} {:>3} {rate:>11}  {when}",
+        row.whose,
+        units::bytes(row.bytes),
+        percent(row.resident, row.bytes),
+    );
+    line.trim_end().to_owned()
+}
+
+fn in_seconds(time: Duration) -> String {
+    format!("in {}", units::seconds(time))
+}
+
+/// Returns a rate for users.
+#[must_use]
+pub fn per_second(bytes: u64) -> String {
+    units::rate(bytes, 1_000_000_000)
+}
 
 /// Returns the record as text: the events, then each process's CPU memory and its memory on each GPU. Times
 /// are on the restore's clock, which begins `before` the handoff.
@@ -37,7 +96,8 @@ pub fn text(record: &Record, before: Duration) -> String {
         let source = record.source.name();
         let _ = writeln!(
             text,
-            "CPU memory from the {source}: {fault} for page faults, {working_set} working set, {background} later"
+            "CPU memory from the {source}: {fault} for page faults, {working_set} working set, {background} \
+             later"
         );
     }
     let swaps: u64 = record.processes.iter().map(|of| of.swaps).sum();
@@ -49,12 +109,14 @@ pub fn text(record: &Record, before: Duration) -> String {
             latency(stopped)
         );
     }
-    table(&mut text, record, before);
+    for line in table(&rows(record, before)) {
+        let _ = writeln!(text, "{line}");
+    }
     text
 }
 
 /// Returns the events in their order.
-pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
+fn moments(record: &Record) -> Vec<(u64, String)> {
     let all = units::bytes(record.totals().0);
     let mut moments = vec![(0, format!("{all} are to be loaded"))];
     let mut of_all = |what: &str, when: &dyn Fn(&Process) -> Option<u64>| {
@@ -92,43 +154,16 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
     moments
 }
 
-fn table(text: &mut String, record: &Record, before: u64) {
-    let _ = writeln!(
-        text,
-        "{:<LABEL$} {:<10} {:>10} {:>14}  resident",
-        "process", "memory of", "bytes", "resident after"
-    );
-    for memory in record.memory.iter().take(MOST) {
-        let label: String =
-            record.process_of(memory).map(Process::label).unwrap_or_default().chars().take(LABEL).collect();
-        let after = memory
-            .resident_us
-            .map_or_else(|| format!("{} %", memory.percent()), |at| format!("{:.1} ms", millis(before + at)));
-        let _ = writeln!(
-            text,
-            "{label:<LABEL$} {:<10} {:>10} {after:>14}  {}",
-            memory.whose(),
-            units::bytes(memory.bytes),
-            spark(record, &memory.samples, memory.bytes),
-        );
-    }
-    if record.memory.len() > MOST {
-        let _ = writeln!(text, "... and {} more", record.memory.len() - MOST);
-    }
-}
-
-/// Returns a line of how much was resident, from the handoff to the end.
-fn spark(record: &Record, samples: &[u64], all: u64) -> String {
-    let sample_at = |column: usize| {
-        let at = record.elapsed_us * (column as u64 + 1) / SPARK as u64;
-        let until = record.sampled_us.partition_point(|sampled| *sampled <= at);
-        until.checked_sub(1).and_then(|last| samples.get(last)).copied().unwrap_or_default()
+fn rows(record: &Record, before: u64) -> Vec<Row> {
+    let row = |memory: &ProcessMemory| Row {
+        process: record.process_of(memory).map(Process::label).unwrap_or_default(),
+        whose: memory.whose(),
+        bytes: memory.bytes,
+        resident: memory.resident,
+        rate: record.rate_of(memory),
+        resident_us: memory.resident_us.map(|at| before + at),
     };
-    let level = |there: u64| {
-        let level = u128::from(there.min(all)) * (LEVELS.len() as u128 - 1) / u128::from(all.max(1));
-        LEVELS[usize::try_from(level).unwrap_or_default()]
-    };
-    (0..SPARK).map(|column| level(sample_at(column))).collect()
+    record.memory.iter().map(row).collect()
 }
 
 fn latency(micros: u64) -> String {
@@ -137,14 +172,13 @@ fn latency(micros: u64) -> String {
 
 /// Returns milliseconds, to be printed.
 #[expect(clippy::cast_precision_loss, reason = "far less than 2^53 µs is measured")]
-pub(super) fn millis(micros: u64) -> f64 {
+fn millis(micros: u64) -> f64 {
     micros as f64 / 1e3
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::example;
-    use super::super::model::ProcessMemory;
     use super::*;
 
     #[test]
@@ -162,12 +196,12 @@ memory loaded while the processes run, since the restore was started:
 500 faults in CPU memory, 40 µs on average, 85 µs at most
 CPU memory from the cache: 4.0 MiB for page faults, 128.0 MiB working set, 636.0 MiB later
 8 buffers swapped, for which processes were stopped for 1.6 ms
-process                 memory of       bytes resident after  resident
-4711 python3            renderD128    2.0 GiB      3000.1 ms  ▁▁▂▂▂▃▃▄▄▄▅▅▆▆▇▇█
-4712 <b>\"rank\" & 1      CPUs        512.0 MiB      2550.0 ms  ▁▁▂▂▃▃▄▄▅▅▆▆▇▇███
-4712 <b>\"rank\" & 1      renderD128    1.0 GiB      1450.0 ms  ▁▂▃▄▄▅▆▇█████████
-4712 <b>\"rank\" & 1      renderD129    1.5 GiB      2150.0 ms  ▁▁▂▃▃▄▄▅▅▆▇▇█████
-4713 logger             CPUs        256.0 MiB      1050.0 ms  ▁▃▄▅▆▇███████████
+process              memory of       bytes   %        rate  resident
+4711 python3         renderD128    2.0 GiB 100              after 3000.1 ms
+4712 <b>\"rank\" & 1   CPUs        512.0 MiB 100              after 2550.0 ms
+4712 <b>\"rank\" & 1   renderD128    1.0 GiB 100              after 1450.0 ms
+4712 <b>\"rank\" & 1   renderD129    1.5 GiB 100              after 2150.0 ms
+4713 logger          CPUs        256.0 MiB 100              after 1050.0 ms
 ";
         let text = text(&example::record(), Duration::from_millis(50));
         assert_eq!(text, wanted, "{text}");
@@ -194,7 +228,7 @@ process                 memory of       bytes resident after  resident
         (record.state, record.reason) = (State::Failed, Some("read amdgpu-pages-7-1.img: EIO".to_owned()));
         let text = text(&record, Duration::ZERO);
         assert!(text.contains("  2960.0 ms  failed: read amdgpu-pages-7-1.img: EIO\n"), "{text}");
-        assert!(text.contains(" 50 %") && !text.contains("gate open"), "{text}");
+        assert!(text.contains("    2.0 GiB  50 ") && !text.contains("gate open"), "{text}");
     }
 
     #[test]
@@ -202,6 +236,6 @@ process                 memory of       bytes resident after  resident
         let mut record = example::record();
         record.memory = vec![record.memory[0].clone(); 1000];
         let text = text(&record, Duration::ZERO);
-        assert!(text.ends_with("... and 968 more\n") && text.lines().count() < 50, "{text}");
+        assert!(text.ends_with("... and 984 more\n") && text.lines().count() < 50, "{text}");
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Keeps the events that took longest, in bounded memory.
 
-/// The most events: a longer page would not help; 10 KiB.
+/// The most events: a user looks at no more; 10 KiB.
 const MOST: usize = 256;
 
 /// The longest of all events, in the order of their arrival.

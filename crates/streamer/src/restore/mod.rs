@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One restore, from the start of its streamer to the last byte: CPU memory for `criu restore --lazy-pages`, GPU memory
-//! that CRIU's plugin hands over, clients that follow it, and the record.
+//! One restore, from the start of its streamer to the last byte: CPU memory for `criu restore --lazy-pages`,
+//! GPU memory that CRIU's plugin hands over, clients that follow it, and the record.
 
 mod own_session;
 
@@ -20,10 +20,11 @@ use tracing::{error, info, warn};
 
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, ended};
+use crate::control::work_folder::LOG;
 use crate::failure::Failure;
 use crate::fetch_peer::FetchPeer;
 use crate::gpu::fetched_files::{ArrivalLimit, FetchedGpuFiles, SessionGpuFiles};
-use crate::gpu::{self, GpuLoad, StreamOptions, plugin_folder};
+use crate::gpu::{self, GpuLoad, StreamOptions};
 use crate::ledger::{Ledger, SessionOutcome, SessionState};
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
@@ -34,6 +35,7 @@ use crate::supervise::supervisor::{STOPPED, Start};
 use crate::supervise::worker::{self, AskedToStop};
 use crate::sys;
 use crate::working_set::LoadingOptions;
+use rewake_criu_images::amdgpu::image_has_gpu;
 
 /// Why a restore has failed whose streamer has done nothing.
 const NEVER_CONNECTED: &str = "CRIU had not connected when the streamer was asked to end";
@@ -55,18 +57,22 @@ pub struct RestoreOptions {
     pub server: Option<FetchPeer>,
     /// The streamer ends when no restore has connected within this time.
     pub connect_timeout: Option<Duration>,
-    /// Who starts this streamer has CRIU load the memory if it cannot be restored lazily: the streamer ends then with
-    /// [`NotLazy`](crate::session::image::NotLazy). Otherwise it serves what CRIU may be unable to map, with a warning.
+    /// Who starts this streamer has CRIU load the memory if it cannot be restored lazily: the streamer ends
+    /// then with [`NotLazy`](crate::session::image::NotLazy). Otherwise it serves what CRIU may be unable to
+    /// map, with a warning.
     pub or_eagerly: bool,
+    /// Files of signers that the image needs a signature of, in addition to the signers of this node.
+    pub signers: Vec<PathBuf>,
 }
 
 /// State that all workers of a streamer share.
 #[derive(Debug)]
 pub struct StreamedRestore {
     options: RestoreOptions,
-    /// The plugin connects here; none if the image has no GPU memory.
+    /// The plugin connects here. `None` if the image has no GPU memory.
     plugin: Option<Listener>,
-    status: StatusSocket,
+    /// `None` if a recovered session's work directory has none.
+    status: Option<StatusSocket>,
     /// Set when no restore has connected in time.
     unconnected: OnceLock<String>,
 }
@@ -77,20 +83,40 @@ impl StreamedRestore {
     /// # Errors
     /// The image cannot be read, or another streamer serves there already.
     pub fn new(options: RestoreOptions) -> anyhow::Result<Arc<Self>> {
-        let has_gpus = |images: &PathBuf| {
-            plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
-        };
+        let has_gpus =
+            |images: &PathBuf| image_has_gpu(images).with_context(|| format!("reading {}", images.display()));
         let gpus = options.images.as_ref().map_or(Ok(!options.no_gpus), has_gpus)?;
         if gpus {
             ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
         }
         let plugin = if gpus { Some(Listener::new(&options.work)?) } else { None };
-        let status = StatusSocket::bind(&options.work)?;
+        let status = Some(StatusSocket::bind(&options.work)?);
         let restore = Self { options, plugin, status, unconnected: OnceLock::new() };
         if restore.keeps_record() {
             files::clear(&restore.options.work)?;
         }
         Ok(Arc::new(restore))
+    }
+
+    /// Makes the restore of a session that is recovered. Its GPUs have been resumed. Memory matters more than
+    /// clients, who can follow it if its work directory still exists.
+    #[must_use]
+    pub fn recovered(images: PathBuf, work: PathBuf) -> Arc<Self> {
+        let status = StatusSocket::bind(&work);
+        let options = RestoreOptions {
+            images: Some(images),
+            no_gpus: true,
+            // An agent that has not connected by the end reads the record.
+            keeps_record: work.join(LOG).exists(),
+            work,
+            loading: LoadingOptions::default(),
+            server: None,
+            connect_timeout: None,
+            or_eagerly: false,
+            signers: Vec::new(),
+        };
+        let status = status.inspect_err(|error| warn!("no client can follow this restore: {error:#}")).ok();
+        Arc::new(Self { options, plugin: None, status, unconnected: OnceLock::new() })
     }
 
     fn keeps_record(&self) -> bool {
@@ -102,6 +128,20 @@ impl StreamedRestore {
     /// # Errors
     /// Memory cannot be loaded, or the restore has failed. It is logged.
     pub fn serve(self: &Arc<Self>, start: &Start) -> anyhow::Result<u8> {
+        self.serve_to_the_end(start).0
+    }
+
+    /// Runs a worker of a recovered session; gives its exit code, and how its program ended if it was killed
+    /// or failed before all its memory was resident.
+    ///
+    /// # Errors
+    /// As for [`StreamedRestore::serve`].
+    pub fn serve_recovered(self: &Arc<Self>, start: &Start) -> anyhow::Result<(u8, Option<String>)> {
+        let (loaded, ended) = self.serve_to_the_end(start);
+        loaded.map(|code| (code, (!ended.ok).then_some(ended.reason)))
+    }
+
+    fn serve_to_the_end(self: &Arc<Self>, start: &Start) -> (anyhow::Result<u8>, proto::Ended) {
         let (timeline, mut answers) = (Timeline::default(), None);
         let loaded = self.load(start, &timeline, &mut answers);
         if let Err(error) = &loaded {
@@ -110,26 +150,28 @@ impl StreamedRestore {
             timeline.failed(failure);
         }
         self.keep(&timeline);
+        let ended = self.ended(&loaded, &timeline);
         if let Some(answers) = answers {
-            answers.finish(self.ended(&loaded, &timeline));
+            answers.finish(ended.clone());
         }
-        loaded
+        (loaded, ended)
     }
 
     /// Answers clients from now on. Loading matters more than status: a failure is logged.
     fn answers(self: &Arc<Self>, start: &Start, timeline: &Timeline) -> Option<Answers> {
+        let status = self.status.as_ref()?;
         let (restore, ledger) = (Arc::clone(self), start.ledger);
         let connected = move || restore.is_connected(ledger);
         let supervisor = Arc::clone(&start.supervisor);
-        // A client asks for the end of a streamer without work, when CRIU has ended. SIGTERM to one that serves a
-        // session would end the time in which memory is loaded only when it is accessed.
+        // A client asks for the end of a streamer without work, when CRIU has ended. SIGTERM to one that
+        // serves a session would end the time in which memory is loaded only when it is accessed.
         let stop = move || {
             let session = ledger.session();
             if session.state() != SessionState::Completing && !session.is_under_way() {
                 supervisor.stop_worker();
             }
         };
-        let answers = self.status.answer(timeline.clone(), connected, stop);
+        let answers = status.answer(timeline.clone(), connected, stop);
         answers.inspect_err(|error| warn!("no client can follow this restore: {error:#}")).ok()
     }
 
@@ -143,8 +185,8 @@ impl StreamedRestore {
         ended(failure, &record)
     }
 
-    /// Returns why no memory was loaded; `None` if the restore needs none, because its tree lacks none, or because
-    /// another plugin loads it.
+    /// Returns why no memory was loaded; `None` if the restore needs none, because its tree lacks none, or
+    /// because another plugin loads it.
     fn unconnected(&self, code: u8) -> Option<String> {
         match self.unconnected.get() {
             Some(reason) => Some(reason.clone()),
@@ -165,7 +207,8 @@ impl StreamedRestore {
             // Before anything that takes time: a restore that connects until then would fail.
             self.close();
             if let Err(error) = self.expect_gpu_memory(start.ledger) {
-                // Without `block_on`, which closes what the dead worker had: the supervisor waits by these descriptors.
+                // Without `block_on`, which closes what the dead worker had: the supervisor waits by these
+                // descriptors.
                 *answers = self.answers(start, timeline);
                 return Err(error);
             }
@@ -238,8 +281,8 @@ impl StreamedRestore {
         }
     }
 
-    /// Serves CPU memory, unless a worker that died has loaded all of it. The session ends when GPU memory is resident
-    /// too, as `over` says: until then its fd store keeps the userfaultfds of placeholders.
+    /// Serves CPU memory, unless a worker that died has loaded all of it. The session ends when GPU memory is
+    /// resident too, as `over` says: until then its fd store keeps the userfaultfds of placeholders.
     async fn serve_cpus(
         &self,
         start: &Start,
@@ -252,8 +295,9 @@ impl StreamedRestore {
             // The last worker died when the session had ended, and may not have kept the record.
             timeline.handed_over();
         }
-        let RestoreOptions { work, server, loading, .. } = &self.options;
-        let Some(mut session) = worker.open(images, work, server.as_ref(), *loading).await? else {
+        let RestoreOptions { work, server, loading, signers, .. } = &self.options;
+        let opened = worker.open(images, work, server.as_ref(), *loading, signers).await?;
+        let Some(mut session) = opened else {
             // A worker that died has served it.
             if server.as_ref().is_some_and(FetchPeer::has_own_copy) {
                 complete::complete(images).await;
@@ -361,8 +405,8 @@ fn expect_loaded(images: &Path, ledger: Ledger) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was
-/// missing, or CRIU has failed.
+/// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that
+/// was missing, or CRIU has failed.
 async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<GpuLoad>>) {
     if let Some(mut over) = over
         && over.wait_for(|load| load.is_over()).await.is_ok()
@@ -373,8 +417,8 @@ async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<GpuLoad>>) {
     std::future::pending::<()>().await;
 }
 
-/// Attaches the filter that holds and refuses calls until all processes of this program have ended. None where the
-/// kernel cannot.
+/// Attaches the filter that holds and refuses calls until all processes of this program have ended. None
+/// where the kernel cannot.
 fn blocked_calls(start: &Start) -> Option<BlockList> {
     match rewake_ioctl_filter::attach() {
         Ok((filter, list)) => {
@@ -384,8 +428,9 @@ fn blocked_calls(start: &Start) -> Option<BlockList> {
         Err(error) => {
             let error = anyhow::Error::from(error);
             warn!(
-                "BPF LSM is not available: GPU processes start when all their CPU memory is resident, the queues of the \
-                 whole restore resume together, and mprotect and export of missing buffers are not blocked: {error:#}"
+                "BPF LSM is not available: GPU processes start when all their CPU memory is resident, the \
+                 queues of the whole restore resume together, and mprotect and export of missing buffers are \
+                 not blocked: {error:#}"
             );
             None
         }
@@ -405,7 +450,7 @@ fn gpus(
     }
     info!(
         processes = done.processes,
-        touches = done.touches,
+        page_faults = done.page_faults,
         seconds = format!("{:.3}", done.took.as_secs_f64()),
         "{}",
         if done.held == 0 { "queues resumed" } else { "gates are open, and not all queues are resumed" }
@@ -432,8 +477,9 @@ mod tests {
                 server: None,
                 connect_timeout: None,
                 or_eagerly: false,
+                signers: Vec::new(),
             };
-            let status = StatusSocket::bind(work.path()).unwrap();
+            let status = Some(StatusSocket::bind(work.path()).unwrap());
             let restore = StreamedRestore { options, plugin: None, status, unconnected: OnceLock::new() };
             let timeline = Timeline::default();
             if is_handed_over {

@@ -27,21 +27,22 @@ pub(super) async fn fetch_rest(open: OpenSession) {
         Ok(()) => complete(&images).await,
         Err(error) => {
             warn!(
-                "all memory is resident, but not all of the image has arrived: `rewake pull` completes it: {error:#}"
+                "all memory is resident, but not all of the image has arrived: `rewake pull` completes it: \
+                 {error:#}"
             );
         }
     }
     slot.free();
 }
 
-/// Puts the manifest of a copy in place if all of its bytes are here. A worker that has died may have had no time for
-/// that.
+/// Puts the manifest of a copy in place if all of its bytes are here. A worker that has died may have had no
+/// time for that.
 pub(crate) async fn complete(images: &Path) {
     if !images.join(PARTIAL_NAME).exists() {
         return;
     }
     match compare(images.to_owned()).await {
-        Ok(id) => info!("{}: image {id:.16} is complete", images.display()),
+        Ok(id) => info!("{}: image {id} is complete", images.display()),
         Err(error) => warn!("{}: the image is not complete: {error:#}", images.display()),
     }
 }
@@ -50,7 +51,7 @@ pub(crate) async fn complete(images: &Path) {
 async fn compare(images: PathBuf) -> anyhow::Result<Digest> {
     let (sender, done) = oneshot::channel();
     // A receiver that has ended was asked to stop.
-    let work = move || drop(sender.send(rewake_image_pull::complete(&images)));
+    let work = move || drop(sender.send(rewake_image_transfer::pull::complete(&images)));
     sys::thread_without_signals("complete", work).context("starting a thread")?;
     done.await.context("the thread that compares the image has ended")?
 }

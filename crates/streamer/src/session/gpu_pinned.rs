@@ -12,7 +12,7 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
 use tracing::debug;
 
-use crate::gpu::plugin_folder::image_files;
+use rewake_criu_images::amdgpu::gpu_files;
 
 /// Returns the sorted address ranges that GPUs can access, by the pid in the names of a process's images.
 ///
@@ -21,7 +21,7 @@ use crate::gpu::plugin_folder::image_files;
 #[must_use]
 pub fn gpu_registered_ranges(images: &ImageDir) -> BTreeMap<u32, Vec<Range<u64>>> {
     let directory = format!("/proc/self/fd/{}", images.as_fd().as_raw_fd());
-    let files = image_files(Path::new(&directory)).unwrap_or_default().into_iter();
+    let files = gpu_files(Path::new(&directory)).unwrap_or_default().into_iter();
     let read =
         files.filter_map(|file| if let GpuFile::Kfd(id) = file { Some(id) } else { None }).filter_map(|id| {
             match images.kfd(id) {

@@ -3,11 +3,14 @@
 //!
 //! An image is hostile input, so no process of a session parses one. The [planner](crate::planner) does, in
 //! a confined process, and returns its plans in a sealed memory file with the descriptors of the pages files
-//! ([`Image::open`]). A successor gets both ([`Image::seal`]). No path is looked up a second time (I7).
+//! ([`planner::open`](crate::planner::open)). A successor gets both ([`Image::seal`]). No path is looked up a
+//! second time as long as one of the streamer's processes lives (I7); `rewake recover` opens the files again,
+//! and each must be the same file ([`session_store`](crate::ledger::session_store)).
 
 pub(crate) mod draft;
 mod file_place;
 mod opened_by;
+pub(crate) mod plan_file;
 pub(crate) mod remote_memory;
 pub(crate) mod sealed;
 
@@ -17,16 +20,14 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 use remote_memory::RemoteMemory;
 use rewake_criu_images::{Digest, ImageDir};
 use rewake_image_io::ImageFile;
 use rewake_pager::{Plan, Prefetch};
 use rewake_process::names::printable;
-use tokio::sync::oneshot;
 
 use crate::session::WorkingSetPart;
-use crate::{planner, sys};
 
 /// The missing pages of one task, and where their bytes are.
 #[derive(Debug)]
@@ -62,7 +63,10 @@ pub enum LazyMemory {
 pub struct Image {
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,
-    /// The pages files of all tasks, each once. Also those with GPU memory of which another host has some bytes.
+    /// The root of the tree.
+    root: u32,
+    /// The pages files of all tasks, each once. Also those with GPU memory of which another host has some
+    /// bytes.
     files: Vec<Arc<ImageFile>>,
     /// Has the memory that another host has.
     remote: Option<RemoteMemory>,
@@ -89,28 +93,6 @@ pub struct Image {
 pub struct NotLazy(pub String);
 
 impl Image {
-    /// Has an image checked and planned by a confined process. It blocks, up to the planner's time limit.
-    ///
-    /// # Errors
-    /// Fails when a file is missing, damaged or truncated, or when the image lacks pages; also when the
-    /// planner exceeds a limit.
-    pub fn open(path: &Path) -> anyhow::Result<Self> {
-        planner::plan(path, &LazyMemory::Here)
-    }
-
-    /// [`Image::open`] for the control thread, which serves other requests meanwhile.
-    ///
-    /// # Errors
-    /// As for [`Image::open`].
-    pub async fn open_in_background(path: PathBuf, memory: LazyMemory) -> anyhow::Result<Self> {
-        let (sender, opened) = oneshot::channel();
-        let plan = move || planner::plan(&path, &memory);
-        // A receiver that has ended was asked to stop.
-        let open = move || drop(sender.send(plan()));
-        sys::thread_without_signals("planner", open).context("starting a thread")?;
-        opened.await.context("the thread that plans the restore has ended")?
-    }
-
     /// Notes why CRIU cannot restore the image lazily on this machine; an empty reason: it can.
     pub(crate) fn that_is_not_lazy(self, reason: String) -> Self {
         Self { not_lazy: (!reason.is_empty()).then_some(NotLazy(reason)), ..self }
@@ -152,7 +134,7 @@ impl Image {
         parts.into_iter().filter_map(|(has, part)| has.then_some(part)).collect()
     }
 
-    /// Returns why the recorded working set is not used; none if it is, or if there is none.
+    /// Returns why the recorded working set is not used, or `None` if it is, or if there is none.
     pub(crate) fn working_set_note(&self) -> Option<String> {
         (!self.working_set_note.is_empty()).then(|| printable(self.working_set_note.as_bytes()))
     }
@@ -171,6 +153,11 @@ impl Image {
     #[must_use]
     pub fn tasks(&self) -> usize {
         self.plans.len()
+    }
+
+    /// Returns the root of the tree, by the pid in the names of its images.
+    pub(crate) fn root(&self) -> i32 {
+        self.root.cast_signed()
     }
 
     /// Returns whether the image has this task.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The state of a session, which the control thread and the reactors share.
 
-pub mod address;
 pub(crate) mod complete;
 pub mod gpu_pinned;
 pub mod image;
@@ -12,6 +11,7 @@ pub mod serve;
 pub mod socket;
 pub mod summary;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
@@ -25,8 +25,9 @@ use tracing::error;
 use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::failure::Failure;
 use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
-use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
+use crate::ledger::{Ledger, SessionSlot, wants_room};
 use crate::record::model::MemoryOrigin;
+use crate::session::image::Image;
 use crate::session::root::RootProcess;
 use crate::working_set::LoadingOptions;
 use crate::working_set::access_log::AccessLog;
@@ -40,8 +41,12 @@ pub struct Session {
     pub since: Instant,
     /// Its counters.
     pub stats: Stats,
-    /// Its fd store; none in tests.
-    store: Option<FdStore>,
+    /// The fd store that only the streamer's processes have; none in tests.
+    own_store: Option<FdStore>,
+    /// The fd stores that targets have, by their number in the ledger; none in most tests.
+    stores: Mutex<BTreeMap<u32, Arc<FdStore>>>,
+    /// The store of the tree's root, if a page server has the memory: the connection is in it.
+    root_store: OnceLock<Arc<FdStore>>,
     /// Where missing memory comes from, if not from the image's files.
     source: OnceLock<MemoryOrigin>,
     tasks: Mutex<Vec<Arc<TaskStats>>>,
@@ -79,7 +84,9 @@ impl Session {
             images,
             since: Instant::now(),
             stats: Stats::default(),
-            store: None,
+            own_store: None,
+            stores: Mutex::default(),
+            root_store: OnceLock::new(),
             source: OnceLock::new(),
             tasks: Mutex::default(),
             released: AtomicBool::new(false),
@@ -96,10 +103,37 @@ impl Session {
         }
     }
 
-    /// Gives the session the store that keeps its descriptors.
+    /// Gives the session the stores that keep its descriptors: the streamer's own, and those that targets
+    /// have by now.
     #[must_use]
-    pub fn with_store(self, store: FdStore) -> Self {
-        Self { store: Some(store), ..self }
+    fn with_stores(self, own: FdStore, slot: &SessionSlot) -> Self {
+        let stores = slot.stores.open();
+        let stores = stores.map(|(number, store)| (number, Arc::new(store.sharing_spare_of(&own)))).collect();
+        Self { own_store: Some(own), stores: Mutex::new(stores), ..self }
+    }
+
+    /// Returns the session of an image: the streamer's own store is `own`.
+    ///
+    /// # Errors
+    /// EMFILE, ENOMEM.
+    pub(crate) fn of(image: &Image, images: PathBuf, own: FdStore, slot: &SessionSlot) -> io::Result<Self> {
+        let session = Self::new(images).with_stores(own, slot);
+        if image.has_page_server() {
+            session.keep_connection_with(slot, image.root())?;
+        }
+        Ok(session)
+    }
+
+    /// Makes the store of a restored task, unless the task has one. Returns its number; None in tests.
+    ///
+    /// # Errors
+    /// EMFILE, ENOMEM, E2BIG.
+    pub(crate) fn store_of_task(&self, slot: &SessionSlot, task: i32) -> io::Result<Option<u32>> {
+        let Some(own) = &self.own_store else { return Ok(None) };
+        let (number, store) = slot.stores.of_task(task)?;
+        let mut stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
+        stores.entry(number).or_insert_with(|| Arc::new(store.sharing_spare_of(own)));
+        Ok(Some(number))
     }
 
     /// Says what is wanted of the load.
@@ -143,8 +177,8 @@ impl Session {
         }
     }
 
-    /// Returns when the working set was resident, in nanoseconds as [`Stats::elapsed`] counts. 0: not yet, or there
-    /// is none.
+    /// Returns when the working set was resident, in nanoseconds as [`Stats::elapsed`] counts. 0: not yet, or
+    /// there is none.
     #[must_use]
     pub fn working_set_ns(&self) -> u64 {
         self.working_set_ns.load(Ordering::Relaxed)
@@ -162,48 +196,59 @@ impl Session {
         self.source.get().copied().unwrap_or_default()
     }
 
-    /// Returns its fd store.
-    #[must_use]
-    pub fn store(&self) -> Option<&FdStore> {
-        self.store.as_ref()
-    }
-
-    /// Puts an address space's userfaultfd, and its journal if it has one, into the store, where they outlive
-    /// this process. Of two entries for one address space the later one counts.
+    /// Makes the store of the tree's root, for the connection with a page server: a worker that takes the
+    /// session over finds the store.
     ///
     /// # Errors
-    /// Fails when the store is full.
-    pub fn keep(&self, slot: &SpaceSlot) -> io::Result<()> {
-        let Some(store) = self.store() else { return Ok(()) };
-        let mut numbers = vec![slot.uffd.load(Ordering::Acquire), slot.journal.load(Ordering::Acquire)];
-        numbers.retain(|number| *number != NO_FD);
-        store.put(slot.entry(), &numbers)
+    /// EMFILE, ENOMEM.
+    fn keep_connection_with(&self, slot: &SessionSlot, root: i32) -> io::Result<()> {
+        let number = self.store_of_task(slot, root)?;
+        if let Some(store) = number.and_then(|number| self.store(number)) {
+            let _ = self.root_store.set(store);
+        }
+        Ok(())
     }
 
-    /// Returns whether the store has room for the userfaultfd of one more address space.
-    #[must_use]
-    pub fn has_room(&self) -> bool {
-        self.store().is_none_or(|store| store.has_room().unwrap_or(true))
+    /// Returns the store that has the connection with a page server.
+    pub(crate) fn root_store(&self) -> Option<&FdStore> {
+        self.root_store.get().map(|store| &**store)
     }
 
-    /// Removes address spaces from the store that no slot of the ledger has any more. Until then their
-    /// userfaultfds are open, and no process reads their events. Returns false if it must be called again, for
-    /// want of descriptors.
+    /// Returns a store that targets have, by its number in the ledger.
+    pub(crate) fn store(&self, number: u32) -> Option<Arc<FdStore>> {
+        self.stores.lock().unwrap_or_else(PoisonError::into_inner).get(&number).cloned()
+    }
+
+    /// Returns all stores that targets have.
+    pub(crate) fn stores(&self) -> Vec<Arc<FdStore>> {
+        self.stores.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// Returns the fd store that only the streamer's processes have.
+    pub(crate) fn own_store(&self) -> Option<&FdStore> {
+        self.own_store.as_ref()
+    }
+
+    /// Removes address spaces from their stores that no slot of the ledger has any more. Until then their
+    /// userfaultfds are open, and no process reads their events. Returns false if it must be called again,
+    /// for want of descriptors.
     pub fn forget_retired(&self, ledger: Ledger) -> bool {
-        let Some(store) = self.store() else { return true };
         let is_current = |entry: StoreEntry| {
             let slot = ledger.spaces().get(entry.index as usize);
             entry.kind != EntryKind::Space
                 || slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry)
         };
-        match store.retain(is_current) {
-            Err(error) if wants_room(&error) => false,
-            Err(error) => {
-                self.fail(format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
-                true
+        let mut done = true;
+        for store in self.stores() {
+            match store.retain_if_stale(is_current) {
+                Err(error) if wants_room(&error) => done = false,
+                Err(error) => {
+                    self.fail(format!("taking userfaultfds of loaded memory out of an fd store: {error}"));
+                }
+                Ok(()) => {}
             }
-            Ok(()) => true,
         }
+        done
     }
 
     /// Notes that the restore has finished. Reactors may then load in the background and retire address
@@ -214,8 +259,8 @@ impl Session {
         }
     }
 
-    /// Finds the root of the tree, whose end is the program's: when all tasks have reported, and none has run yet, or
-    /// in a successor.
+    /// Finds the root of the tree, whose end is the program's: when all tasks have reported, and none has run
+    /// yet, or in a successor.
     pub(crate) fn find_root(&self) {
         if let Some(root) = RootProcess::of(&self.tasks().iter().map(|task| task.pid).collect::<Vec<_>>()) {
             // It is set once.
@@ -328,21 +373,23 @@ mod tests {
     #[test]
     fn an_unpublished_address_space_stays_in_the_store() {
         let ledger = Ledger::new().unwrap();
-        let (store, writer) = FdStore::create().unwrap();
-        let store = FdStore::of(store.as_raw_fd(), writer.as_raw_fd()).unwrap();
-        let session = Session::new(PathBuf::new()).with_store(store);
+        let slot = ledger.session();
+        let session = Session::new(PathBuf::new()).with_stores(slot.make_own_store().unwrap(), slot);
+        let number = session.store_of_task(slot, 7).unwrap().unwrap();
+        assert_eq!(session.store_of_task(slot, 7).unwrap(), Some(number), "a task has one store");
+        let store = session.store(number).unwrap();
         let file = memfd_create(c"userfaultfd", MFdFlags::MFD_CLOEXEC).unwrap();
         let [forked, retired] = [(), ()].map(|()| {
             let index = ledger.take_space().unwrap();
             let slot = &ledger.spaces()[index];
-            slot.uffd.store(file.as_raw_fd(), Ordering::Release);
-            session.keep(slot).unwrap();
+            store.put(slot.entry(), &[file.as_raw_fd()]).unwrap();
             slot
         });
         retired.publish();
         retired.retire();
+        store.note_stale();
         assert!(session.forget_retired(ledger));
-        let held = peek_all(session.store().unwrap().descriptor()).unwrap();
+        let held = peek_all(store.descriptor()).unwrap();
         let held: Vec<StoreEntry> =
             held.into_iter().map(|(entry, _)| entry).filter(|of| of.kind == EntryKind::Space).collect();
         assert_eq!(held, [forked.entry()]);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Opens and closes the session on the control thread: accepts the restore, and takes the fd store back at the
-//! end.
+//! Opens and closes the session on the control thread: accepts the restore, and takes the fd store back at
+//! the end.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, bail};
 use rewake_plugin_protocol::SessionNote;
-use tracing::{info, warn};
+use tracing::warn;
 
 use crate::fetch::Fetch;
 use crate::ledger::{NO_FD, SessionSlot, SessionState};
@@ -21,6 +21,7 @@ use crate::session::peer::HandshakeStep;
 use crate::session::socket;
 use crate::supervise::parking;
 use crate::sys;
+use crate::watched;
 
 /// A session that listens or has accepted its restore.
 #[derive(Debug)]
@@ -31,7 +32,7 @@ pub struct OpenSession {
     pub(crate) slot: &'static SessionSlot,
     pub(crate) listener: Option<UnixListener>,
     pub(crate) connection: Option<OwnedFd>,
-    /// The process that brings memory from another host; none if all bytes of the image are local.
+    /// The process that fetches memory from another host, or `None` if all bytes of the image are local.
     pub(crate) fetch: Option<Rc<Fetch>>,
     /// The note that CRIU's plugins read.
     pub(crate) note: Option<SessionNote>,
@@ -61,15 +62,15 @@ impl OpenSession {
     pub(crate) fn cut_short(&self) -> String {
         let (reported, all) = (self.tasks(), self.image.tasks());
         format!(
-            "`criu restore` ended before it reported that it had finished ({reported} of {all} tasks had reported): see \
-             its log"
+            "`criu restore` ended before it reported that it had finished ({reported} of {all} tasks had \
+             reported): see its log"
         )
     }
 
     /// Waits for the restore, accepts its connection, and checks that it restores this session's image.
     pub(crate) async fn accept(&mut self) -> anyhow::Result<()> {
         let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
-        let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
+        let readable = watched::watch(listener.try_clone()?.into()).context("watching the socket")?;
         let connection = loop {
             readable.readable().await?.clear_ready();
             if let Some(connection) =
@@ -78,7 +79,7 @@ impl OpenSession {
                 break OwnedFd::from(connection);
             }
         };
-        // A process of a pid namespace beside this one has no pid here.
+        // A process of a pid namespace that is not below this one has no pid here.
         if let Ok(pid) =
             sys::peer_process(connection.as_fd()).and_then(|peer| sys::pidfd_pid(peer.as_raw_fd()))
         {
@@ -99,27 +100,26 @@ impl OpenSession {
         self.slot.connection.store(NO_FD, Ordering::Release);
         // From here on a successor only takes the store back.
         self.slot.set_state(SessionState::Closing);
-        if let Some(store) = self.session.store() {
+        for store in self.session.stores() {
             // This closes userfaultfds: threads that wait for a reader of their events are released.
             if let Err(error) = store.empty() {
-                warn!(%error, "emptying the fd store");
-            }
-            if let Some((store, writer)) = self.slot.take_store() {
-                parking::unpark(self.slot, store, writer).await;
+                warn!(%error, "emptying an fd store");
             }
         }
+        parking::close_former(self.slot);
+        self.slot.close_own_store();
+        parking::unpark(self.slot).await;
         self.slot.end(if self.fetches_rest { SessionState::Completing } else { SessionState::Free });
     }
 }
 
-/// Takes the session's store back from processes, where a dead worker has only begun to. A thread does it, because
-/// it may take seconds. `notes` has the sessions' notes, and `folder` in it is this streamer's.
+/// Takes the session's store back from processes, where a dead worker has only begun to. A thread does it,
+/// because it may take seconds. `notes` has the sessions' notes, and `folder` in it is this streamer's.
 pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, folder: String) {
     std::thread::spawn(move || {
-        drop(slot.take_store());
-        if let Err(error) = parking::unpark_slot(slot) {
-            info!("{error:#}");
-        }
+        parking::close_former(slot);
+        slot.close_own_store();
+        parking::unpark_now(slot);
         let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
         for note in left.iter().filter(|note| note.folder == folder) {
             if let Err(error) = note.remove(&notes) {

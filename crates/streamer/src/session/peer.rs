@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep_until};
 use tracing::debug;
 
 use crate::sys;
+use crate::watched;
 
 /// How long CRIU may take from its connection to the first task. Before that it makes namespaces and runs
 /// action scripts, but reads no memory.
@@ -50,7 +51,7 @@ pub(crate) enum HandshakeStep {
 impl Peer {
     /// Watches the peer process of `connection`.
     pub(crate) fn of(connection: &AsyncFd<OwnedFd>) -> Self {
-        let process = match sys::peer_process(connection.get_ref().as_fd()).and_then(sys::watch) {
+        let process = match sys::peer_process(connection.get_ref().as_fd()).and_then(watched::watch) {
             Ok(process) => PeerProcess::Lives(process),
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => PeerProcess::Ended,
             Err(error) => {
@@ -139,10 +140,10 @@ mod tests {
         let client = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
         let pid = connect_child(&client, &UnixAddr::new(&path).unwrap());
         block_on(async {
-            let connection = sys::watch(listener.accept().unwrap().0.into()).unwrap();
+            let connection = watched::watch(listener.accept().unwrap().0.into()).unwrap();
             let mut peer = Peer::of(&connection);
             assert!(timeout(Duration::from_millis(50), peer.ended()).await.is_err() && !peer.has_ended());
-            sys::kill(pid);
+            crate::uffd_child::kill(pid);
             timeout(AT_ONCE, peer.ended()).await.unwrap();
             assert!(peer.has_ended() && !sys::has_hung_up(connection.get_ref().as_raw_fd()));
             // SAFETY: waits for a child of this process, and the kernel writes no status.

@@ -9,8 +9,8 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 use rewake_process::{pidfd, proc};
 
-/// Time for a process whose memory is gone to end, and for its parent to collect it. The parent may do that later:
-/// then its status is read before.
+/// Time for a process whose memory is gone to end, and for its parent to collect it. The parent may do that
+/// later: then its status is read before.
 const EXIT_LIMIT: Duration = Duration::from_secs(10);
 
 /// The first process of a restored tree.

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context as _, bail};
 use rewake_image_io::{BlockCache, DEFAULT_BUDGET, FetchReader};
 use rewake_plugin_protocol::{Phase, SessionNote};
-use rewake_process::Notifier;
+use rewake_process::wake_socket::WakeSocket;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
@@ -23,15 +23,15 @@ use crate::gpu::GpuLoad;
 use crate::ledger::{
     self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
-use crate::session::image::{Image, TaskPlan};
+use crate::session::image::TaskPlan;
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
 use crate::session::root::{ProgramState, RootProcess};
 use crate::session::summary::SessionSummary;
 use crate::session::{Session, complete, socket};
 use crate::supervise::parking;
-use crate::sys;
 use crate::working_set::{LoadingOptions, on_demand};
+use crate::{planner, sys, watched};
 
 /// "ReSTore Finished" (criu/uffd.c), which the restore sends when all tasks are restored. No pid is this
 /// large.
@@ -49,7 +49,7 @@ pub struct Worker {
     /// The reactor threads.
     pub pool: ReactorPool,
     /// Wakes the thread that loads GPU memory, when some has arrived.
-    gpu_waker: Notifier,
+    gpu_waker: WakeSocket,
     /// Whether it received SIGTERM while processes depend on it.
     pub(crate) asked_to_stop: Cell<bool>,
 }
@@ -62,14 +62,15 @@ impl Worker {
     pub fn start(ledger: Ledger, starter: Starter) -> anyhow::Result<Self> {
         let notes = ledger::root()?;
         let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET)?, ledger)?;
-        let (gpu_waker, asked_to_stop) = (Notifier::new()?, Cell::new(false));
+        let (gpu_waker, asked_to_stop) = (WakeSocket::new()?, Cell::new(false));
         Ok(Self { ledger, starter, notes, pool, gpu_waker, asked_to_stop })
     }
 
-    /// Returns the eventfds by which a fetcher wakes readers: the reactors, and the thread that loads GPU memory.
+    /// Returns the sockets by which a fetcher wakes readers: the reactors, and the thread that loads GPU
+    /// memory.
     fn readers(&self) -> std::io::Result<Vec<OwnedFd>> {
         let mut readers = self.pool.wakers()?;
-        readers.push(self.gpu_waker.as_fd().try_clone_to_owned()?);
+        readers.push(self.gpu_waker.sender().try_clone_to_owned()?);
         Ok(readers)
     }
 
@@ -84,7 +85,7 @@ impl Worker {
     }
 
     /// Opens the session: takes it over from a dead worker, or else checks the whole image and listens on the
-    /// socket that the restore will connect to. None if a dead worker has served it.
+    /// socket that the restore will connect to. `None` if a dead worker has served it.
     ///
     /// # Errors
     /// Fails when the image cannot be served, the socket cannot be bound, or the session has failed before.
@@ -95,13 +96,14 @@ impl Worker {
         work: &Path,
         server: Option<&FetchPeer>,
         options: LoadingOptions,
+        signers: &[PathBuf],
     ) -> anyhow::Result<Option<OpenSession>> {
         address_spaces::reap_abandoned(self.ledger);
         if let Some(inherited) = self.inherit(options)? {
             return Ok(Some(inherited));
         }
         match self.ledger.session().outcome() {
-            SessionOutcome::Open => self.listen(images, work, server, options).await.map(Some),
+            SessionOutcome::Open => self.listen(images, work, server, options, signers).await.map(Some),
             SessionOutcome::Served => Ok(None),
             SessionOutcome::Failed => bail!("the restore had failed already: see above"),
         }
@@ -113,20 +115,21 @@ impl Worker {
         work: &Path,
         server: Option<&FetchPeer>,
         options: LoadingOptions,
+        signers: &[PathBuf],
     ) -> anyhow::Result<OpenSession> {
         let (memory, given) = find_memory(server, work).await?;
-        let image = Image::open_in_background(images.to_owned(), memory).await?;
-        let listener = socket::listen(work)?;
-        let slot = self.ledger.session();
+        let image = planner::open_in_background(images.to_owned(), memory, signers.to_owned()).await?;
+        let (listener, slot) = (socket::listen(work)?, self.ledger.session());
         slot.set_paths(images, work)?;
-        let store = session_store::of_image(slot, &image).context("making the session's fd store");
-        let session = Session::new(images.to_owned()).with_store(store.inspect_err(|_| slot.free())?);
-        let session = Arc::new(on_demand::prepare(session, &image, options));
-        let fetch = Fetch::start(&session, &image, server, given, self.readers()?).await;
+        let store = session_store::of_image(self.ledger, &image).context("keeping what a successor needs");
+        let session = store.and_then(|store| Ok(Session::of(&image, images.to_owned(), store, slot)?));
+        let session = on_demand::prepare(session.inspect_err(|_| slot.free())?, &image, options);
+        let session = Arc::new(session);
+        let fetch = Fetch::start(self.ledger, &session, &image, server, given, self.readers()?).await;
         let fetch = fetch.inspect_err(|_| slot.free())?.map(Rc::new);
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         slot.set_state(SessionState::Listening);
-        let note = self.publish(&session);
+        let note = self.publish();
         info!(
             tasks = image.tasks(),
             lazy_pages = image.lazy_pages(),
@@ -134,12 +137,11 @@ impl Worker {
             "listening for {}",
             images.display()
         );
-        let listener = Some(listener);
-        let (connection, arrived, fetches_rest) = (None, false, false);
+        let (listener, connection, arrived, fetches_rest) = (Some(listener), None, false, false);
         Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, fetches_rest })
     }
 
-    /// Takes over the session of a dead worker; none if there is nothing to serve.
+    /// Takes over the session of a dead worker, or `None` if there is nothing to serve.
     ///
     /// # Errors
     /// Fails when the image cannot be read any more. The session's processes are then killed.
@@ -175,9 +177,9 @@ impl Worker {
 
     fn take_over(&self, slot: &'static SessionSlot, options: LoadingOptions) -> anyhow::Result<OpenSession> {
         let (images, _work) = slot.paths();
-        let store = slot.fd_store().context("finding the session's fd store")?;
-        let image = session_store::image(&store)?;
-        let session = Session::new(images).with_store(store);
+        let own = slot.own_store().context("finding the streamer's own fd store")?;
+        let image = session_store::image(slot, &own)?;
+        let session = Session::of(&image, images, own, slot)?;
         let session = Arc::new(on_demand::prepare_successor(session, &image, slot.state(), options));
         if slot.state() == SessionState::Running {
             session.release();
@@ -194,23 +196,23 @@ impl Worker {
         for request in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(request);
         }
-        let fetch = Fetch::inherit(&session, &image, self.readers()?)?.map(Rc::new);
-        let note = self.publish(&session);
+        let fetch = Fetch::inherit(self.ledger, &session, &image, self.readers()?)?.map(Rc::new);
+        let note = self.publish();
         info!("taken over in state {:?}", slot.state());
         let fetches_rest = false;
         Ok(OpenSession { image, slot, listener, connection, session, fetch, note, arrived, fetches_rest })
     }
 
     /// Writes the session's note. Returns none, and logs a warning, when it cannot be written.
-    fn publish(&self, session: &Session) -> Option<SessionNote> {
-        let (slot, store) = (self.ledger.session(), session.store()?);
+    fn publish(&self) -> Option<SessionNote> {
+        let slot = self.ledger.session();
         let write = || -> std::io::Result<SessionNote> {
             let phase = match slot.state() {
                 SessionState::Free | SessionState::Listening => Phase::Listening,
                 SessionState::Handshake | SessionState::Restoring => Phase::Restoring,
                 SessionState::Running | SessionState::Closing | SessionState::Completing => Phase::Running,
             };
-            let note = session_store::note(slot, store, &self.starter, &slot.paths().1, phase)?;
+            let note = session_store::note(slot, &self.starter, &slot.paths().1, phase)?;
             note.write(&self.notes)?;
             Ok(note)
         };
@@ -218,7 +220,8 @@ impl Worker {
     }
 
     /// Serves the session until its memory is resident, and notes the outcome. It stays in the ledger until
-    /// [`Worker::close`]. If GPU memory comes from another host, its load must have ended too, as `gpus` says.
+    /// [`Worker::close`]. If GPU memory comes from another host, its load must have ended too, as `gpus`
+    /// says.
     ///
     /// # Errors
     /// Fails when the restore or the image fails. The restored processes are then killed, or can never read a
@@ -278,7 +281,8 @@ impl Worker {
             Some(_) if !open.slot.any_resident() => {
                 let images = session.images.display();
                 info!(
-                    "{images}: the program has ended, and the image is not complete: `rewake pull` completes it"
+                    "{images}: the program has ended, and the image is not complete: `rewake pull` completes \
+                     it"
                 );
             }
             fetch => open.fetches_rest = fetch.is_some(),
@@ -298,7 +302,8 @@ impl Worker {
         })
     }
 
-    /// Closes the session when it has ended. What the image of another host still lacks is fetched after that.
+    /// Closes the session when it has ended. What the image of another host still lacks is fetched after
+    /// that.
     pub async fn close(&self, mut open: OpenSession) {
         open.close().await;
         // As long as a process has the store, a plugin must be able to identify it.
@@ -317,7 +322,7 @@ impl Worker {
             tokio::select! {
                 accepted = open.accept() => {
                     accepted?;
-                    open.note = self.publish(&open.session);
+                    open.note = self.publish();
                 }
                 // Only a failure is possible before a restore connects.
                 () = session.changed() => return Ok(()),
@@ -340,7 +345,8 @@ impl Worker {
                 session.changed().await;
             }
         };
-        tokio::join!(park, load, on_demand::load_first(&open.image, session, self));
+        let first = on_demand::load_first(&open.image, session, &self.pool, &self.asked_to_stop);
+        tokio::join!(park, load, first);
         Ok(())
     }
 
@@ -349,7 +355,7 @@ impl Worker {
         let Some(connection) = open.connection.as_ref() else {
             bail!("the connection with the restore is lost")
         };
-        let readable = sys::watch(connection.try_clone()?).context("watching the restore")?;
+        let readable = watched::watch(connection.try_clone()?).context("watching the restore")?;
         let mut peer = Peer::of(&readable);
         loop {
             let next = open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore");
@@ -368,7 +374,8 @@ impl Worker {
                         ready = readable.readable() => ready?.clear_ready(),
                         () = peer.ended() => {}
                         () = too_long => bail!(
-                            "{} of {} tasks have reported, and no other does: is it `criu restore` that connected?",
+                            "{} of {} tasks have reported, and no other does: is it `criu restore` that \
+                             connected?",
                             open.tasks(),
                             open.image.tasks()
                         ),
@@ -385,7 +392,7 @@ impl Worker {
                     }
                     open.slot.set_state(SessionState::Running);
                     open.slot.inbox.done();
-                    open.note = self.publish(&open.session);
+                    open.note = self.publish();
                     return Ok(());
                 }
                 Received::Word(word) => self.expect_task(open, i32::from_ne_bytes(word.to_ne_bytes()))?,
@@ -426,7 +433,8 @@ impl Worker {
                 // SAFETY: it was received and is in no slot, so it has no owner. No memory depends on it.
                 drop(unsafe { sys::take_over(number) });
                 bail!(
-                    "task {image_pid} sent a descriptor that is no userfaultfd: not `criu restore --lazy-pages`"
+                    "task {image_pid} sent a descriptor that is no userfaultfd: not `criu restore \
+                     --lazy-pages`"
                 );
             }
             let arrived =

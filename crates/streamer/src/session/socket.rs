@@ -13,8 +13,8 @@ use nix::sys::socket::sockopt::PeerCredentials;
 use nix::unistd::geteuid;
 use tracing::warn;
 
-use crate::session::address::{listener, may_speak};
 use crate::sys;
+use rewake_process::private_socket::{listener, may_speak};
 
 /// The name of the socket, which CRIU sets (criu/uffd.c).
 pub const NAME: &str = "lazy-pages.socket";

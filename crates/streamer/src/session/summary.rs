@@ -28,18 +28,6 @@ pub struct SessionSummary {
     pub program: ProgramState,
 }
 
-impl SessionSummary {
-    /// Says how a program ended that was killed, or failed, before all its memory was resident.
-    #[must_use]
-    pub fn lost_program(&self) -> Option<String> {
-        let missing = units::bytes(self.pages_ended * PAGE_SIZE);
-        let how = self.program.how();
-        matches!(self.program, ProgramState::Ended(_)).then(|| {
-            format!("the program ended{how} before all its memory was resident: {missing} were missing")
-        })
-    }
-}
-
 /// Logs that all CPU memory of a session is resident, or was missing when processes ended.
 pub fn report(summary: &SessionSummary) {
     let pages = summary.pages_copied + summary.pages_zero;

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Decides how an image is served, and makes the command of its streamer.
 
-use std::ffi::OsStr;
 use std::net::SocketAddr;
-use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,10 +13,11 @@ use rewake_fetcher::plan::PeerTls;
 use rewake_manifest::refuse_partial;
 
 use crate::fetch_peer::FetchedImage;
-use crate::gpu::plugin_folder;
-use crate::session::image::{Image, NotLazy};
-use crate::sys;
+use crate::session::image::NotLazy;
 use crate::working_set::LoadingOptions;
+use crate::{planner, sys};
+use rewake_criu_images::amdgpu::image_has_gpu;
+use rewake_plugin_protocol::plugin_folder;
 
 /// Seconds that a restore has to connect to its streamer.
 const CONNECT_TIMEOUT: u64 = 60;
@@ -28,10 +27,12 @@ const CONNECT_TIMEOUT: u64 = 60;
 pub struct LaunchPlan {
     /// The image has GPU state.
     pub gpus: bool,
-    /// Why CRIU must load all CPU memory before the processes run; none if the streamer loads it.
+    /// Why CRIU must load all CPU memory before the processes run, or `None` if the streamer loads it.
     pub eager: Option<String>,
-    /// Where missing memory of the image comes from; none if the image has all of it.
+    /// Where missing memory of the image comes from, or `None` if the image has all its memory.
     pub from: Option<MemoryServer>,
+    /// Files of signers that the image needs a signature of, with absolute paths.
+    pub signers: Vec<PathBuf>,
 }
 
 /// What has missing memory of an image.
@@ -64,41 +65,43 @@ impl LaunchPlan {
     ///
     /// # Errors
     /// The image cannot be served.
-    pub fn of(images: &Path) -> anyhow::Result<Self> {
-        let mut plan = Self::with_log(images)?;
+    pub fn of(images: &Path, signers: Vec<PathBuf>) -> anyhow::Result<Self> {
+        let mut plan = Self::with_log(images, signers)?;
         if !plan.gpus {
-            plan.eager = Image::open(images)?.not_lazy().map(NotLazy::to_string);
+            plan.eager = planner::open(images, &plan.signers)?.not_lazy().map(NotLazy::to_string);
         }
         Ok(plan)
     }
 
-    /// The same for a streamer whose log says why it does not serve an image. An image without GPU state is left to it:
-    /// a planner's process for each of two checks would delay the restore.
+    /// The same for a streamer whose log says why it does not serve an image. An image without GPU state is
+    /// left to it: a planner's process for each of two checks would delay the restore.
     ///
-    /// CPU memory of an image with GPU state is loaded in the background only where the kernel can hold calls that
-    /// register missing memory (decision 11).
+    /// CPU memory of an image with GPU state is loaded in the background only where the kernel can hold calls
+    /// that register missing memory (decision 11).
     ///
     /// # Errors
     /// The image cannot be served.
-    pub fn with_log(images: &Path) -> anyhow::Result<Self> {
+    pub fn with_log(images: &Path, signers: Vec<PathBuf>) -> anyhow::Result<Self> {
         let directory = ImageDir::open(images)?;
         refuse_partial(&directory)?;
-        let gpus =
-            plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
-        let lazily = || Image::open(images)?.not_lazy().map_or(Ok(()), |reason| Err(reason.clone().into()));
+        let gpus = image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
+        let lazily = || {
+            planner::open(images, &signers)?.not_lazy().map_or(Ok(()), |reason| Err(reason.clone().into()))
+        };
         let checked = if gpus { holds_calls().and_then(|()| lazily()) } else { Ok(()) };
         let eager = checked.err().map(|error| format!("{error:#}"));
         if eager.is_some() {
-            // CRIU would read the holes of a partial parent. The planner refuses them in all other cases: only it may
-            // wait for the parent's file system.
+            // CRIU would read the holes of a partial parent. The planner refuses them in all other cases:
+            // only it may wait for the parent's file system.
             directory.ancestors().iter().try_for_each(refuse_partial)?;
         }
-        Ok(Self { gpus, eager, from: None })
+        Ok(Self { gpus, eager, from: None, signers })
     }
 
-    /// Returns why all GPU memory of another host must be copied before the processes run; none if it may arrive later:
-    /// CRIU's plugin waits for it, and this kernel can hold calls that register missing memory. `plugins` is
-    /// the folder of CRIU's plugins; none: CRIU's own. `remedy` says how the user gives another one.
+    /// Returns why all GPU memory of another host must be copied before the processes run, or `None` if it
+    /// may arrive later: CRIU's plugin waits for it, and this kernel can hold calls that register missing
+    /// memory. `plugins` is the folder of CRIU's plugins; none: CRIU's own. `remedy` says how the user gives
+    /// another one.
     ///
     /// # Errors
     /// The plugin cannot be read.
@@ -113,7 +116,7 @@ impl LaunchPlan {
         Ok(Self::cannot_hold_calls())
     }
 
-    /// Returns why this kernel cannot hold calls that register missing memory; none if it can.
+    /// Returns why this kernel cannot hold calls that register missing memory, or `None` if it can.
     #[must_use]
     pub fn cannot_hold_calls() -> Option<String> {
         holds_calls().err().map(|error| format!("{error:#}"))
@@ -121,8 +124,8 @@ impl LaunchPlan {
 
     /// The plan for an image of which a server has memory. The streamer checks the image.
     #[must_use]
-    pub fn from_server(gpus: bool, from: MemoryServer) -> Self {
-        Self { gpus, eager: None, from: Some(from) }
+    pub fn from_server(gpus: bool, from: MemoryServer, signers: Vec<PathBuf>) -> Self {
+        Self { gpus, eager: None, from: Some(from), signers }
     }
 
     /// Checks that an image whose CPU memory CRIU loads is loaded as its user wants.
@@ -151,11 +154,11 @@ fn holds_calls() -> anyhow::Result<()> {
     Ok(rewake_ioctl_filter::attach().map(drop)?)
 }
 
-/// Makes the command for the streamer of one restore, with CRIU's work directory. It writes a zero byte to its standard
-/// output when it listens.
+/// Makes the command for the streamer of one restore, with CRIU's work directory. It writes a zero byte to
+/// its standard output when it listens.
 ///
-/// `loading` says what is wanted of the load. It leads a process group of its own, so a terminal's signals do not
-/// reach it, and ends if no restore connects within a minute.
+/// `loading` says what is wanted of the load. It leads a process group of its own, so a terminal's signals do
+/// not reach it, and ends if no restore connects within a minute.
 ///
 /// # Errors
 /// The path of this program cannot be found.
@@ -165,7 +168,7 @@ pub fn command(
     plan: &LaunchPlan,
     loading: LoadingOptions,
 ) -> anyhow::Result<Command> {
-    let mut command = Command::new(program()?);
+    let mut command = Command::new(sys::program()?);
     command.arg("streamer").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
     command.args(["--connect-timeout", &CONNECT_TIMEOUT.to_string()]);
     if plan.lazy_pages() {
@@ -180,6 +183,9 @@ pub fn command(
         }
         None => {}
     }
+    for file in &plan.signers {
+        command.arg("--signers").arg(file);
+    }
     if loading.record {
         command.arg("--record");
     }
@@ -191,6 +197,17 @@ pub fn command(
         command.env_remove(name);
     }
     command.stdin(Stdio::null());
+    sys::leave_descriptors(&mut command);
+    Ok(command)
+}
+
+/// Makes the command that serves sessions again all of whose streamer's processes were killed.
+///
+/// # Errors
+/// The path of this program cannot be found.
+pub fn recover_command() -> anyhow::Result<Command> {
+    let mut command = Command::new(sys::program()?);
+    command.arg("recover").process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
     sys::leave_descriptors(&mut command);
     Ok(command)
 }
@@ -219,19 +236,6 @@ fn add_server(command: &mut Command, from: &ImageServerAddress) {
     }
 }
 
-/// Returns the path of this program. After an upgrade it is the path of the new program in the old one's
-/// place.
-///
-/// # Errors
-/// The path cannot be found.
-pub fn program() -> anyhow::Result<PathBuf> {
-    let program = std::env::current_exe().context("finding this program")?;
-    // The kernel appends this to the path of a removed file (`d_path` of fs/d_path.c).
-    let replaced = program.as_os_str().as_bytes().strip_suffix(b" (deleted)");
-    let replaced = replaced.map(|path| PathBuf::from(OsStr::from_bytes(path)));
-    Ok(replaced.filter(|path| path.is_file()).unwrap_or(program))
-}
-
 #[cfg(test)]
 mod tests {
     use rewake_criu_images::add_arriving_file;
@@ -243,7 +247,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("amdgpu-renderD-7.img"), "").unwrap();
         add_arriving_file(folder.path(), "amdgpu-pages-1-00ab.img").unwrap();
-        let refused = LaunchPlan::of(folder.path()).unwrap_err().to_string();
+        let refused = LaunchPlan::of(folder.path(), Vec::new()).unwrap_err().to_string();
         assert!(refused.contains("whose GPU memory was not copied"), "{refused}");
     }
 }

@@ -42,7 +42,7 @@ pub fn own_number(pid: i32) -> Option<i32> {
 /// After exec they are at other random addresses.
 pub type Layout = [u64; 3];
 
-/// Returns the layout of a process; none if /proc does not show it.
+/// Returns the layout of a process, or `None` if /proc does not show it.
 #[must_use]
 pub fn layout(pid: i32) -> Option<Layout> {
     let stat = proc::stat(pid).ok()?;
@@ -77,7 +77,8 @@ pub fn is_frozen(pid: i32) -> bool {
     match function.trim_ascii() {
         // Of a cgroup of version 1.
         b"__refrigerator" => true,
-        // Of version 2: a compiler may have made the first a part of the second, where stopped threads wait, too.
+        // Of version 2: a compiler may have made the first a part of the second, where stopped threads wait,
+        // too.
         b"do_freezer_trap" | b"get_signal" => proc::status(pid).is_some_and(|status| status.state == 'S'),
         _ => false,
     }
@@ -85,11 +86,20 @@ pub fn is_frozen(pid: i32) -> bool {
 
 /// Returns the number of a process's descriptor of the socket with this inode.
 ///
-/// It is none if the process has no such descriptor, or has ended.
+/// It is `None` if the process has no such descriptor, or has ended.
 #[must_use]
 pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
     let sockets = rewake_plugin_protocol::sockets_of(pid).ok()?;
     sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
+}
+
+/// Returns the descriptors of a process, by number and inode, that are one of these sockets; none where the
+/// process has ended.
+#[must_use]
+pub(crate) fn sockets_among(pid: i32, inodes: &BTreeSet<u64>) -> Vec<(RawFd, u64)> {
+    let mut sockets = rewake_plugin_protocol::sockets_of(pid).unwrap_or_default();
+    sockets.retain(|(_, inode)| inodes.contains(inode));
+    sockets
 }
 
 /// Copies a descriptor of a process. If the first thread has ended, it copies it from another thread.

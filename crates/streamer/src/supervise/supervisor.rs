@@ -14,20 +14,25 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rewake_process::oom_score;
 use rewake_process::ready::Ready;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Folder, Ledger, NO_FD, Starter};
 use crate::supervise::processes;
-use crate::supervise::{left, parking};
+use crate::supervise::{leftover_stores, parking};
 use crate::sys::{self, Fork};
+use crate::watched;
 
 /// How many workers may die within [`WINDOW`] before the supervisor gives up: another worker does not help if
 /// each fails at once.
 const MAX_DEATHS: usize = 8;
+/// The time in which deaths are counted. It is longer than [`MAX_DEATHS`] pauses of [`FORK_INTERVAL`], so
+/// that refused forks end the supervisor, too.
 const WINDOW: Duration = Duration::from_secs(10);
 /// The pause before the next try when the kernel refused a fork: with [`MAX_DEATHS`], two seconds in all.
-const FORK_PAUSE: Duration = Duration::from_millis(250);
+const FORK_INTERVAL: Duration = Duration::from_millis(250);
+const _: () = assert!(FORK_INTERVAL.as_millis() * (MAX_DEATHS as u128) < WINDOW.as_millis());
 /// The exit code of a worker that panicked before its reactors ran.
 const PANICKED: i32 = 101;
 
@@ -74,8 +79,8 @@ impl Supervisor {
         Ok(Self { pid, pidfd: Arc::new(pidfd) })
     }
 
-    /// Ends the worker that calls this, when no target depends on it. The supervisor forwards the signal, so that it
-    /// starts no successor. Without a supervisor the worker signals itself.
+    /// Ends the worker that calls this, when no target depends on it. The supervisor forwards the signal, so
+    /// that it starts no successor. Without a supervisor the worker signals itself.
     pub(crate) fn stop_worker(&self) {
         if sys::pidfd_signal(self.pidfd.as_raw_fd(), libc::SIGTERM).is_err() {
             // It has ended. A worker may always send itself a signal.
@@ -85,7 +90,7 @@ impl Supervisor {
 
     /// Returns when it has ended.
     pub(crate) async fn ended(&self) -> anyhow::Result<()> {
-        let watched = sys::watch_shared(Arc::clone(&self.pidfd)).context("watching the supervisor")?;
+        let watched = watched::watch_shared(Arc::clone(&self.pidfd)).context("watching the supervisor")?;
         while !sys::has_ended(self.pidfd.as_raw_fd()) {
             watched.readable().await?.clear_ready();
         }
@@ -120,6 +125,8 @@ pub fn supervise_ledger(
     // Unblocked, they would end the supervisor. The signals of its own faults are delivered all the same.
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&SigSet::all()), None).context("blocking signals")?;
     raise_descriptor_limit();
+    // Restored programs wait for this process and its workers, and would be killed with them.
+    oom_score::be_killed_late();
     // Before descriptors are listed: a worker does not close it.
     let supervisor = Arc::new(Supervisor::own()?);
     let inherited: BTreeSet<i32> = open_descriptors().context("listing descriptors")?;
@@ -137,7 +144,7 @@ pub fn supervise_ledger(
     if let Err(error) = parking::unpark_slot(ledger.session()) {
         warn!("{error:#}");
     }
-    left::leave(folder, ledger.session());
+    leftover_stores::leave(folder, ledger.session());
     code
 }
 
@@ -161,7 +168,7 @@ fn run_workers(mut start: Start, worker: impl Fn(&Start) -> u8) -> anyhow::Resul
             },
             Err(error) if !start.successor => return Err(error).context("starting a worker"),
             Err(error) => {
-                std::thread::sleep(FORK_PAUSE);
+                std::thread::sleep(FORK_INTERVAL);
                 format!("starting a worker: {error}")
             }
         };
@@ -274,7 +281,8 @@ impl Start {
     /// # Errors
     /// The descriptors cannot be listed.
     pub fn close_leftovers(&self) -> std::io::Result<()> {
-        // A descriptor that got its byte is closed, and another file may have its number by now: a userfaultfd, too.
+        // A descriptor that got its byte is closed, and another file may have its number by now: a
+        // userfaultfd, too.
         let until_ready =
             |number: &i32| self.waiting.contains(number) || self.standard_error == Some(*number);
         let is_closed = |number: &i32| self.ledger.is_ready() && until_ready(number);

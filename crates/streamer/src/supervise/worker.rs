@@ -13,7 +13,7 @@ use crate::session::serve::Worker;
 use crate::supervise::supervisor::Start;
 
 /// The time between two notes that a worker serves.
-const HEARTBEAT: Duration = Duration::from_secs(1);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// SIGTERM ended [`block_on`], and no restored process depends on this worker.
 #[derive(Debug, thiserror::Error)]
@@ -88,7 +88,7 @@ async fn stop_requests(worker: &Worker, mut requests: unix::Signal) {
 async fn beat(ledger: Ledger) {
     loop {
         ledger.beat();
-        tokio::time::sleep(HEARTBEAT).await;
+        tokio::time::sleep(HEARTBEAT_INTERVAL).await;
     }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Notes which blocks of CPU memory programs access first. The threads that serve page faults add to it without a
-//! lock, and take no memory.
+//! Notes which blocks of CPU memory programs access first. The threads that serve page faults add to it
+//! without a lock, and take no memory.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,10 +10,11 @@ use rewake_pager::{PAGE_SIZE, PageIx, Plan};
 
 use super::{AccessedPages, WorkingSet};
 
-/// The most blocks that are noted: 8 GiB of memory. Scattered blocks are a run each: of them the file has fewer.
+/// The most blocks that are noted: 8 GiB of memory. Scattered blocks are a run each: of them the file has
+/// fewer.
 pub(crate) const MOST_BLOCKS: usize = 1 << 17;
-/// Blocks whose order does not matter to a program, because they are read in a few tens of milliseconds: 4 MiB.
-/// They are sorted by address, so that they are read in long pieces.
+/// Blocks whose order does not matter to a program, because they are read in a few tens of milliseconds: 4
+/// MiB. They are sorted by address, so that they are read in long pieces.
 const GROUP: usize = 64;
 /// Bits of a page's number; a pid takes those above (`PID_MAX_LIMIT` is 2^22).
 const PAGE_BITS: u32 = 40;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The file with the working set, beside the files of the image: JSON that is written completely or not at all.
+//! The file with the working set, beside the files of the image: JSON that is written completely or not at
+//! all.
 //!
 //! A manifest does not name it, because it is recorded after the image was sealed. A file of another dump is
 //! refused.
@@ -31,8 +32,8 @@ struct WorkingSetFile {
     buffers: Vec<(u32, usize)>,
 }
 
-/// Returns the working set of an image; none if it has no such file. Each page is in it once, below the last
-/// address.
+/// Returns the working set of an image, or `None` if it has no such file. Each page is in it once, below the
+/// last address.
 ///
 /// # Errors
 /// The file cannot be read, is damaged, or is of another dump.
@@ -91,8 +92,8 @@ pub(crate) struct AddedToFile {
     pub(crate) buffers: usize,
 }
 
-/// Adds what was accessed to the working set of an image. A file of another dump, or a damaged one, is replaced. Logs a
-/// warning where it has no room for all.
+/// Adds what was accessed to the working set of an image. A file of another dump, or a damaged one, is
+/// replaced. Logs a warning where it has no room for all.
 ///
 /// # Errors
 /// The directory cannot be written to.
@@ -100,7 +101,7 @@ pub(crate) fn add(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) ->
     if accessed.is_empty() {
         return Ok(AddedToFile::default());
     }
-    // Two threads of this program do it, and those of other restores of the image.
+    // Two threads of this program do it, and threads of other restores of the image.
     sidecar_file::alone(images, |images| add_alone(images, dump, accessed))
 }
 
@@ -112,8 +113,8 @@ fn add_alone(images: BorrowedFd<'_>, dump: Digest, accessed: WorkingSet) -> anyh
     if !excess.is_empty() {
         let (bytes, buffers) = (units::bytes(excess.bytes()), excess.buffers.len());
         warn!(
-            "{WORKING_SET_NAME}: {bytes} of CPU memory and {buffers} buffers are left out: it has at most {MOST_RUNS} \
-             runs of pages and {MOST_BUFFERS} buffers"
+            "{WORKING_SET_NAME}: {bytes} of CPU memory and {buffers} buffers are left out: it has at most \
+             {MOST_RUNS} runs of pages and {MOST_BUFFERS} buffers"
         );
     }
     let added = AddedToFile { bytes: all.bytes() - bytes, buffers: all.buffers.len() - known };
@@ -221,7 +222,6 @@ mod tests {
         for text in ["", "[]", r#"{"version":2}"#, &file(2, "[1,-1,1]", "")] {
             assert!(error(text).starts_with("it is damaged: "), "{text}");
         }
-        // That of an earlier release had GPU buffers only.
         assert!(error(r#"{"version":1,"touched":[]}"#).contains("of version 1, this program knows 2"));
         for (address, pages) in [(1, 1), (4096, 0), (4096, u64::MAX), (u64::MAX - 4095, 1)] {
             let run = format!("[1,{address},{pages}]");

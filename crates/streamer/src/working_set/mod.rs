@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The working set of an image: what its program accessed first after an earlier restore, in CPU memory and in
-//! buffers of GPUs. A later restore loads it before the rest.
+//! The working set of an image: what its program accessed first after an earlier restore, in CPU memory and
+//! in buffers of GPUs. A later restore loads it before the rest.
 //!
 //! * [`file`]: `rewake-working-set.json` in the image directory.
 //! * [`access_log`]: notes which blocks of CPU memory are accessed, without a lock.
-//! * [`on_demand`]: the time at the start of a restore in which nothing is loaded that no thread waits for. Only
-//!   then every access is a page fault.
+//! * [`on_demand`]: the time at the start of a restore in which nothing is loaded that no thread waits for.
+//!   Only then every access is a page fault.
 //!
 //! It determines an order, and no bytes: a wrong one makes a restore slower.
 
@@ -55,7 +55,7 @@ pub struct BufferId {
 }
 
 impl AccessedPages {
-    /// The addresses; none if they are no pages below the last address.
+    /// The addresses, or `None` if they are no pages below the last address.
     fn addresses(&self) -> Option<Range<u64>> {
         let end = self.pages.checked_mul(PAGE_SIZE)?.checked_add(self.address)?;
         (self.pages > 0 && self.address.is_multiple_of(PAGE_SIZE)).then_some(self.address..end)
@@ -93,7 +93,7 @@ impl WorkingSet {
         Self { pages, buffers }
     }
 
-    /// Returns the order of CPU memory by task. Ranks begin at `first`, and are those of all tasks together.
+    /// Returns the order of CPU memory by task. Ranks begin at `first`, and are shared by all tasks.
     pub(crate) fn by_task(&self, first: u32) -> BTreeMap<u32, Vec<Prefetch>> {
         let mut tasks: BTreeMap<u32, Vec<Prefetch>> = BTreeMap::new();
         for (run, rank) in self.pages.iter().zip(first..) {
@@ -116,7 +116,8 @@ impl AddressSets {
         let ranges = self.0.entry(run.task).or_default();
         let before = ranges.range(..=start).next_back().filter(|(_, last)| **last >= start);
         let from = before.map_or(start, |(first, _)| *first);
-        // One range takes the place of all that it overlaps or continues: each is looked at once more at most.
+        // One range takes the place of all that it overlaps or continues: each is looked at once more at
+        // most.
         let known: Vec<Range<u64>> = ranges.range(from..=end).map(|(first, last)| *first..*last).collect();
         let (mut at, mut new) = (start, Vec::new());
         for range in known {

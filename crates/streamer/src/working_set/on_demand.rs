@@ -12,27 +12,29 @@ use tracing::{info, warn};
 
 use super::access_log::MOST_BLOCKS;
 use super::file::{self, AddedToFile};
+use crate::cpu::ReactorPool;
 use crate::ledger::SessionState;
 use crate::session::image::Image;
-use crate::session::serve::Worker;
 use crate::session::{Session, WorkingSetPart};
 use crate::units;
 
-/// Without a page fault for this long after the first one, the program has accessed what it needs first: the recording
-/// ends.
-const QUIET: Duration = Duration::from_secs(3);
+/// Without a page fault for this long after the first one, the program has accessed what it needs first: the
+/// recording ends.
+const QUIET_LIMIT: Duration = Duration::from_secs(3);
 /// The longest recording of a restore that has no other limit.
-const RECORDING: Duration = Duration::from_secs(30);
-/// Time between two looks whether the working set is resident: a sixteenth of the time so far, within these bounds.
-const FIRST_LOOK: Duration = Duration::from_millis(5);
-const LAST_LOOK: Duration = Duration::from_millis(100);
+const RECORDING_LIMIT: Duration = Duration::from_secs(30);
+const _: () = assert!(RECORDING_LIMIT.as_millis() > QUIET_LIMIT.as_millis());
+/// Time between two looks whether the working set is resident: a sixteenth of the time so far, within these
+/// bounds.
+const FIRST_INTERVAL: Duration = Duration::from_millis(5);
+const LONGEST_INTERVAL: Duration = Duration::from_millis(100);
 /// Time between two looks at the number of page faults.
-const LOOK: Duration = Duration::from_millis(20);
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The longest time in which memory is loaded only when it is accessed.
-const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+const ON_DEMAND_LIMIT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// What a user wants of the load beside the memory.
+/// What a user requests of the load, in addition to the memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LoadingOptions {
     /// Record the working set. An earlier one is not loaded first then: its order would be recorded again.
@@ -49,15 +51,15 @@ impl LoadingOptions {
     pub fn check(self, has_gpus: bool) -> anyhow::Result<()> {
         let Some(time) = self.on_demand_only else { return Ok(()) };
         ensure!(
-            time <= DAY,
+            time <= ON_DEMAND_LIMIT,
             "--on-demand-only: expected at most {} seconds, found {}",
-            DAY.as_secs(),
+            ON_DEMAND_LIMIT.as_secs(),
             time.as_secs()
         );
         ensure!(
             !has_gpus || self.record,
-            "--on-demand-only: this image has GPU state, and GPUs run when all memory that they reach is resident; add \
-             --record to record for that time"
+            "--on-demand-only: this image has GPU state, and GPUs run when all memory that they reach is \
+             resident; add --record to record for that time"
         );
         Ok(())
     }
@@ -100,28 +102,33 @@ pub(crate) fn prepare_successor(
     session
 }
 
-/// Waits for what comes before the rest of the memory, of a session whose processes run: the time in which it is loaded
-/// only when it is accessed, or the working set.
-pub(crate) async fn load_first(image: &Image, session: &Session, worker: &Worker) {
+/// Waits for what comes before the rest of the memory, of a session whose processes run: the time in which it
+/// is loaded only when it is accessed, or the working set.
+pub(crate) async fn load_first(
+    image: &Image,
+    session: &Session,
+    pool: &ReactorPool,
+    asked_to_stop: &Cell<bool>,
+) {
     if session.is_on_demand() {
-        wait(session, &worker.asked_to_stop).await;
+        wait(session, asked_to_stop).await;
         session.end_on_demand();
-        worker.pool.look_again();
+        pool.look_again();
         record(image, session);
     } else if !image.working_set_parts().is_empty() {
         let began = Instant::now();
-        while !is_over(session) && !worker.pool.is_first_resident(session) {
-            tokio::time::sleep((began.elapsed() / 16).clamp(FIRST_LOOK, LAST_LOOK)).await;
+        while !is_over(session) && !pool.is_first_resident(session) {
+            tokio::time::sleep((began.elapsed() / 16).clamp(FIRST_INTERVAL, LONGEST_INTERVAL)).await;
         }
         session.note_working_set(WorkingSetPart::Cpus);
     }
 }
 
-/// Waits for the end of the time in which memory is loaded only when it is accessed. SIGTERM ends it early, and so does
-/// a reactor that has no room for a forked child.
+/// Waits for the end of the time in which memory is loaded only when it is accessed. SIGTERM ends it early,
+/// and so does a reactor that has no room for a forked child.
 async fn wait(session: &Session, asked_to_stop: &Cell<bool>) {
     let only_for = session.options().on_demand_only;
-    let limit = only_for.unwrap_or(RECORDING);
+    let limit = only_for.unwrap_or(RECORDING_LIMIT);
     let began = Instant::now();
     let [served, waiting] = [&session.stats.faults, &session.stats.waiting];
     let mut activity = FaultActivity { served: served.load(Ordering::Relaxed), latest: None };
@@ -131,7 +138,7 @@ async fn wait(session: &Session, asked_to_stop: &Cell<bool>) {
         if activity.is_over(counts, Instant::now()) && only_for.is_none() {
             return;
         }
-        tokio::time::sleep(LOOK.min(limit.saturating_sub(began.elapsed()))).await;
+        tokio::time::sleep(LOOK_INTERVAL.min(limit.saturating_sub(began.elapsed()))).await;
     }
 }
 
@@ -144,13 +151,13 @@ struct FaultActivity {
 }
 
 impl FaultActivity {
-    /// Returns whether no page fault was seen for [`QUIET`], by the numbers of those served and those that wait. A page
-    /// of another host may take long to arrive.
+    /// Returns whether no page fault was seen for [`QUIET_LIMIT`], by the numbers of served and of waiting
+    /// ones. A page of another host may take long to arrive.
     fn is_over(&mut self, (served, waiting): (u64, u64), now: Instant) -> bool {
         if served != self.served || waiting > 0 {
             *self = Self { served, latest: Some(now) };
         }
-        self.latest.is_some_and(|latest| now.duration_since(latest) >= QUIET)
+        self.latest.is_some_and(|latest| now.duration_since(latest) >= QUIET_LIMIT)
     }
 }
 
@@ -158,7 +165,8 @@ fn is_over(session: &Session) -> bool {
     session.is_empty() || session.has_failed()
 }
 
-/// Adds what was accessed to the working set of the image. A failure is logged only: the restore is right without.
+/// Adds what was accessed to the working set of the image. A failure is logged only: the restore is right
+/// without.
 fn record(image: &Image, session: &Session) {
     // A restore that fails says little about others.
     let Some(log) = session.log().filter(|_| !session.has_failed()) else { return };
@@ -217,6 +225,6 @@ mod tests {
         assert!(!activity.is_over((6, 1), start + 40 * second));
         assert!(!activity.is_over((7, 0), start + 41 * second));
         assert!(!activity.is_over((7, 0), start + 43 * second));
-        assert!(activity.is_over((7, 0), start + 41 * second + QUIET));
+        assert!(activity.is_over((7, 0), start + 41 * second + QUIET_LIMIT));
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Answers GET /metrics. One request a connection, in bounded time: a slow client delays no other work of the agent.
+//! Answers GET /metrics. One request a connection, in bounded time: a slow client delays no other work of the
+//! agent.
 
 use std::convert::Infallible;
 use std::rc::Rc;
@@ -19,7 +20,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use super::exposition::{CONTENT, Exposition};
-use super::shared_look::SharedLook;
+use super::shared_look::{REQUEST_LIMIT, SharedLook};
 use crate::agent::cache::AgentCache;
 use crate::agent::session::Registry;
 
@@ -27,10 +28,8 @@ use crate::agent::session::Registry;
 const MAX_SCRAPERS: usize = 8;
 /// Bytes of a request's head: the least that hyper allows.
 const HEAD_LIMIT: usize = 8 << 10;
-/// Time for a request and its answer.
-pub(super) const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// Time after a client could not be accepted.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Pause after a client could not be accepted, because descriptors or memory are then used up for a moment.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Answers clients as long as the agent runs.
 pub(in crate::agent) async fn serve(listener: TcpListener, registry: Rc<Registry>, cache: AgentCache) {
@@ -52,7 +51,7 @@ pub(in crate::agent) async fn serve(listener: TcpListener, registry: Rc<Registry
             }
             Err(error) => {
                 warn!(%error, "accepting a client of the metrics");
-                sleep(ACCEPT_PAUSE).await;
+                sleep(ACCEPT_INTERVAL).await;
             }
         }
     }

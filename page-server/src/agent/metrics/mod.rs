@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake serve --metrics`: numbers of the agent, its sessions and its cache, for Prometheus (docs/metrics.md).
+//! `rewake serve --metrics`: numbers of the agent, its sessions and its cache, for Prometheus
+//! (docs/diagnose.md).
 //!
 //! * [`http`]: answers GET /metrics.
 //! * [`exposition`]: a status as text.

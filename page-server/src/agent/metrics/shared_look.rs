@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A look at a disk, for all clients of the metrics: one at a time, so that a disk that hangs holds one thread.
+//! A look at a disk, for all clients of the metrics: one at a time, so that a disk that hangs holds one
+//! thread.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -11,10 +12,14 @@ use tokio::task::{spawn_blocking, spawn_local};
 use tokio::time::{Instant, timeout};
 use tracing::warn;
 
-/// Time in which clients get what was found.
-const KEPT: Duration = Duration::from_secs(5);
-/// Time that a client waits for a look. Its request has [`super::http::REQUEST_LIMIT`].
+/// Age up to which clients get what was found last, so that several clients cost one look.
+const KEEP_LIMIT: Duration = Duration::from_secs(5);
+/// Time for a request and its answer.
+pub(super) const REQUEST_LIMIT: Duration = Duration::from_secs(10);
+/// Time that a client waits for a look. It is shorter than [`REQUEST_LIMIT`], so
+/// that a client gets all other metrics when the disk does not answer.
 const LOOK_LIMIT: Duration = Duration::from_secs(3);
+const _: () = assert!(LOOK_LIMIT.as_millis() < REQUEST_LIMIT.as_millis());
 
 /// What looks, and what it has found last.
 pub(super) struct SharedLook<T> {
@@ -64,7 +69,7 @@ impl<T: Copy + Send + 'static> SharedLook<T> {
     }
 
     fn kept(&self) -> Option<T> {
-        self.latest.borrow().filter(|(at, _)| at.elapsed() < KEPT).map(|(_, found)| found)
+        self.latest.borrow().filter(|(at, _)| at.elapsed() < KEEP_LIMIT).map(|(_, found)| found)
     }
 }
 

@@ -22,5 +22,5 @@ pub(super) fn complete(images: &Path) -> anyhow::Result<String> {
     let start = Instant::now();
     let sealed = seal(images).context("sealing the image")?;
     let (bytes, time) = (units::bytes(sealed.bytes), units::seconds(start.elapsed()));
-    Ok(format!("sealed {bytes} in {time}; image {:.16}", sealed.id))
+    Ok(format!("sealed {bytes} in {time}; image {}", sealed.id))
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake dump`: runs `criu dump`, with the plugin for GPUs where there is one. The image is sealed and on the
-//! disk before CRIU kills the tree, and replaces an earlier one in one step.
+//! `rewake dump`: runs `criu dump`, with the plugin for GPUs where there is one. The image is sealed and on
+//! the disk before CRIU kills the tree, and replaces an earlier one in one step.
 
 pub mod action_script;
 mod complete;
@@ -18,11 +18,11 @@ use rewake_plugin_session::wait_for_tree;
 
 use self::action_script::ActionScript;
 use self::place::DumpPlace;
-use super::criu::{CriuInvocation, CriuOptions, NO_PLUGIN, code, show_errors, starting};
+use super::criu::{CriuInvocation, CriuOptions, NO_PLUGIN, code, show_errors};
 use super::{directory, print};
 use crate::cli::DumpArgs;
-use rewake_streamer::gpu::plugin_folder;
-use rewake_streamer::supervise::left;
+use rewake_plugin_protocol::plugin_folder;
+use rewake_streamer::supervise::leftover_stores;
 use rewake_streamer::units;
 
 /// Options that are for `rewake dump` itself, not for CRIU.
@@ -31,7 +31,8 @@ const OURS: [&str; 6] = ["-t", "--tree", "-D", "--images-dir", "-W", "--work-dir
 /// Runs the command; gives the exit code: 0 when the tree was dumped.
 ///
 /// # Errors
-/// Options or directories are wrong, there is no CRIU, or it failed: the last error lines of its log were shown.
+/// Options or directories are wrong, there is no CRIU, or it failed: the last error lines of its log were
+/// shown.
 pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     let start = Instant::now();
     let target = directory(&options.images_dir, "-D")?;
@@ -39,15 +40,15 @@ pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     let given = CriuOptions::read(&options.criu_options, &OURS)?;
     ensure!(
         !given.dedups,
-        "--auto-dedup: it removes pages from the parent image while the dump may still fail; run `criu dedup` \
-         afterwards, and seal the parent again"
+        "--auto-dedup: it removes pages from the parent image while the dump may still fail; run `criu \
+         dedup` afterwards, and seal the parent again"
     );
     let gpu = plugin_folder::machine_has_gpu();
     let plugins = options.programs.plugins(gpu, &given)?;
     let (tree, log) = (options.tree.to_string(), given.log.clone().unwrap_or_else(|| "dump.log".into()));
     // CRIU's own plugin folder may lack rewake_plugin.so.
     wait_for_tree(options.tree, |line: &str| print::say(line)).map_err(|error| anyhow!("{error}"))?;
-    let kept = left::take_back_from(options.tree)?;
+    let kept = leftover_stores::take_back_from(options.tree)?;
     ensure!(kept.is_empty(), "{}", kept.join("; "));
     let place = if given.streams { None } else { Some(DumpPlace::prepare(&target, &log)?) };
     let images = place.as_ref().map_or(&*target, DumpPlace::images);
@@ -79,7 +80,7 @@ struct CriuDump<'a> {
     criu: CriuInvocation<'a>,
     /// The user's directory.
     target: &'a Path,
-    /// None if CRIU writes no files.
+    /// `None` if CRIU writes no files.
     place: Option<&'a DumpPlace>,
     start: Instant,
 }
@@ -100,7 +101,7 @@ impl CriuDump<'_> {
         } else {
             command = self.criu.command(&program);
         }
-        let exit = command.status().with_context(|| starting(&program))?;
+        let exit = command.status().with_context(|| rewake_process::criu::starting(&program))?;
         if let Some(place) = self.place
             && exit.success()
             && !place.is_committed()?
@@ -124,10 +125,11 @@ impl CriuDump<'_> {
             }
             if let Some(place) = self.place {
                 if place.is_exchanged()? {
-                    // CRIU failed after that: whether the tree still runs is not known, so no image is removed.
+                    // CRIU failed after that: whether the tree still runs is not known, so no image is
+                    // removed.
                     bail!(
-                        "criu dump failed when the new image was complete: it is in {}, the old one in {} until the next \
-                         dump; see {}",
+                        "criu dump failed when the new image was complete: it is in {}, the old one in {} \
+                         until the next dump; see {}",
                         self.target.display(),
                         place.images().display(),
                         self.target.join(log).display()
@@ -168,7 +170,7 @@ impl CriuDump<'_> {
         let VerifyReport { id, files, bytes, .. } = verify_files(self.target, |_| ())?;
         let (images, bytes) = (self.target.display(), units::bytes(bytes));
         print::done(format!(
-            "{images}: process {tree} was dumped in {time}: {files} files, {bytes}; image {id:.16}"
+            "{images}: process {tree} was dumped in {time}: {files} files, {bytes}; image {id}"
         ));
         Ok(())
     }

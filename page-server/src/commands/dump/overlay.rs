@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Directories that cannot change places: those of a lower layer of overlayfs, as an image of a container has them.
-//! Their files can be replaced, but the kernel renames no such directory (EXDEV), unless the mount has `redirect_dir`.
+//! Directories that cannot change places, because they are in a lower layer of overlayfs, as in a container's
+//! image. Their files can be replaced, but the kernel renames no such directory (EXDEV), unless the mount has
+//! `redirect_dir`.
 //!
-//! Before a dump writes anything, such a directory is copied into a new one, which takes its place: by hard links, for
-//! which overlayfs copies each file into the upper layer. This is not one step. The copy is complete before the first
-//! file is removed, and a dump that is killed in between leaves it: no later dump removes it then ([`is_only_copy`]).
+//! Before a dump writes anything, such a directory is copied into a new one, which takes its place: by hard
+//! links, for which overlayfs copies each file into the upper layer. This is not one step. The copy is
+//! complete before the first file is removed, and a dump that is killed in between leaves it: no later dump
+//! removes it then ([`is_only_copy`]).
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
 
@@ -14,12 +17,10 @@ use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use rewake_criu_images::{INVENTORY_NAME, ImageLease};
 
-use super::place::names;
-
-/// Whether the kernel would move a directory. `beside` is an empty one in the same folder.
+/// Whether the kernel would move a directory. `beside` is an empty directory in the same folder.
 ///
-/// It is asked to put the directory in the place of one that is not empty, which it always refuses: with EXDEV if it
-/// does not move the directory at all.
+/// It is asked to put the directory in the place of one that is not empty, which it always refuses: with
+/// EXDEV if it does not move the directory at all.
 pub(super) fn can_move(target: &Path, beside: &Path) -> anyhow::Result<bool> {
     let (full, inner) = (beside.join("full"), beside.join("full/inner"));
     fs::create_dir_all(&inner).context("making a directory")?;
@@ -28,17 +29,19 @@ pub(super) fn can_move(target: &Path, beside: &Path) -> anyhow::Result<bool> {
     Ok(moved != Err(Errno::EXDEV))
 }
 
-/// Puts a copy of a directory in its place. `copy` is an empty directory of this process, with its owner and mode, and
-/// `old` the lease of the image.
+/// Puts a copy of a directory in its place. `copy` is an empty directory of this process, with its owner and
+/// mode, and `old` the lease of the image.
 ///
 /// # Errors
-/// A restore reads the image, or the kernel refuses. Once files were removed, the error says where the copy is.
+/// A restore reads the image, or the kernel refuses. Once files were removed, the error says where the copy
+/// is.
 pub(super) fn copy_up(target: &Path, copy: &Path, old: Option<&ImageLease>) -> anyhow::Result<()> {
     let shown = target.display();
     let copied = || -> anyhow::Result<_> {
         ensure!(
             old.map_or(Ok(true), ImageLease::make_exclusive)?,
-            "-D {shown}: it is in a lower layer of overlayfs, and a restore reads its image: use another directory"
+            "-D {shown}: it is in a lower layer of overlayfs, and a restore reads its image: use another \
+             directory"
         );
         let mut all = names(target)?;
         for name in &all {
@@ -64,6 +67,13 @@ pub(super) fn copy_up(target: &Path, copy: &Path, old: Option<&ImageLease>) -> a
 pub(super) fn is_only_copy(leftover: &Path, target: &Path) -> bool {
     let has = |directory: &Path, name| directory.join(name).symlink_metadata().is_ok();
     has(leftover, INVENTORY_NAME) && !has(target, INVENTORY_NAME)
+}
+
+/// The names of the files in a directory.
+pub(super) fn names(directory: &Path) -> anyhow::Result<Vec<OsString>> {
+    let entries =
+        fs::read_dir(directory).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
+    entries.with_context(|| format!("listing {}", directory.display()))
 }
 
 #[cfg(test)]

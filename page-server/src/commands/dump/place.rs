@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where a dump writes: an old image stays whole until the new one takes its place.
 //!
-//! * A directory without an image is filled as it is. The manifest is written last, and a directory without one
-//!   is no complete image.
-//! * A directory with an image stays as it is. CRIU writes into a directory beside it, which then changes places
-//!   with it in one step (`renameat2(2)`, `RENAME_EXCHANGE`).
+//! * A directory without an image is filled as it is. The manifest is written last, and a directory without
+//!   one is no complete image.
+//! * A directory with an image stays as it is. CRIU writes into a directory beside it, which then changes
+//!   places with it in one step (`renameat2(2)`, `RENAME_EXCHANGE`).
 //!
 //! The directory that is written is locked for as long as this process or CRIU lives. The next dump removes
-//! directories beside that have no lock and no reader: killed dumps have left them.
+//! such directories that have no lock and no reader, because killed dumps have left them.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -28,7 +28,7 @@ use super::overlay;
 
 /// Directories that were removed by another dump before they were locked: each dump removes them once.
 const MAX_TRIES: u32 = 5;
-/// Random letters at the end of the name of a directory beside.
+/// Random letters at the end of the name of a directory next to the target.
 const SUFFIX: usize = 6;
 /// What CRIU writes in its work directory when the tree has ended.
 const STATISTICS: &str = "stats-dump";
@@ -38,13 +38,13 @@ const STATISTICS: &str = "stats-dump";
 pub(super) struct DumpPlace {
     /// The user's directory.
     target: PathBuf,
-    /// Where CRIU writes: the target, or beside it.
+    /// Where CRIU writes: the target, or a directory next to it.
     images: PathBuf,
     /// Device and inode of `images`.
     identity: (u64, u64),
     /// The locks of `images` and of the target, which CRIU shares; fewer where the file system has none.
     _locks: Vec<DirectoryLock>,
-    /// The lease of the old image; none if it is incomplete.
+    /// The lease of the old image, or `None` if that image is incomplete.
     old: Option<ImageLease>,
 }
 
@@ -76,14 +76,15 @@ impl DumpPlace {
         Self::new(target, target.to_owned(), lock.into_iter().collect(), None)
     }
 
-    /// Makes a directory beside the target. Returns none if the target could not have changed places with it, and was
-    /// copied into one that can: then this is to be called again, with `is_copied`.
+    /// Makes a directory next to the target. Returns `None` if the target could not have changed places with
+    /// that directory, and was copied into one that can. The caller then calls this again, with `is_copied`.
     fn beside(target: &Path, log: &Path, is_copied: bool) -> anyhow::Result<Option<Self>> {
         let being_removed = || format!("-D {}: another dump is removing it", target.display());
         let of_target = match DirectoryLock::take(target) {
             Ok(None) => {
                 bail!(
-                    "-D {}: another dump writes into it, or a copy or a restore does: wait until it has ended",
+                    "-D {}: another dump writes into it, or a copy or a restore does: wait until it has \
+                     ended",
                     target.display()
                 )
             }
@@ -163,7 +164,8 @@ impl DumpPlace {
         let _ = fs::remove_dir_all(&self.images);
     }
 
-    /// Removes the old image after the exchange; returns false if a restore uses it. The next dump removes it then.
+    /// Removes the old image after the exchange; returns false if a restore uses it. The next dump removes it
+    /// then.
     ///
     /// # Errors
     /// It cannot be removed.
@@ -188,13 +190,17 @@ impl DumpPlace {
         fs::remove_dir(&one).and_then(|()| fs::remove_dir(&two)).context("removing a directory")?;
         exchanged.with_context(|| {
             let target = self.target.display();
-            format!("-D {target}: it has an image, and this file system cannot replace it in one step: use an empty one")
+            format!(
+                "-D {target}: it has an image, and this file system cannot replace it in one step: use \
+                an empty one"
+            )
         })
     }
 
-    /// Gives the new directory what the old one has beside its image: a dump leaves that alone.
+    /// Gives the new directory the old one's files that are not part of its image, because a dump leaves them
+    /// alone.
     fn keep_other_files(&self, log: &Path) -> anyhow::Result<()> {
-        for name in names(&self.target)? {
+        for name in overlay::names(&self.target)? {
             let is_written = name == log.as_os_str() || name == STATISTICS;
             if is_of_image(&name) || is_written {
                 continue;
@@ -224,14 +230,15 @@ fn exchange(one: &Path, two: &Path) -> io::Result<()> {
     renameat2(AT_FDCWD, one, AT_FDCWD, two, RenameFlags::RENAME_EXCHANGE).map_err(io::Error::from)
 }
 
-/// Whether a directory has files of an image, complete or not. CRIU writes through symbolic links, so links to files
-/// count: what they lead to may be another image's. A link `parent` alone is no image: an incremental dump begins so.
+/// Whether a directory has files of an image, complete or not. CRIU writes through symbolic links, so links
+/// to files count: what they lead to may be another image's. A link `parent` alone is no image: an
+/// incremental dump begins so.
 fn has_image(target: &Path) -> anyhow::Result<bool> {
     let is_one = |name: &OsString| {
         let found = target.join(name).symlink_metadata();
         found.is_ok_and(|of| of.is_file() || of.is_symlink() && name != PARENT)
     };
-    Ok(names(target)?.iter().any(|name| is_of_image(name) && is_one(name)))
+    Ok(overlay::names(target)?.iter().any(|name| is_of_image(name) && is_one(name)))
 }
 
 /// Whether a dump or Rewake makes files of this name in an image directory.
@@ -240,32 +247,26 @@ fn is_of_image(name: &OsStr) -> bool {
     name.ends_with(b".img") || name.starts_with(b"rewake-") || name == PARENT.as_bytes()
 }
 
-pub(super) fn names(directory: &Path) -> anyhow::Result<Vec<OsString>> {
-    let entries =
-        fs::read_dir(directory).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
-    entries.with_context(|| format!("listing {}", directory.display()))
-}
-
 /// Checks that a directory with an image can be replaced as a whole.
 fn check_replaceable(target: &Path) -> anyhow::Result<()> {
     let shown = target.display();
     if let Some(child) = child_beside(target)? {
         bail!(
-            "-D {shown}: the image in {} is incremental and needs its pages: dump into another directory, or remove \
-             that image first",
+            "-D {shown}: the image in {} is incremental and needs its pages: dump into another directory, or \
+             remove that image first",
             child.display()
         );
     }
     ensure!(
         !is_mount_point(target)?,
-        "-D {shown}: it has an image and is a mount point, so no new image can take its place in one step: use a \
-         directory below it, or empty it"
+        "-D {shown}: it has an image and is a mount point, so no new image can take its place in one step: \
+         use a directory below it, or empty it"
     );
-    for name in names(target)? {
+    for name in overlay::names(target)? {
         if target.join(&name).symlink_metadata().is_ok_and(|of| of.is_dir()) {
             bail!(
-                "-D {shown}: it has an image and the directory {}; the new image replaces all of it: use a directory \
-                 for each image",
+                "-D {shown}: it has an image and the directory {}; the new image replaces all of it: use a \
+                 directory for each image",
                 name.display()
             );
         }
@@ -277,7 +278,7 @@ fn check_replaceable(target: &Path) -> anyhow::Result<()> {
 fn child_beside(target: &Path) -> anyhow::Result<Option<PathBuf>> {
     let Some(folder) = target.parent() else { return Ok(None) };
     let is_child = |path: &PathBuf| path.join("parent").canonicalize().is_ok_and(|parent| parent == target);
-    Ok(names(folder)?.into_iter().map(|name| folder.join(name)).find(is_child))
+    Ok(overlay::names(folder)?.into_iter().map(|name| folder.join(name)).find(is_child))
 }
 
 fn is_mount_point(directory: &Path) -> anyhow::Result<bool> {
@@ -328,8 +329,8 @@ fn remove_leftovers(target: &Path) -> anyhow::Result<()> {
     for leftover in found {
         if overlay::is_only_copy(&leftover.path, target) {
             print::say(format!(
-                "{} has a complete image that a killed dump could not put in the place of {}: move it there, or \
-                 remove it",
+                "{} has a complete image that a killed dump could not put in the place of {}: move it there, \
+                 or remove it",
                 leftover.path.display(),
                 target.display()
             ));

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake restore URL`: has the node agent bring an image of a store into its cache, which many restores share.
+//! `rewake restore URL`: has the node agent bring an image of a store into its cache, which many restores
+//! share.
 
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use rewake_criu_images::ImageLease;
+use rewake_criu_images::amdgpu::image_has_gpu;
 use rewake_image_store::ImageUrl;
 use rewake_streamer::control::client::Client;
 use rewake_streamer::control::proto::Acquire;
-use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::LaunchPlan;
 use rewake_streamer::units;
 
-use super::PLUGIN_REMEDY;
 use super::view::View;
+use super::{PLUGIN_REMEDY, signers};
 use crate::cli::RestoreArgs;
-use crate::commands::control_socket;
+use crate::commands::{bytes_of, control_socket};
 
 /// An image of the cache.
 #[derive(Debug)]
@@ -27,7 +28,8 @@ pub(super) struct CacheLease {
     pub(super) lease: ImageLease,
 }
 
-/// Has the agent bring what CRIU reads itself, and all of an image with GPU state whose memory may not arrive later.
+/// Has the agent bring what CRIU reads itself, and all of an image with GPU state whose memory may not arrive
+/// later.
 ///
 /// # Errors
 /// No agent with a cache runs, or the image cannot be read.
@@ -39,13 +41,14 @@ pub(super) async fn acquire(
     let socket = control_socket(options.socket.as_deref())?;
     let connected = Client::connect(&socket).await.with_context(|| {
         format!(
-            "{url}: a restore from a store needs a node agent with a cache: start `rewake serve --cache DIR`, or copy the \
-             image with `rewake pull` and restore it with -D"
+            "{url}: a restore from a store needs a node agent with a cache: start `rewake serve --cache \
+             DIR`, or copy the image with `rewake pull` and restore it with -D"
         )
     });
     let (mut client, view) = (connected?, View::new(options.quiet));
     let id = options.source.id.clone().unwrap_or_default();
-    let mut acquire = Acquire { url: url.to_string(), id, whole: false };
+    let mut acquire =
+        Acquire { url: url.to_string(), id, whole: false, signers: bytes_of(signers(options)?) };
     let acquired = client.acquire(acquire.clone()).await?;
     let directory = PathBuf::from(std::ffi::OsString::from_vec(acquired.images_dir));
     let missing = acquired.missing;
@@ -68,5 +71,5 @@ pub(super) async fn acquire(
 }
 
 fn has_gpus(directory: &Path) -> anyhow::Result<bool> {
-    plugin_folder::image_has_gpu(directory).with_context(|| format!("reading {}", directory.display()))
+    image_has_gpu(directory).with_context(|| format!("reading {}", directory.display()))
 }

@@ -11,6 +11,7 @@ mod source;
 mod timeline;
 mod view;
 
+use std::path::absolute;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -29,11 +30,11 @@ use self::view::View;
 use super::criu::{Criu, CriuInvocation, CriuOptions};
 use super::directory;
 use crate::cli::{RestoreArgs, WaitFor};
+use rewake_criu_images::amdgpu::image_has_gpu;
 use rewake_criu_images::{ImageDir, ImageLease};
 use rewake_manifest::WORKING_SET_NAME;
 use rewake_streamer::control::proto::Streaming;
 use rewake_streamer::control::streamer;
-use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::LaunchPlan;
 use rewake_streamer::working_set::{LoadingOptions, WorkingSet, file};
 
@@ -58,7 +59,7 @@ struct RestoreRequest<'a> {
 }
 
 impl RestoreRequest<'_> {
-    /// Starts CRIU, with these options beside the user's.
+    /// Starts CRIU, with these options in addition to the user's.
     fn start(&self, work: &Path, ours: &[&str], generation: &str) -> anyhow::Result<Criu> {
         generation::write(work, generation)?;
         let act = CriuInvocation {
@@ -96,8 +97,7 @@ pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
         }
         (None, given) => leased(given.as_deref().unwrap_or_else(|| Path::new(".")))?,
     };
-    let gpus =
-        plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
+    let gpus = image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     loading_options(options).check(gpus)?;
     if options.wait == WaitFor::WorkingSet {
         check_working_set(&images)?;
@@ -115,6 +115,12 @@ fn loading_options(options: &RestoreArgs) -> LoadingOptions {
     LoadingOptions { record: *record, on_demand_only: on_demand_only.map(Duration::from_secs) }
 }
 
+/// The absolute paths of `--signers`: the agent and the streamer may have another working directory.
+fn signers(options: &RestoreArgs) -> anyhow::Result<Vec<PathBuf>> {
+    let given = options.source.signers.iter();
+    given.map(|file| absolute(file).with_context(|| file.display().to_string())).collect()
+}
+
 /// Checks that what this command waits for happens.
 fn check_wait(options: &RestoreArgs, detached: bool) -> anyhow::Result<()> {
     let Some(wait) = options.wait.to_possible_value().filter(|_| options.wait != WaitFor::Resident) else {
@@ -122,7 +128,8 @@ fn check_wait(options: &RestoreArgs, detached: bool) -> anyhow::Result<()> {
     };
     ensure!(
         detached,
-        "--wait={}: this command ends with the restored processes; add `-- -d` to restore them in the background",
+        "--wait={}: this command ends with the restored processes; add `-- -d` to restore them in the \
+         background",
         wait.get_name()
     );
     ensure!(
@@ -144,7 +151,8 @@ fn check_working_set(images: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that a working set can be recorded. Returns the one that the image has; an unusable one is replaced.
+/// Checks that a working set can be recorded. Returns the one that the image has; an unusable one is
+/// replaced.
 fn earlier_working_set(images: &Path) -> anyhow::Result<WorkingSet> {
     access(images, AccessFlags::W_OK).with_context(|| {
         format!("--record: {}, where {WORKING_SET_NAME} is written; make it writable", images.display())
@@ -172,15 +180,16 @@ async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
     if request.options.wait == WaitFor::WorkingSet && !waiting.lazy_pages {
         streamer::ask_to_end(&waiting.work).await;
         bail!(
-            "--wait=working-set: all CPU memory of this image is loaded before its processes run, so nothing is loaded \
-             first; use --wait=alive"
+            "--wait=working-set: all CPU memory of this image is loaded before its processes run, so nothing \
+             is loaded first; use --wait=alive"
         );
     }
     // Followed from the beginning: a streamer that has ended answers no client.
     let (sender, latest) = watch::channel(Streaming::default());
-    let work = waiting.work.clone();
-    let mut followed =
-        tokio::spawn(async move { streamer::follow(&work, |now| drop(sender.send_replace(now))).await });
+    let (work, successor) = (waiting.work.clone(), waiting.successor_limit());
+    let mut followed = tokio::spawn(async move {
+        streamer::follow(&work, successor, |now| drop(sender.send_replace(now))).await
+    });
     let generation_id = generation::generation_id()?;
     let started = Instant::now();
     let lazy: &[&str] = if waiting.lazy_pages { &["--lazy-pages"] } else { &[] };

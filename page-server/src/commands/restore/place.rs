@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The work directory of a restore, and its streamer: one that the agent starts, or this command.
 
+use super::signers;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::Context as _;
 
@@ -15,7 +17,8 @@ use rewake_streamer::control::streamer;
 use rewake_streamer::control::work_folder::{LOG, WorkFolder};
 use rewake_streamer::supervise::launch::LaunchPlan;
 
-/// A streamer that waits for the restore. Dropping this removes the work directory if it was made for the restore.
+/// A streamer that waits for the restore. Dropping this removes the work directory if it was made for the
+/// restore.
 #[derive(Debug)]
 pub(super) struct WaitingStreamer {
     /// CRIU's work directory.
@@ -27,6 +30,9 @@ pub(super) struct WaitingStreamer {
     own: Option<WorkFolder>,
 }
 
+/// Time in which an agent has another streamer serve the session: it compares the image's files, and reads
+/// /proc. An agent that is busy takes seconds.
+const SUCCESSOR_LIMIT: Duration = Duration::from_secs(20);
 const NOT_SERVED: &str = "this image cannot be served; nothing was started";
 
 impl WaitingStreamer {
@@ -56,13 +62,19 @@ impl WaitingStreamer {
                 },
             },
         }
-        let plan = LaunchPlan::of(request.images).context(NOT_SERVED)?;
+        let plan = LaunchPlan::of(request.images, signers(request.options)?).context(NOT_SERVED)?;
         if let Some(reason) = &plan.eager {
             plan.check(loading_options(request.options))?;
             view.say(&loaded_first(reason));
-            expect_as_sealed(request.images)?;
+            expect_as_sealed(request.images, &plan.signers)?;
         }
         Self::alone(request, plan, given).await
+    }
+
+    /// How long another streamer is waited for when all processes of this one were killed: the agent starts
+    /// one.
+    pub(super) fn successor_limit(&self) -> Duration {
+        self.session.map_or(Duration::ZERO, |_| SUCCESSOR_LIMIT)
     }
 
     /// Leaves the work directory to the streamer and the agent, which still use it.
@@ -79,9 +91,12 @@ impl WaitingStreamer {
         socket: &Path,
         view: &View,
     ) -> anyhow::Result<Self> {
-        // Beside the agent's socket: an agent with a /tmp of its own would not find the directory there.
+        // In the folder of the agent's socket, because an agent with a /tmp of its own would not find a
+        // directory in this process's /tmp.
         let (work, own) = work(given, socket.parent().unwrap_or_else(|| Path::new("/")))?;
-        let opened = client.open(request.images, &work, loading_options(request.options)).await?;
+        let opened = client
+            .open(request.images, &work, loading_options(request.options), &signers(request.options)?)
+            .await?;
         if !opened.lazy_pages {
             view.say(&loaded_first(&opened.reason));
         }

@@ -18,7 +18,7 @@ use super::view::View;
 use crate::cli::WaitFor;
 use rewake_criu_images::ImageDir;
 use rewake_manifest::WORKING_SET_NAME;
-use rewake_streamer::control::REPORT;
+use rewake_streamer::control::REPORT_INTERVAL;
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{Ended, State, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED};
@@ -28,11 +28,11 @@ use rewake_streamer::working_set::file;
 
 /// Time limit for CRIU to notice that its streamer ended, and for a streamer to notice that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
-/// The exit code when the program was killed, or failed, before all its memory was resident: with CRIU's `-d`, no
-/// other process waits for it.
+/// The exit code when the program was killed, or failed, before all its memory was resident: with CRIU's
+/// `-d`, no other process waits for it.
 const PROGRAM_ENDED: u8 = 3;
 /// Time between two checks of whether CRIU has let the tree run.
-const RESUME_LOOK: Duration = Duration::from_millis(5);
+const RESUME_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A running restore.
 pub(super) struct RestoreRun<'a> {
@@ -52,8 +52,8 @@ pub(super) struct RestoreRun<'a> {
 pub(super) type Followed = tokio::task::JoinHandle<Result<Ended, ClientError>>;
 
 impl RestoreRun<'_> {
-    /// Follows the restore until CRIU and the streamer have ended, the user waits for nothing else, or a signal ends
-    /// this command. Gives the exit code.
+    /// Follows the restore until CRIU and the streamer have ended, the user waits for nothing else, or a
+    /// signal ends this command. Gives the exit code.
     pub(super) async fn follow_to_the_end(
         mut self,
         followed: &mut Followed,
@@ -69,14 +69,14 @@ impl RestoreRun<'_> {
         }
     }
 
-    /// Waits for the end of the streamer or of CRIU, and shows the progress meanwhile. Returns a signal that ends this
-    /// command.
+    /// Waits for the end of the streamer or of CRIU, and shows the progress meanwhile. Returns a signal that
+    /// ends this command.
     async fn step(
         &mut self,
         followed: &mut Followed,
         signals: &mut mpsc::Receiver<Signal>,
     ) -> anyhow::Result<Option<Signal>> {
-        let mut redraw = interval(REPORT);
+        let mut redraw = interval(REPORT_INTERVAL);
         let deadline = self.deadline();
         loop {
             tokio::select! {
@@ -133,8 +133,8 @@ impl RestoreRun<'_> {
         }
     }
 
-    /// Whether the restored processes run at this moment. Reports of the streamer are older: a tree may run, and all
-    /// its memory be resident, before the first of them shows that.
+    /// Whether the restored processes run at this moment. Reports of the streamer are older: a tree may run,
+    /// and all its memory be resident, before the first of them shows that.
     async fn tree_runs(&mut self) -> bool {
         let asked = async { streamer::connect(&self.waiting.work).await?.streaming().await };
         let before = || self.latest.borrow().state();
@@ -154,7 +154,7 @@ impl RestoreRun<'_> {
             while !self.criu.has_resumed() && self.exit.is_none() {
                 tokio::select! {
                     exit = self.criu.ended() => self.exit = exit.ok(),
-                    () = sleep(RESUME_LOOK) => {}
+                    () = sleep(RESUME_INTERVAL) => {}
                 }
             }
             self.criu.has_resumed()

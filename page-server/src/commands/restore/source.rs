@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake restore --from`: copies what CRIU itself reads of another host's image, and leaves the rest to the streamer.
+//! `rewake restore --from`: copies what CRIU itself reads of another host's image, and leaves the rest to the
+//! streamer.
 
 use std::cell::Cell;
 use std::net::{SocketAddr, ToSocketAddrs as _};
@@ -7,22 +8,23 @@ use std::path::{Path, PathBuf, absolute};
 use std::rc::Rc;
 
 use anyhow::{Context as _, ensure};
+use rewake_criu_images::amdgpu::image_has_gpu;
 use rewake_criu_tls::TlsOptions;
 use rewake_fetcher::plan::PeerTls;
-use rewake_image_pull::{ImageSource, pull, pull_eager};
+use rewake_image_signature::Signers;
+use rewake_image_transfer::pull::{ImageSource, pull, pull_eager};
 use rewake_streamer::fetch_peer::FetchedImage;
-use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::supervise::launch::{ImageServerAddress, LaunchPlan, MemoryServer};
 use rewake_streamer::units;
 
-use super::PLUGIN_REMEDY;
 use super::view::View;
+use super::{PLUGIN_REMEDY, signers};
 use crate::cli::{RemoteImage, RestoreArgs, TlsArgs};
 use crate::commands::pull::{connect, warn_unencrypted};
 
-/// Copies the part of the image that is needed first. Returns how the image is served; none if no host is
-/// needed: it was not asked for, or the directory has the whole image. `plugins` returns the folder of CRIU's
-/// plugins for an image with GPU state.
+/// Copies the part of the image that is needed first. Returns how the image is served, or `None` if no host
+/// is needed: it was not asked for, or the directory has the whole image. `plugins` returns the folder of
+/// CRIU's plugins for an image with GPU state.
 ///
 /// # Errors
 /// As for [`pull_eager`].
@@ -36,11 +38,13 @@ pub(super) fn prepare(
         return Ok(None);
     };
     let (id, port) = (options.source.id.as_deref(), options.source.port);
+    let files = signers(options)?;
+    let signers = Signers::all(&files)?;
     let view = View::new(options.quiet);
     let what = format!("--from {host}:{}", image.display());
-    if let Some(id) = rewake_image_pull::complete_image(directory, id)? {
+    if let Some(id) = rewake_image_transfer::pull::complete_image(directory, id)? {
         let directory = directory.display();
-        view.say(&format!("{directory}: it has image {id:.16} already: {host} was not asked\n"));
+        view.say(&format!("{directory}: it has image {id} already: {host} was not asked\n"));
         return Ok(None);
     }
     let addresses = (host.as_str(), port).to_socket_addrs().with_context(|| what.clone())?;
@@ -58,24 +62,23 @@ pub(super) fn prepare(
         Ok(Box::new(stream) as _)
     };
     let mut source = ImageSource::open(connect, &image).with_context(|| what.clone())?;
-    let report = pull_eager(&mut source, directory, id).with_context(|| what.clone())?;
+    let report = pull_eager(&mut source, directory, id, &signers).with_context(|| what.clone())?;
     if report.left == 0 {
         return Ok(None);
     }
     let [sent, left] = [report.sent, report.left].map(units::bytes);
     view.say(&format!("{sent} were sent; the program runs while {left} arrive\n"));
-    let gpus = plugin_folder::image_has_gpu(directory)
-        .with_context(|| format!("reading {}", directory.display()))?;
+    let gpus = image_has_gpu(directory).with_context(|| format!("reading {}", directory.display()))?;
     if gpus && let Some(reason) = LaunchPlan::eager_reason(plugins(true)?.as_deref(), PLUGIN_REMEDY)? {
         view.say(&format!("all of the image is copied before the processes run: {reason}\n"));
-        pull(&mut source, directory, id).with_context(|| what.clone())?;
+        pull(&mut source, directory, id, &signers).with_context(|| what.clone())?;
         return Ok(None);
     }
     // The fetcher tries them in turn, and page faults wait.
     addresses.sort_by_key(|address| Some(*address) != reached.get());
     let image = FetchedImage { name: image, id: report.id.to_string() };
     let server = MemoryServer::Host(ImageServerAddress { addresses, image, tls });
-    Ok(Some(LaunchPlan::from_server(gpus, server)))
+    Ok(Some(LaunchPlan::from_server(gpus, server, files)))
 }
 
 /// What the options of TLS say, with absolute paths: the streamer and its fetcher run in another directory.

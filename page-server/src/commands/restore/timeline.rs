@@ -26,8 +26,8 @@ pub(super) struct RestoreTimeline {
     pub(super) session: Option<u64>,
     /// What differs between restores of one image.
     pub(super) generation_id: String,
-    /// All memory is resident, or the processes dropped it, and all gates are open; or the program finished its work
-    /// before. With `--wait=alive` or `--wait=working-set`: the processes run.
+    /// All memory is resident, or the processes dropped it, and all gates are open; or the program finished
+    /// its work before. With `--wait=alive` or `--wait=working-set`: the processes run.
     pub(super) ok: bool,
     /// Why not.
     pub(super) reason: Option<String>,

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Shows the progress of a restore on stderr: some lines, redrawn on a terminal, else written each second.
 
-use std::io::{IsTerminal as _, Write as _, stderr};
+use std::io::{IsTerminal as _, stderr};
 use std::time::{Duration, Instant};
 
-use super::super::picture;
+use super::super::{picture, print};
 use rewake_streamer::control::proto::Streaming;
 
 /// Time between two lines where nothing can be redrawn.
-const PLAIN: Duration = Duration::from_secs(1);
+const PLAIN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The progress.
 #[derive(Debug)]
@@ -45,9 +45,9 @@ impl View {
         let lines = &picture::lines(now);
         match self.how {
             How::Quiet => return,
-            How::Plain if self.last.elapsed() < PLAIN => return,
-            How::Plain => write(&format!("{}\n", lines.join("\n"))),
-            How::Redrawn => write(&redrawn(self.drawn, lines)),
+            How::Plain if self.last.elapsed() < PLAIN_INTERVAL => return,
+            How::Plain => print::show(&format!("{}\n", lines.join("\n"))),
+            How::Redrawn => print::show(&redrawn(self.drawn, lines)),
         }
         self.last = Instant::now();
         self.drawn = lines.len();
@@ -56,28 +56,23 @@ impl View {
     /// Shows some text, unless quiet.
     pub(super) fn say(&self, text: &str) {
         if self.how != How::Quiet {
-            write(text);
+            print::show(text);
         }
     }
 
     /// Removes the lines from a terminal.
     pub(super) fn clear(&mut self) {
         if self.how == How::Redrawn && self.drawn > 0 {
-            write(&redrawn(std::mem::take(&mut self.drawn), &[]));
+            print::show(&redrawn(std::mem::take(&mut self.drawn), &[]));
         }
     }
 }
 
-/// Replaces `drawn` lines on a terminal whose cursor is at the end of the last. It must not break long lines: they
-/// would not be as many as they are.
+/// Replaces `drawn` lines on a terminal whose cursor is at the end of the last. It must not break long lines:
+/// they would not be as many as they are.
 fn redrawn(drawn: usize, lines: &[String]) -> String {
     let up = if drawn > 1 { format!("\x1b[{}A", drawn - 1) } else { String::new() };
     format!("\r{up}\x1b[J\x1b[?7l{}\x1b[?7h", lines.join("\r\n"))
-}
-
-/// Writes to stderr. The restore does not depend on it.
-fn write(text: &str) {
-    let _ = stderr().write_all(text.as_bytes());
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ fn gpu(gpu_id: u32, gfx: GfxVersion) -> Gpu {
     gpu_on(Release::new(6, 12, 48), gpu_id, gfx, 1)
 }
 
-/// A GPU with so many XCCs and the driver of this kernel.
+/// A GPU with `xccs` XCCs and the driver of this kernel.
 fn gpu_on(release: Release, gpu_id: u32, gfx: GfxVersion, xccs: u64) -> Gpu {
     let queues = QueueSupport::of(gfx, xccs, Some(release));
     Gpu { gpu_id, gfx, xccs, queues, vram: 64 << 30, minor: 128, copies: Ok(best()) }
@@ -118,15 +118,16 @@ fn a_topology_that_cannot_be_read_or_is_empty_fails() {
 #[test]
 fn gpus_whose_queues_cannot_be_restored_are_named_with_the_reason() {
     for (gpus, reason) in [
-        (vec![gpu(0x11, gfx(11, 0, 0))], "those of 0x11 (gfx1100) are run by firmware (MES)"),
-        (vec![gpu(0x12, gfx(12, 0, 1))], "those of 0x12 (gfx1201) are run by firmware (MES)"),
+        (vec![gpu(0x11, gfx(11, 0, 0))], "the queues of 0x11 (gfx1100) are run by firmware (MES)"),
+        (vec![gpu(0x12, gfx(12, 0, 1))], "the queues of 0x12 (gfx1201) are run by firmware (MES)"),
         (
             vec![gpu_on(Release::new(6, 12, 48), 0x94, gfx(9, 4, 2), 8)],
-            "those of 0x94 (gfx942) are spread over 8 XCCs, of which this kernel saves one",
+            "the queues of 0x94 (gfx942) are spread over 8 XCCs, of which this kernel saves one",
         ),
         (
             vec![gpu_on(Release::new(7, 2, 13), 0x94, gfx(9, 4, 2), 8)],
-            "those of 0x94 (gfx942) are spread over 8 XCCs, and this kernel saves their state and refuses",
+            "the queues of 0x94 (gfx942) are spread over 8 XCCs, and this kernel saves their state and \
+             refuses",
         ),
     ] {
         let check = odd(&Facts { gpus: Ok(gpus), ..good() });

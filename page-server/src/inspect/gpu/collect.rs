@@ -10,14 +10,13 @@ use rewake_criu_images::amdgpu::{
 use rewake_criu_images::{ImageDir, ImageError, PAGE, PagesFile};
 
 use super::super::collect::Damage;
-use super::pending::{AQL, BufferMemory};
+use super::pending::{AQL, BufferMemory, COMPUTE};
 use super::{
     BufferKind, BufferReport, DmabufReport, GpuReport, GpuUse, KernelReport, KindReport, ProcessReport,
     QueueReport, RangeReport, RenderBufferReport, RenderReport,
 };
 
 /// `enum kfd_queue_type` (`kfd_priv.h`, the same in Linux 6.12 and 7.2). The driver uses 2 itself.
-pub(super) const COMPUTE: u32 = 0;
 const SDMA: u32 = 1;
 const SDMA_XGMI: u32 = 3;
 const SDMA_BY_ENGINE: u32 = 4;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reports the GPU part of an image, as CRIU's amdgpu plugin and ours write it. `docs/inspect.md` explains
+//! Reports the GPU part of an image, as CRIU's amdgpu plugin and ours write it. `docs/diagnose.md` explains
 //! the numbers.
 //!
 //! * [`collect`]: reads it.

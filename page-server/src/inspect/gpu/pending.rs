@@ -9,10 +9,12 @@ use rewake_amdgpu_uapi::criu::blob::Queue;
 use rewake_criu_images::PagesFile;
 use rewake_criu_images::amdgpu::KfdImage;
 
+/// `KFD_QUEUE_TYPE_COMPUTE` (`kfd_priv.h`, the same in Linux 6.12 and 7.2).
+pub(super) const COMPUTE: u32 = 0;
 /// `KFD_QUEUE_FORMAT_AQL` (`kfd_priv.h`).
 pub(super) const AQL: u32 = 1;
-/// Bytes of an AQL packet: an AQL queue's pointers count packets. Those of PM4 count words, those of copy
-/// engines bytes.
+/// Bytes of an AQL packet: an AQL queue's pointers count packets. The pointers of PM4 queues count words, and
+/// the pointers of copy engines count bytes.
 const PACKET: u64 = 64;
 const WORD: u64 = 4;
 
@@ -52,11 +54,11 @@ impl<'a> BufferMemory<'a> {
         Some(u64::from_le_bytes(bytes))
     }
 
-    /// Returns the bytes that a queue's GPU had not taken; none if its pointers are not in the image.
+    /// Returns the bytes that a queue's GPU had not taken, or `None` if its pointers are not in the image.
     pub(super) fn pending(&self, queue: &Queue) -> Option<u64> {
         let unit = match (queue.kind, queue.format) {
-            (super::collect::COMPUTE, AQL) => PACKET,
-            (super::collect::COMPUTE, _) => WORD,
+            (COMPUTE, AQL) => PACKET,
+            (COMPUTE, _) => WORD,
             _ => 1,
         };
         let (read, write) = (self.long(queue.read_pointer)?, self.long(queue.write_pointer)?);

@@ -15,11 +15,10 @@ use rewake_criu_images::amdgpu::{Mapping, RenderBuffer};
 use rewake_criu_images::rewake::RenderState;
 use rewake_criu_plugin::Answer;
 
-use super::state;
 use crate::dump::dmabuf;
 
 /// How long submitted work may take to end. Work that waits for the stopped process never ends.
-pub(super) const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+pub(super) const IDLE_LIMIT: Duration = Duration::from_secs(20);
 /// Handles that are probed where the kernel has no list. A new buffer gets the lowest free handle: a file
 /// with higher handles only had this many buffers and closed them.
 const PROBED_HANDLES: u32 = 64;
@@ -84,23 +83,19 @@ pub(super) enum NotRestorable {
     )]
     ImportedByCompute { id: u32, handle: u32 },
     #[error(
-        "buffer {handle} of file {id:#x}, a render node, has been in use for {IDLE_TIMEOUT:?}: submitted \
+        "buffer {handle} of file {id:#x}, a render node, has been in use for {IDLE_LIMIT:?}: submitted \
          work must end before the buffer is copied"
     )]
     Busy { id: u32, handle: u32 },
 }
 
-/// Lists what the file `id` has.
+/// Lists the buffers that the file `id` has.
 pub(super) fn list(render: &Render, id: u32) -> Answer<Listing> {
-    let mut listing = match render.handles()? {
-        Some(entries) => {
-            let buffers = entries.iter().map(|entry| buffer(render, id, entry)).collect::<Answer<_>>()?;
-            Listing { buffers, ..Listing::default() }
-        }
-        None => Listing { buffers: probe(render, id)?, is_incomplete: true, ..Listing::default() },
+    let Some(entries) = render.handles()? else {
+        return Ok(Listing { buffers: probe(render, id)?, is_incomplete: true, ..Listing::default() });
     };
-    listing.contexts = state::contexts(render)?;
-    Ok(listing)
+    let buffers = entries.iter().map(|entry| buffer(render, id, entry)).collect::<Answer<_>>()?;
+    Ok(Listing { buffers, ..Listing::default() })
 }
 
 /// Probes for buffers where the kernel has no list. Programs open render nodes that they never use.

@@ -31,7 +31,7 @@ pub(super) use space::AddressSpaces;
 
 use super::shared::DumpSharing;
 use crate::contents;
-use listing::{IDLE_TIMEOUT, Listing, NotRestorable};
+use listing::{IDLE_LIMIT, Listing, NotRestorable};
 
 /// All open render nodes that CRIU has passed so far.
 #[derive(Debug, Default)]
@@ -88,7 +88,8 @@ impl RenderNodes {
         let mut listings = Vec::new();
         for open in &self.files[self.written..] {
             let render = Render::of(open.file.try_clone()?, open.minor);
-            let listing = listing::list(&render, open.id)?;
+            let mut listing = listing::list(&render, open.id)?;
+            listing.contexts = state::contexts(&render)?;
             listings.push((open, render, listing));
         }
         let first_owners = first_owners(&listings);
@@ -97,7 +98,7 @@ impl RenderNodes {
             let gpu =
                 machine.gpus().find(|gpu| gpu.render_minor() == open.minor).map(|gpu: &Node| gpu.gpu_id);
             let gpu = gpu.ok_or(UnknownNode(open.minor))?;
-            let end = Instant::now() + IDLE_TIMEOUT;
+            let end = Instant::now() + IDLE_LIMIT;
             listing::wait_until_idle(listing, open.id, end)?;
             listing.state = state::read(render, open.id, listing, end)?;
             let kfd = spaces.of(render, gpu, listing)?;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Finds what a render node has besides buffers and contexts. No call lists it, so each number is tried.
 
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rewake_amdgpu_uapi::abi::{
     AMDGPU_CTX_QUERY2_FLAGS_GUILTY, AMDGPU_CTX_QUERY2_FLAGS_RESET, AMDGPU_CTX_QUERY2_FLAGS_VRAMLOST,
@@ -16,17 +15,16 @@ use rewake_criu_images::rewake::{
 };
 use rewake_criu_plugin::{Answer, Refusal};
 
-use super::listing::{IDLE_TIMEOUT, Listing};
+use super::listing::{IDLE_LIMIT, Listing};
+use crate::polling::until;
 
 /// One more than the highest id of a context (`AMDGPU_VM_MAX_NUM_CTX`).
 const CONTEXT_LIMIT: u32 = 4096;
 /// Handles without a syncobj in a row after which no higher ones are tried.
 ///
-/// The kernel gives the lowest free handle. A syncobj beyond the row exists only if the program has had all of the
-/// row's syncobjs at once, and destroyed every one of them and not that one.
+/// The kernel gives the lowest free handle. A syncobj beyond the row exists only if the program has had all
+/// of the row's syncobjs at once, and destroyed every one of them and not that one.
 const FREE_IN_A_ROW: u32 = 16_384;
-/// Time between two looks at work in flight.
-const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Rings of an engine in a context that are tried; the driver has at most four.
 const RINGS: u32 = 8;
 /// Engines whose submissions a restore makes again, as it knows a command of theirs that does nothing.
@@ -44,19 +42,19 @@ enum LostState {
     )]
     TooMany { id: u32, number: u32 },
     #[error(
-        "syncobj {handle} of file {id:#x}, a render node, has been pending for {IDLE_TIMEOUT:?}: what it \
+        "syncobj {handle} of file {id:#x}, a render node, has been pending for {IDLE_LIMIT:?}: what it \
          waits for must end before the dump"
     )]
     Pending { id: u32, handle: u32 },
     #[error(
-        "{work} of file {id:#x}, a render node, has been running for {IDLE_TIMEOUT:?}: submitted work must \
+        "{work} of file {id:#x}, a render node, has been running for {IDLE_LIMIT:?}: submitted work must \
          end before the dump"
     )]
     Running { id: u32, work: Work },
     #[error(
         "file {id:#x}, a render node, has had more than {MAX_SUBMISSIONS} submissions, up to {work}, and a \
-         restore makes each of them again, so that the program's fences keep their numbers: free contexts of the \
-         program that have ended their work before the dump"
+         restore makes each of them again, so that the program's fences keep their numbers: free contexts of \
+         the program that have ended their work before the dump"
     )]
     ManySubmissions { id: u32, work: Work },
     #[error(
@@ -117,17 +115,6 @@ fn handles(id: u32, exists: impl Fn(u32) -> Answer<bool>) -> Answer<Vec<u32>> {
         }
     }
     Err(LostState::TooMany { id, number: last }.into())
-}
-
-/// Looks again until `look` has an answer, or until `end`.
-fn until<T>(end: Instant, look: impl Fn() -> Answer<Option<T>>) -> Answer<Option<T>> {
-    loop {
-        let late = Instant::now() >= end;
-        match look()? {
-            None if !late => sleep(POLL_INTERVAL),
-            answer => return Ok(answer),
-        }
-    }
 }
 
 fn syncobjs(render: &Render, id: u32, end: Instant) -> Answer<Vec<Syncobj>> {
@@ -198,7 +185,7 @@ fn submissions(render: &Render, id: u32, contexts: &[u32], end: Instant) -> Answ
                     Ok(count) if count <= left => {
                         left -= count;
                         let ended = until(end, || {
-                            Ok(render.has_ended(at, count.into(), 0).map_err(lost)?.then_some(()))
+                            Ok(render.has_ended(at, count.into()).map_err(lost)?.then_some(()))
                         })?;
                         ended.ok_or(LostState::Running { id, work })?;
                         all.push(Submissions { context, engine, ring, count });
@@ -243,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_tried_until_many_in_a_row_are_free() {
+    fn numbers_are_tested_until_many_in_a_row_are_free() {
         assert_eq!(found(&[]).unwrap(), []);
         let last = 7 + FREE_IN_A_ROW + 1;
         assert_eq!(found(&[1, 3, 7, last]).unwrap(), [1, 3, 7]);

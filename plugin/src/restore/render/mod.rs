@@ -216,7 +216,7 @@ impl RenderNode {
         self.imports.contains_key(&buffer)
     }
 
-    /// Opens the pages files of the buffers that have a dma-buf. CRIU's plugin may not have written those of
+    /// Opens the pages files of the buffers that have a dma-buf. CRIU's plugin may not have written files of
     /// buffers that are mapped nowhere, and does not read them.
     pub(super) fn files(
         &self,

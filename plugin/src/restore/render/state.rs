@@ -2,9 +2,8 @@
 //! Makes what a render node had besides buffers and contexts.
 
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use nix::time::{ClockId, clock_gettime};
 use rewake_amdgpu_uapi::abi::drm::SubmissionChunk;
 use rewake_amdgpu_uapi::abi::memory::PAGE;
 use rewake_amdgpu_uapi::abi::{
@@ -17,9 +16,10 @@ use rewake_criu_images::rewake::Submissions;
 use rewake_criu_plugin::{Answer, Host};
 
 use super::RenderNode;
+use crate::polling::until;
 
 /// How long commands that do nothing may take.
-const NOP_TIMEOUT: Duration = Duration::from_secs(20);
+const NOP_LIMIT: Duration = Duration::from_secs(20);
 /// Bytes of one submission: what the engines' alignments permit.
 const NOP_BYTES: u32 = 64;
 /// The copy engines' command that does nothing.
@@ -33,13 +33,13 @@ enum StateError {
     NoAddress { id: u32 },
     #[error("a render node (file {id:#x}) has submissions to engine {engine}, which no restore makes again")]
     Engine { id: u32, engine: u32 },
-    #[error("a render node (file {id:#x}): commands that do nothing have not ended after {NOP_TIMEOUT:?}")]
+    #[error("a render node (file {id:#x}): commands that do nothing have not ended after {NOP_LIMIT:?}")]
     Slow { id: u32 },
 }
 
 impl RenderNode {
-    /// Makes syncobjs, numbers of submissions and the power state in a file that has its buffers and contexts.
-    /// `taken` are GPU addresses that a buffer has, or will have.
+    /// Makes syncobjs, numbers of submissions and the power state in a file that has its buffers and
+    /// contexts. `taken` are GPU addresses that a buffer has, or will have.
     pub(super) fn make_state(&self, host: &Host, render: &Render, taken: &[Range<u64>]) -> Answer {
         self.syncobjs(render)?;
         self.submissions(render, taken)?;
@@ -84,8 +84,8 @@ impl RenderNode {
 
     /// Submits commands that do nothing until each ring has the number that it had.
     ///
-    /// The program's memory has numbers of submissions that have ended. With numbers that begin anew, new work
-    /// would look finished, as its number is lower than the one in memory.
+    /// The program's memory has numbers of submissions that have ended. With numbers that begin anew, new
+    /// work would look finished, as its number is lower than the one in memory.
     fn submissions(&self, render: &Render, taken: &[Range<u64>]) -> Answer {
         if self.state.submissions.is_empty() {
             return Ok(());
@@ -126,13 +126,9 @@ impl RenderNode {
             last = render.submit_to(at, commands, &[SubmissionChunk::Buffers(&buffers)])?;
         }
         self.check_number("submission", count, u32::try_from(last).unwrap_or(u32::MAX))?;
-        let end = Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?) + NOP_TIMEOUT;
-        let end = u64::try_from(end.as_nanos()).unwrap_or(u64::MAX);
         // The next ring's commands replace these.
-        if !render.has_ended(at, last, end)? {
-            return Err(StateError::Slow { id: self.id }.into());
-        }
-        Ok(())
+        let ended = until(Instant::now() + NOP_LIMIT, || Ok(render.has_ended(at, last)?.then_some(())))?;
+        Ok(ended.ok_or(StateError::Slow { id: self.id })?)
     }
 }
 

@@ -16,11 +16,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use gpu_app::kernel::{self, Kernel};
-use rewake_amdgpu_uapi::packet::{Aql, Sdma};
+use gpu_app::kfd::aql::Aql;
+use gpu_app::kfd::{Buffer, ComputeQueue, Device, QueueSpec, SdmaQueue, Spec, doorbells};
+use rewake_amdgpu_uapi::Kfd;
+use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Device, Kfd, QueueSpec, SdmaQueue, Spec, doorbells};
+use softgpu_tests::accessor::{LOOK, pattern_of};
 use softgpu_tests::pair::{BYTES, COPIED};
-use softgpu_tests::toucher::{LOOK, pattern_of};
 
 /// Patience for a submission to a queue with space.
 const SOON: Duration = Duration::from_secs(60);

@@ -5,11 +5,12 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
+use gpu_app::kfd::{Buffer, Device, Spec};
+use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::*;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_amdgpu_uapi::{Buffer, Device, Kfd, Spec};
 use softgpu_tests::{isolated, sys};
 
 /// The kernel's own errno, which libc does not name.

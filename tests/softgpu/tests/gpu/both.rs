@@ -11,13 +11,16 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
+use rewake_testkit::trace;
 use serde_json::Value;
+use softgpu_tests::accessor::{BYTES, Large, OWN_PARTS};
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached, waits_for_memory};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::number_after;
-use softgpu_tests::toucher::{BYTES, Large, OWN_PARTS};
-use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, gpus_retry_faults, isolated, script};
+use softgpu_tests::{
+    Accessor, DelayedCopies, Machine, REAL_GPUS, Streamer, gpus_retry_faults, isolated, script,
+};
 
 /// Allowance for blocks at the ends of zero regions, and for what the file system keeps.
 const SLACK: u64 = 256 << 10;
@@ -103,7 +106,8 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
-        let (mut both, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
+        let (mut both, delayed) =
+            (Streamer::of_both(dumped.criu.images()).unwrap(), DelayedCopies::streamers());
         restores(&dumped.criu);
         assert!(soon(|| both.said().contains("all CPU memory is resident")), "{}", both.said());
         // CPU memory is resident, and GPU memory is missing.
@@ -114,11 +118,12 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
         let ((of_cpus, all_of_cpus), (of_gpus, all_of_gpus)) = (there(true), there(false));
         assert!(of_cpus == all_of_cpus && of_cpus > 0 && of_gpus < all_of_gpus, "{now}");
         assert_eq!(left(dumped.criu.images()), None);
-        drop(held);
+        drop(delayed);
         assert!(both.end().unwrap().success(), "{}", both.said());
         is_whole(&left(dumped.criu.images()).unwrap(), &both.said());
-        let page = fs::read_to_string(dumped.criu.images().join("rewake-timeline.html")).unwrap();
-        assert_eq!(page.matches(", CPUs: ").count(), 2, "{page}");
+        let trace = trace::events(dumped.criu.images()).unwrap();
+        let of_cpus = trace::last_bytes(&trace, "resident CPUs");
+        assert_eq!((of_cpus.len(), of_cpus.values().sum()), (2, all_of_cpus), "{of_cpus:?}");
         dumped.server.ends_well();
     });
 }
@@ -129,16 +134,18 @@ fn a_working_set_has_both_kinds_of_memory() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let folder = tempfile::tempdir().unwrap();
         let four = Large { count: 4, mib: 16, full: false };
-        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), Some(four)).unwrap();
-        let criu = toucher.dump(Version::V4_2).unwrap();
-        let (mut both, held) = (Streamer::recording_both(criu.images()).unwrap(), Held::streamers());
+        let mut accessor =
+            Accessor::start(env!("CARGO_BIN_EXE_accessor"), folder.path(), Some(four)).unwrap();
+        let criu = accessor.dump(Version::V4_2).unwrap();
+        let (mut both, delayed) =
+            (Streamer::recording_both(criu.images()).unwrap(), DelayedCopies::streamers());
         restores(&criu);
-        toucher.ask("tail 3").unwrap();
-        assert!(soon(|| waits_for_memory(toucher.pid())), "{}", both.said());
-        drop(held);
-        toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
+        accessor.ask("tail 3").unwrap();
+        assert!(soon(|| waits_for_memory(accessor.pid())), "{}", both.said());
+        drop(delayed);
+        accessor.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
         assert!(both.end().unwrap().success(), "{}", both.said());
-        toucher.ends();
+        accessor.ends();
         let recorded = fs::read_to_string(criu.images().join("rewake-working-set.json")).unwrap();
         let recorded: Value = serde_json::from_str(&recorded).unwrap();
         let [pages, buffers] = ["pages", "buffers"].map(|kind| recorded[kind].as_array().unwrap().len());
@@ -153,8 +160,8 @@ fn a_working_set_has_both_kinds_of_memory() {
         let resident = record["working_set_us"].as_u64().unwrap_or_else(|| panic!("{record}"));
         assert!(resident <= record["elapsed_us"].as_u64().unwrap(), "{record}");
         assert!(both.said().contains("buffers that are loaded first: 1"), "{}", both.said());
-        toucher.asked("tail 3").unwrap();
-        toucher.ends();
+        accessor.asked("tail 3").unwrap();
+        accessor.ends();
     });
 }
 
@@ -170,12 +177,12 @@ fn gpu_memory_is_loaded_after_cpu_memory() {
 fn a_dump_by_rewake_has_holes_for_zeros() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
-        toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
-        toucher.asked("clear 0").unwrap();
+        let mut accessor = Accessor::start(env!("CARGO_BIN_EXE_accessor"), folder.path(), None).unwrap();
+        accessor.asked(&format!("allocate {OWN_PARTS}")).unwrap();
+        accessor.asked("clear 0").unwrap();
         let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
-        criu.dump_by_rewake(toucher.pid()).unwrap();
-        toucher.was_dumped().unwrap();
+        criu.dump_by_rewake(accessor.pid()).unwrap();
+        accessor.was_dumped().unwrap();
         let files = fs::read_dir(criu.images()).unwrap().map(|file| file.unwrap());
         let pages: Vec<_> =
             files.filter(|file| file.file_name().to_string_lossy().starts_with("pages-")).collect();
@@ -184,8 +191,8 @@ fn a_dump_by_rewake_has_holes_for_zeros() {
         assert!(on_disk + (BYTES as u64) < all + SLACK, "{on_disk} bytes on the disk of {all}");
         let mut both = Streamer::of_both(criu.images()).unwrap();
         criu.restore_lazily().unwrap();
-        toucher.ask("register 0").unwrap();
-        registers(&toucher, &mut both);
+        accessor.ask("register 0").unwrap();
+        registers(&accessor, &mut both);
     });
 }
 
@@ -200,15 +207,15 @@ fn registered_memory_is_resident_before_queues_start() {
 }
 
 /// A program with memory of its own that it is about to register.
-fn about_to_register(version: Version, folder: &Path) -> (Toucher, Criu) {
-    Toucher::about_to_register(env!("CARGO_BIN_EXE_toucher"), folder, version).unwrap()
+fn about_to_register(version: Version, folder: &Path) -> (Accessor, Criu) {
+    Accessor::about_to_register(env!("CARGO_BIN_EXE_accessor"), folder, version).unwrap()
 }
 
 /// It has registered the right bytes, and the streamer loads all memory.
-fn registers(toucher: &Toucher, both: &mut Streamer) {
-    toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
+fn registers(accessor: &Accessor, both: &mut Streamer) {
+    accessor.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
     assert!(both.end().unwrap().success(), "{}", both.said());
-    toucher.ends();
+    accessor.ends();
 }
 
 #[test]
@@ -216,7 +223,7 @@ fn a_registration_of_missing_memory_waits_for_it() {
     isolated(1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
-            let (toucher, criu) = about_to_register(version, folder.path());
+            let (accessor, criu) = about_to_register(version, folder.path());
             let mut both = Streamer::of_both(criu.images()).unwrap();
             let (waited, log) = (restores(&criu), criu.log("restore"));
             if gpus_retry_faults() {
@@ -229,7 +236,7 @@ fn a_registration_of_missing_memory_waits_for_it() {
             } else {
                 assert_eq!(waited, 0, "it has registered nothing yet: {log}");
             }
-            registers(&toucher, &mut both);
+            registers(&accessor, &mut both);
         }
     });
 }
@@ -238,13 +245,13 @@ fn a_registration_of_missing_memory_waits_for_it() {
 fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
+        let (accessor, criu) = about_to_register(Version::V4_2, folder.path());
         let mut both = Streamer::of_both(criu.images()).unwrap();
         restores(&criu);
         for _ in 0..3 {
             both.workers().into_iter().chain([both.pid()]).for_each(|pid| asked(pid, Signal::SIGTERM));
         }
-        registers(&toucher, &mut both);
+        registers(&accessor, &mut both);
     });
 }
 
@@ -276,24 +283,24 @@ fn a_target_without_a_streamer_is_killed() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         need!(queues());
         let folder = tempfile::tempdir().unwrap();
-        let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
+        let (accessor, criu) = about_to_register(Version::V4_2, folder.path());
         for (moment, restored, code, words) in [
             (script::BEFORE, false, 0, PLUGIN_KILLS),
             (script::RESTORED, false, 0, PLUGIN_KILLS),
             (script::ABOUT_TO_RUN, true, 1, SUPERVISOR_KILLS),
         ] {
-            let (mut both, held) = (Streamer::of_both(criu.images()).unwrap(), Held::streamers());
+            let (mut both, delayed) = (Streamer::of_both(criu.images()).unwrap(), DelayedCopies::streamers());
             let workers: Vec<String> = both.workers().iter().map(u32::to_string).collect();
             let kills = script::at(&criu, moment, &format!("kill -KILL {}", workers.join(" ")));
             let mut restore = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
             let status = restore.arg("--action-script").arg(kills).status().unwrap();
             let ended = both.end().unwrap().code();
-            drop(held);
+            drop(delayed);
             let said = [both.said(), criu.log("restore")].concat();
             assert_eq!((status.success(), ended), (restored, Some(code)), "{moment}: {said}");
             assert!(said.contains(words), "{moment}: no {words:?}: {said}");
-            wait_for_the_end_of(toucher.pid()).unwrap();
-            assert_eq!(toucher.answered(), None, "{moment}: it has run");
+            wait_for_the_end_of(accessor.pid()).unwrap();
+            assert_eq!(accessor.answered(), None, "{moment}: it has run");
         }
     });
 }
@@ -302,7 +309,7 @@ fn a_target_without_a_streamer_is_killed() {
 fn a_streamer_without_sessions_ends_when_asked() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let (_toucher, criu) = about_to_register(Version::V4_2, folder.path());
+        let (_accessor, criu) = about_to_register(Version::V4_2, folder.path());
         let mut both = Streamer::of_both(criu.images()).unwrap();
         kill(Pid::from_raw(both.pid().cast_signed()), Signal::SIGTERM).unwrap();
         assert_eq!(both.end().unwrap().code(), Some(128 + Signal::SIGTERM as i32), "{}", both.said());

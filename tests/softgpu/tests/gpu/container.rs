@@ -10,7 +10,7 @@ use softgpu_tests::criu::queues;
 use softgpu_tests::dumped::{ONE_RING, signal, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::recover;
-use softgpu_tests::{Container, Held, Machine, REAL_GPUS, Streamer, isolated};
+use softgpu_tests::{Container, DelayedCopies, Machine, REAL_GPUS, Streamer, isolated};
 
 fn dump_and_restore(shape: &Shape) {
     need!(queues());
@@ -25,14 +25,14 @@ fn dump_and_restore(shape: &Shape) {
 }
 
 /// The target runs; its queues stay evicted for as long as copies are held.
-fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
+fn paused() -> Result<(Machine, Container, Streamer, DelayedCopies), &'static str> {
     let machine = Machine::find().ok_or(REAL_GPUS)?;
     machine.becomes(&ONE_RING);
     queues()?;
     let container = Container::dumped(&unreached()).unwrap();
-    let (both, held) = (Streamer::of_both(&container.images()).unwrap(), Held::streamers());
+    let (both, delayed) = (Streamer::of_both(&container.images()).unwrap(), DelayedCopies::streamers());
     container.restore().unwrap();
-    Ok((machine, container, both, held))
+    Ok((machine, container, both, delayed))
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn a_pod_is_restored_with_another_gpu_than_it_had() {
             assert!(both.end().unwrap().success(), "{}", both.said());
         };
         let pod = Container::dumped_with(&unreached(), &nodes[..1]).unwrap();
-        let other = pod.twin(&nodes[1..2]).unwrap();
+        let other = pod.copy(&nodes[1..2]).unwrap();
         restore(&other, "images");
         restore(&pod, "images");
         // The other one's `/dev` is of the image, and has the first GPU's render node only.
@@ -78,10 +78,10 @@ fn processes_of_a_container_share_their_buffers_again() {
 #[test]
 fn a_container_with_a_closed_gate_is_not_dumped() {
     isolated(1, |_| {
-        let (_machine, container, mut both, held) = need!(paused());
+        let (_machine, container, mut both, delayed) = need!(paused());
         let error = format!("{:#}", container.dump("again").unwrap_err());
         assert!(error.contains("has GPU queues that are stopped"), "{error}");
-        drop(held);
+        drop(delayed);
         assert!(both.end().unwrap().success(), "{}", both.said());
         container.ends_well().unwrap();
     });

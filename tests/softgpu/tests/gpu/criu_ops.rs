@@ -248,7 +248,7 @@ fn the_capability_is_asked_for() {
 }
 
 /// Runs the body's first process as a donor, which leaves a snapshot, and a second process as its heir.
-fn donor_and_heir(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: fn(Snapshot, &str)) {
+fn donor_and_successor(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: fn(Snapshot, &str)) {
     match scene.role() {
         None => {
             let folder = tempfile::tempdir().unwrap();
@@ -311,7 +311,7 @@ fn summing(_: &Scene) -> (Snapshot, String) {
 #[test]
 fn a_restored_process_continues_where_it_was() {
     isolated(1, |scene| {
-        donor_and_heir(scene, summing, |mut snapshot, message| {
+        donor_and_successor(scene, summing, |mut snapshot, message| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _memory = snapshot.put_memory().unwrap();
             let restored = snapshot.restore(&kfd);
@@ -343,7 +343,7 @@ fn a_restored_process_continues_where_it_was() {
 
 /// Buffers alone: no queue, no event.
 fn buffers(_: &Scene) -> (Snapshot, String) {
-    use rewake_amdgpu_uapi::{Buffer, Device, Spec};
+    use gpu_app::kfd::{Buffer, Device, Spec};
     let topology = Topology::read().unwrap();
     let kfd = Arc::new(Kfd::open().unwrap());
     let device = Device::open(&kfd, topology.gpus().next().unwrap()).unwrap();
@@ -357,7 +357,7 @@ fn buffers(_: &Scene) -> (Snapshot, String) {
 #[test]
 fn a_second_resume_is_refused_and_reported() {
     isolated(1, |scene| {
-        donor_and_heir(scene, buffers, |mut snapshot, message| {
+        donor_and_successor(scene, buffers, |mut snapshot, message| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _devices = snapshot.restore(&kfd).unwrap();
             snapshot.load(|_| true).unwrap();
@@ -375,7 +375,7 @@ fn a_second_resume_is_refused_and_reported() {
 #[test]
 fn an_image_that_does_not_fit_is_refused() {
     isolated(1, |scene| {
-        donor_and_heir(scene, buffers, |mut snapshot, _| {
+        donor_and_successor(scene, buffers, |mut snapshot, _| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let device = snapshot.image.devices.pop().unwrap();
             assert!(snapshot.restore(&kfd).is_err(), "a GPU too few");

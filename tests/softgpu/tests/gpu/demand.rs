@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Demand loads by another thread: a wanted buffer is loaded first, and reported as soon as it is resident.
+//! Demand loads by another thread: a demanded buffer is loaded first, and reported as soon as it is resident.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu_uapi::Buffer;
+use gpu_app::kfd::Buffer;
 use rewake_bo_contents::{
     BackgroundLoad, GpuPagesFile, LoadEvent, LoadHandle, ProcessBuffers, Progress, Report,
 };
@@ -105,7 +105,7 @@ impl Image {
         Self { made: made.to_vec(), buffers, files, dmabufs, minors, _folder: folder }
     }
 
-    /// Loads the image in a thread of its own. Meanwhile `act` receives the numbers of buffers as they become
+    /// Loads the image in a thread of its own, while `act` receives the numbers of buffers as they become
     /// resident, and how many bytes were resident by then.
     fn load<T>(&self, act: impl FnOnce(&LoadHandle, &Receiver<(usize, u64)>) -> T) -> (Report, T) {
         self.load_with(|_| (), act)
@@ -135,7 +135,8 @@ impl Image {
         })
     }
 
-    /// Whether all its bytes are right: those of the file, or stale ones where the load leaves it out.
+    /// Whether all its bytes are right: the file's bytes, or stale bytes where the load leaves the buffer
+    /// out.
     fn is_right(&self, buffer: usize) -> bool {
         let right = match self.made[buffer] {
             Made { left: true, .. } => STALE,

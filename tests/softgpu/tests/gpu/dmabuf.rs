@@ -9,7 +9,7 @@ use drm::control::Device as _;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
-use rewake_amdgpu_uapi::Buffer;
+use gpu_app::kfd::Buffer;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::{KFD_IOC_ALLOC_MEM_FLAGS_VRAM, call};
 use rewake_amdgpu_uapi::render::Render;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Everyday events of a restore with GPUs: signals to a process group, `cgroup.kill`, a cgroup that runs out of memory.
-//! [`TABLE`] is the specification.
+//! Everyday events of a restore with GPUs: signals to a process group, `cgroup.kill`, a cgroup that runs out
+//! of memory. [`TABLE`] is the specification.
 
 use std::thread;
 use std::time::Duration;
@@ -9,14 +9,16 @@ use nix::sys::signal::Signal;
 use rewake_skip::{need, skip};
 use rewake_testkit::cgroup::Cgroup;
 use rewake_testkit::until;
+use softgpu_tests::accessor::OWN_PARTS;
 use softgpu_tests::criu::{Criu, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{
     Dumped, ONE_RING, Restoring, dies, gate_opens, is_paused, signal, signal_group, soon, streamer_of,
     unreached, waits_for_memory,
 };
 use softgpu_tests::streamer::recover;
-use softgpu_tests::toucher::OWN_PARTS;
-use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, Streamer, Toucher, gpus_retry_faults, isolated};
+use softgpu_tests::{
+    Accessor, Daemon, DelayedCopies, Machine, REAL_GPUS, Streamer, gpus_retry_faults, isolated,
+};
 
 use Command::{Restore, Serve, StreamBoth, StreamGpus};
 use Event::{CgroupKill, Group, OutOfMemory};
@@ -266,13 +268,13 @@ fn every_event_while_a_gate_is_closed() {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let pid = dumped.server.pid;
         table(GateClosed, |command, events, outcome| {
-            let held = Held::streamers();
+            let delayed = DelayedCopies::streamers();
             let mut running = Running::start(command, events, &dumped.criu, pid);
             assert!(is_paused(pid), "{}", dumped.criu.log("restore"));
             let streamer = running.streamer();
             running.gets(events, outcome);
             assert!(is_paused(pid), "its gate opened while memory was missing");
-            drop(held);
+            drop(delayed);
             running.has_outcome(outcome, &streamer, pid);
             if outcome != KilledByRecover {
                 dumped.server.answers().unwrap();
@@ -293,9 +295,9 @@ fn waits(pid: u32) -> bool {
 }
 
 /// Plays a row; false when all memory was resident before the event.
-fn comes(toucher: &Toucher, criu: &Criu, command: Command, events: &[Event], outcome: Outcome) -> bool {
-    let pid = toucher.pid();
-    toucher.ask("own 0").unwrap();
+fn comes(accessor: &Accessor, criu: &Criu, command: Command, events: &[Event], outcome: Outcome) -> bool {
+    let pid = accessor.pid();
+    accessor.ask("own 0").unwrap();
     let mut running = Running::start(command, events, criu, pid);
     let streamer = running.streamer();
     gate_opens(pid);
@@ -303,7 +305,7 @@ fn comes(toucher: &Toucher, criu: &Criu, command: Command, events: &[Event], out
     let came = waits(pid);
     if came {
         running.gets(events, outcome);
-        assert_eq!((toucher.answered(), is_paused(pid)), (None, false));
+        assert_eq!((accessor.answered(), is_paused(pid)), (None, false));
     }
     if !came || outcome != Recovered {
         signal(&streamer, Signal::SIGCONT);
@@ -313,9 +315,9 @@ fn comes(toucher: &Toucher, criu: &Criu, command: Command, events: &[Event], out
     } else {
         running.completes();
     }
-    toucher.answer().unwrap();
-    ["check 0", "check 1"].into_iter().for_each(|order| toucher.asked(order).unwrap());
-    toucher.ends();
+    accessor.answer().unwrap();
+    ["check 0", "check 1"].into_iter().for_each(|order| accessor.asked(order).unwrap());
+    accessor.ends();
     came
 }
 
@@ -328,11 +330,11 @@ fn every_event_while_memory_of_cpus_is_missing() {
             skip!("GPUs that retry faults can access all CPU memory: it is resident before the gate opens");
         }
         let folder = tempfile::tempdir().unwrap();
-        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
-        toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
-        let criu = toucher.dump(Version::V4_2).unwrap();
+        let mut accessor = Accessor::start(env!("CARGO_BIN_EXE_accessor"), folder.path(), None).unwrap();
+        accessor.asked(&format!("allocate {OWN_PARTS}")).unwrap();
+        let criu = accessor.dump(Version::V4_2).unwrap();
         table(MemoryMissing, |command, events, outcome| {
-            let came = (0..MOST).any(|_| comes(&toucher, &criu, command, events, outcome));
+            let came = (0..MOST).any(|_| comes(&accessor, &criu, command, events, outcome));
             assert!(came, "in {MOST} restores all memory was resident before the event");
         });
     });

@@ -31,7 +31,7 @@ fn again(dumped: &Dumped) -> Criu {
 fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
     isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
-        let (mut streamer, held) = dumped.restores_paused();
+        let (mut streamer, delayed) = dumped.restores_paused();
         let again = again(&dumped);
         let without_patience = again.clone().variable("REWAKE_DUMP_WAIT", "0");
         let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
@@ -46,7 +46,7 @@ fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
         std::thread::sleep(Duration::from_secs(2));
         assert!(!dump.is_finished() && is_paused(dumped.server.pid), "the dump waits");
         assert!(pages(again.images()).is_empty(), "the dump has written nothing");
-        drop(held);
+        drop(delayed);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         dump.join().unwrap().unwrap();
         dumped.server.was_dumped(&again);
@@ -96,11 +96,11 @@ fn processes_that_have_ended_are_not_reported() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
-            let (mut streamer, held) = dumped.restores_paused();
+            let (mut streamer, delayed) = dumped.restores_paused();
             assert_eq!(gate_files(dumped.server.pid).len(), 1);
             let dying = if itself { vec![dumped.server.pid] } else { streamer.workers() };
             dying.into_iter().for_each(dies);
-            drop(held);
+            drop(delayed);
             assert_eq!(streamer.end().unwrap().success(), itself, "{}", streamer.said());
             wait_for_the_end_of(dumped.server.pid).unwrap();
             assert!(gate_files(dumped.server.pid).is_empty());
@@ -115,20 +115,20 @@ fn rewake_restore_reports_the_result_after_any_death() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
 
-        let (restoring, held) = dumped.restoring();
+        let (restoring, delayed) = dumped.restoring();
         dies(restoring.streamer().0);
-        drop(held);
+        drop(delayed);
         let (well, said) = restoring.end();
         assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
         assert!(!is_paused(dumped.server.pid), "{said}");
         dumped.server.answers().unwrap();
         dumped.ends();
 
-        let (restoring, held) = dumped.restoring();
+        let (restoring, delayed) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
         dies(supervisor);
         workers.into_iter().for_each(dies);
-        drop(held);
+        drop(delayed);
         let (well, said) = restoring.end();
         assert!(!well && said.contains("run `rewake recover`"), "{said}");
         assert!(is_paused(dumped.server.pid), "it waits: {said}");
@@ -144,12 +144,12 @@ fn rewake_restore_reports_the_result_after_any_death() {
 fn an_unknown_result_is_reported_and_a_paused_target_not_dumped() {
     isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
-        let (restoring, held) = dumped.restoring();
+        let (restoring, delayed) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
         // The supervisor must not notice that its worker died.
         signal(&[supervisor], Signal::SIGSTOP);
         workers.into_iter().chain([supervisor]).for_each(dies);
-        drop(held);
+        drop(delayed);
         let (well, said) = restoring.end();
         assert!(!well && said.contains("run `rewake recover`"), "{said}");
         assert!(is_paused(dumped.server.pid), "{said}");

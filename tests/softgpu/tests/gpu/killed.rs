@@ -12,7 +12,7 @@ use rewake_skip::need;
 use softgpu_tests::criu::{Version, WAITS, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, dies, gate_opens, is_paused, soon, unreached};
 use softgpu_tests::streamer::recover;
-use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, isolated};
+use softgpu_tests::{DelayedCopies, Machine, REAL_GPUS, Streamer, isolated};
 
 /// Copies take half a second.
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
@@ -22,9 +22,9 @@ fn a_dying_streamer_kills_processes_with_closed_gates() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.restores_paused();
+        let (mut streamer, delayed) = dumped.restores_paused();
         streamer.workers().into_iter().for_each(dies);
-        drop(held);
+        drop(delayed);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(
@@ -43,17 +43,17 @@ fn a_worker_without_supervisor_serves_until_recover_kills() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         for both in [false, true] {
-            let (mut streamer, held) = dumped.restores_paused();
+            let (mut streamer, delayed) = dumped.restores_paused();
             let workers = streamer.workers();
             dies(streamer.pid());
             streamer.end().unwrap();
             if both {
                 workers.into_iter().for_each(dies);
-                drop(held);
+                drop(delayed);
                 let (well, said) = recover().unwrap();
                 assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
             } else {
-                drop(held);
+                drop(delayed);
                 dumped.server.answers().unwrap();
                 assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
                 dies(dumped.server.pid);
@@ -89,7 +89,7 @@ impl Victim {
 enum Outcome {
     /// CRIU has reported that the restore failed. No target is left.
     RestoreFailed,
-    /// It was killed, and a message says so: of the plugin, the supervisor or `rewake recover`.
+    /// It was killed, and the plugin, the supervisor or `rewake recover` reports that.
     Killed,
     /// Its gate is open, and it answers.
     Answers,
@@ -181,11 +181,11 @@ fn killed_at_known_moments(dumped: &Dumped) {
         criu.wait().unwrap();
         assert!(is_paused(pid));
     };
-    let held = Held::streamers();
+    let delayed = DelayedCopies::streamers();
     for victim in [Victim::Workers, Victim::All] {
         assert_eq!(gpus(victim, Some(&closed)), Outcome::Killed, "no process was left to open its gate");
     }
-    drop(held);
+    drop(delayed);
     let waits = |_: &mut Child| assert!(soon(|| dumped.criu.log("restore").contains(WAITS)));
     let failed = killed_at(dumped, Behind::Both, Victim::All, Some(&waits));
     assert_eq!(failed, Outcome::RestoreFailed, "CRIU waits for memory that no process loads");

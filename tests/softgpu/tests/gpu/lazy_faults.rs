@@ -17,9 +17,9 @@ use nix::unistd::Pid;
 use rewake_skip::need;
 use softgpu_tests::criu::{Version, WAITS, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, dies, soon, unreached};
+use softgpu_tests::failing_calls::{CRIU, ERRNOS, every, failing_calls, says_why, tail};
 use softgpu_tests::faults::{Calls, Fault};
-use softgpu_tests::tried::{CRIU, ERRNOS, every, says_why, tail, tried};
-use softgpu_tests::{Faults, Judge, REAL_GPUS, Streamer, isolated, left, script};
+use softgpu_tests::{Faults, Judge, REAL_GPUS, Streamer, criu_leftovers, isolated, script};
 
 /// What the plugin logs when a page server has answered it.
 const MET: &str = "a streamer loads memory in the background";
@@ -106,7 +106,7 @@ impl Stage {
             Moment::Call(name, fault) => self.dies_in(name, fault),
             Moment::Unguarded => {
                 // CRIU would notice the watchdog's death, so it is stopped.
-                let stands = format!("busybox killall -STOP {}", left::GUARD);
+                let stands = format!("busybox killall -STOP {}", criu_leftovers::WATCHDOG);
                 restore.arg("--action-script").arg(script::at(criu, script::RESTORED, &stands));
                 self.dies_in(LOADS, Fault::KillBefore);
             }
@@ -131,8 +131,12 @@ impl Stage {
         let ended = restoring.wait().unwrap();
         self.faults.off();
         if matches!(moment, Moment::Unguarded) {
-            assert!(soon(|| !left::runs(self.dumped.server.pid)), "it still runs: {}", tail(&self.log()));
-            left::named(left::GUARD).into_iter().for_each(dies);
+            assert!(
+                soon(|| !criu_leftovers::runs(self.dumped.server.pid)),
+                "it still runs: {}",
+                tail(&self.log())
+            );
+            criu_leftovers::named(criu_leftovers::WATCHDOG).into_iter().for_each(dies);
         }
         let by_itself = matches!(moment, Moment::Says(_) | Moment::After(_)) && ended.success();
         assert!(
@@ -150,7 +154,7 @@ impl Stage {
     /// Otherwise no process of it is left.
     fn is_restored(&self, mut streamer: Streamer, after: &str) -> bool {
         let pid = self.dumped.server.pid;
-        left::sweep(pid);
+        criu_leftovers::sweep(pid);
         let log = self.log();
         if !log.contains(MET) {
             // No target was handed over, as far as the log says, and none will be.
@@ -159,7 +163,7 @@ impl Stage {
         let streamed = streamer.end().unwrap_or_else(|error| panic!("{after}: {error:#}")).success();
         let said = || format!("{after}: {}\n{}", streamer.said(), tail(&log));
         // It may have been killed after the handoff, before CRIU knew of it.
-        let back = streamed && !log.contains(KILLED) && left::runs(pid);
+        let back = streamed && !log.contains(KILLED) && criu_leftovers::runs(pid);
         if back {
             self.dumped.server.answers().unwrap_or_else(|error| panic!("{error:#} {}", said()));
             assert_eq!(self.judge.stopped(), [], "{}", said());
@@ -242,7 +246,7 @@ fn a_refused_call_is_reported_and_nothing_is_left() {
         stage.faults.count(CRIU);
         stage.restores();
         stage.faults.off();
-        let mut calls = tried(&stage.faults.calls());
+        let mut calls = failing_calls(&stage.faults.calls());
         calls.retain(|call| every() || HALF_WAY.contains(&&*call.name));
         assert!(calls.len() >= HALF_WAY.len(), "{calls:?}");
         for (index, call) in calls.iter().enumerate() {

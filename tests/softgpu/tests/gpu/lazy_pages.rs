@@ -12,7 +12,7 @@ use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, WAITS};
 use softgpu_tests::dumped::{Dumped, signal, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::{Streamer, Toucher, isolated, script};
+use softgpu_tests::{Accessor, Streamer, isolated, script};
 
 /// What CRIU logs when tasks run.
 const RESUMED: &str = "Restore finished successfully";
@@ -76,12 +76,12 @@ fn memory_that_is_registered_at_once_is_resident() {
     isolated(1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
-            let program = env!("CARGO_BIN_EXE_toucher");
-            let (toucher, criu) = Toucher::about_to_register(program, folder.path(), version).unwrap();
+            let program = env!("CARGO_BIN_EXE_accessor");
+            let (accessor, criu) = Accessor::about_to_register(program, folder.path(), version).unwrap();
             let mut pages = Streamer::of_cpus(criu.images()).unwrap();
             restores(&criu, &mut pages);
-            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", pages.said()));
-            toucher.ends();
+            accessor.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", pages.said()));
+            accessor.ends();
         }
     });
 }

@@ -1,31 +1,34 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tests that need a GPU: a software GPU in a virtual machine, or a real one. Each module is a suite of its own.
+//! Tests that need a GPU: a software GPU in a virtual machine, or a real one. Each module is a suite of its
+//! own.
 
 mod bad_use;
 mod both;
 mod container;
 mod copy_engine;
+mod cpu_access;
 mod criu;
 mod criu_ops;
 mod demand;
 mod disk;
 mod dmabuf;
+mod equal_buffers;
 mod everyday;
 mod faults;
-mod forgotten;
 mod fuzz;
 mod gated;
-mod held;
+mod ioctl_filter;
 mod judge;
+mod judge_reports;
 mod killed;
 mod lazy_faults;
 mod lazy_pages;
-mod lost;
+mod load_failures;
 mod memory;
 mod migrate;
 mod modes;
 mod neighbour;
-mod one_by_one;
+mod no_bpf_lsm;
 mod peers;
 mod placement;
 mod plugin;
@@ -37,8 +40,8 @@ mod plugin_topology;
 mod queues;
 mod replicas;
 mod restore_from;
-mod scarce;
 mod sdma;
+mod separate_gates;
 mod serve;
 mod shared;
 mod stock_plugin;
@@ -47,9 +50,7 @@ mod stress;
 mod svm;
 mod timeline;
 mod topology;
-mod touches;
-mod twins;
-mod unheld;
+mod unusable_gpu;
 mod userptr;
 mod workload;
 mod xccs;

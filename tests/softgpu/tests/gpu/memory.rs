@@ -8,12 +8,13 @@ use std::os::fd::AsFd as _;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::{Gpus, Uploader};
 use gpu_app::kernel::Kernel;
+use gpu_app::kfd::{Buffer, MemoryKind, Spec};
+use rewake_amdgpu_uapi::Error;
 use rewake_amdgpu_uapi::abi::call;
 use rewake_amdgpu_uapi::abi::kfd_ioctl_free_memory_of_gpu_args;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::render::Render;
-use rewake_amdgpu_uapi::{Buffer, Error, MemoryKind, Spec};
 use rewake_skip::skip;
 use softgpu_tests::isolated;
 

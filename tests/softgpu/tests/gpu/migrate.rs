@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A server with GPU memory moves between two hosts, in the middle of an answer. Both hosts have the same GPUs.
+//! A server with GPU memory moves between two hosts, in the middle of an answer. Both hosts have the same
+//! GPUs.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt as _;
@@ -114,8 +115,8 @@ fn movable() -> Shape {
     Shape { mode: Mode::MidDispatch, no_copiers: true, ..small() }
 }
 
-/// A server with so many bytes of weights, none of which are zeros. It has no other work, so the registered
-/// memory of one queue alone must arrive before it runs.
+/// A server with weights that have no zeros, and their number of bytes. It has no other work, so the
+/// registered memory of one queue alone must arrive before it runs.
 fn movable_with_weights() -> (Shape, u64) {
     let shape = Shape { layers: 4, layer_kib: 8192, mode: Mode::Idle, ..movable() };
     let weights = shape.layers * shape.layer_bytes();

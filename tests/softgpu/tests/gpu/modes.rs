@@ -7,12 +7,19 @@ use std::fs;
 use clap::ValueEnum as _;
 use gpu_app::client;
 use gpu_app::shape::{Mode, Shape};
+use nix::sched::{CloneFlags, unshare};
+use nix::unistd::gettid;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-use rewake_skip::need;
+use rewake_skip::{need, skip};
+use rewake_testkit::soon;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped};
-use softgpu_tests::isolated;
+use softgpu_tests::faults::{Calls, Faults};
 use softgpu_tests::server::small;
+use softgpu_tests::{DelayedCopies, REAL_GPUS, isolated};
+
+/// The name of a task that CRIU restores, until it has the program's.
+const RESTORING: &str = "criu";
 
 /// Whether the kernel reports the buffers of a render node.
 fn reports_bos() -> bool {
@@ -40,8 +47,15 @@ fn dumped(mode: Mode, version: Version) -> Result<Dumped, &'static str> {
 
 /// Restores it with this memory lazy; it works, and ends.
 fn restores(dumped: &Dumped, behind: Behind) {
+    restores_while(dumped, behind, || {});
+}
+
+/// As [`restores`], and calls this while CRIU restores it.
+fn restores_while(dumped: &Dumped, behind: Behind, meanwhile: impl FnOnce()) {
     let mut streamer = dumped.streamer_of(behind);
-    let restored = dumped.restore_command(behind).status().unwrap();
+    let mut restoring = dumped.restore_command(behind).spawn().unwrap();
+    meanwhile();
+    let restored = restoring.wait().unwrap();
     assert!(restored.success(), "{}\n{}", dumped.criu.log("restore"), streamer.said());
     assert!(streamer.end().unwrap().success(), "{}", streamer.said());
     let said = streamer.said();
@@ -63,6 +77,29 @@ fn with_its_gpu_memory_or_all_of_its_memory_lazy() {
                 restores(&dumped, behind);
             }
         }
+    });
+}
+
+/// CRIU sets the restored task's clocks back to the time of the dump, as a time namespace does. The kernel's
+/// deadlines are of the first namespace's clock, and an hour after the dump all of the task's are over.
+#[test]
+fn an_hour_after_the_dump_it_waits_for_submissions() {
+    isolated(2, |_| {
+        if !reports_bos() {
+            skip!("this kernel does not report the buffers of a render node");
+        }
+        let faults = need!(Faults::find(), REAL_GPUS);
+        let dumped = need!(dumped(Mode::RenderOnly, Version::V4_2));
+        unshare(CloneFlags::from_bits_retain(libc::CLONE_NEWTIME)).unwrap();
+        let offsets = format!("/proc/{}/timens_offsets", gettid());
+        fs::write(offsets, "monotonic 3600 0\nboottime 3600 0\n").unwrap();
+
+        let held = need!(DelayedCopies::of(RESTORING), REAL_GPUS);
+        faults.count(Calls { comm: Some(RESTORING), call: Some("amdgpu/WAIT_CS") });
+        restores_while(&dumped, Behind::Gpus, || {
+            assert!(soon(|| faults.seen() > 1), "no task waits for the submissions");
+            drop(held);
+        });
     });
 }
 

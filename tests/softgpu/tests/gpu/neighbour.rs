@@ -7,7 +7,7 @@ use std::thread;
 use rewake_skip::need;
 use softgpu_tests::criu::{Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, is_paused, unreached};
-use softgpu_tests::{Held, Machine, REAL_GPUS, Server, Streamer, isolated};
+use softgpu_tests::{DelayedCopies, Machine, REAL_GPUS, Server, Streamer, isolated};
 
 /// Sets its flag when dropped, also when a test fails.
 struct Over<'a>(&'a AtomicBool);
@@ -40,11 +40,12 @@ fn a_server_answers_while_another_is_restored_on_its_gpu() {
                 answered
             });
             let over = Over(&over);
-            let (mut streamer, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
+            let (mut streamer, delayed) =
+                (Streamer::of_both(dumped.criu.images()).unwrap(), DelayedCopies::streamers());
             dumped.criu.restore_lazily().unwrap();
             assert!(is_paused(dumped.server.pid), "{}", streamer.said());
             assert!(!is_paused(other.pid), "{}", streamer.said());
-            drop(held);
+            drop(delayed);
             assert!(streamer.end().unwrap().success(), "{}", streamer.said());
             dumped.server.ends_well();
             drop(over);

@@ -46,7 +46,8 @@ type Deinitialize = unsafe extern "C" fn(*mut c_void) -> c_int;
 
 /// A symbol of libdrm_amdgpu.so.1, which stays loaded.
 fn symbol(name: &CStr) -> *mut c_void {
-    // SAFETY: loading a Debian library runs its constructors, which ask nothing of us; the name ends with NUL.
+    // SAFETY: loading a Debian library runs its constructors, which ask nothing of us; the name ends with
+    // NUL.
     let library = unsafe { libc::dlopen(c"libdrm_amdgpu.so.1".as_ptr().cast::<c_char>(), libc::RTLD_NOW) };
     assert!(!library.is_null(), "libdrm_amdgpu.so.1 is in the machine");
     // SAFETY: a live library, and a name that ends with NUL.

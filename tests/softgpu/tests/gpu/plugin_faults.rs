@@ -18,10 +18,10 @@ use nix::unistd::Pid;
 use rewake_skip::need;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
+use softgpu_tests::criu_leftovers::{WATCHDOG, doing, named, runs, soon, sweep};
+use softgpu_tests::failing_calls::{CRIU, ERRNOS, FailingCall, every, failing_calls, says_why, tail};
 use softgpu_tests::faults::{Call, Calls, Fault};
-use softgpu_tests::left::{GUARD, doing, named, runs, soon, sweep};
 use softgpu_tests::streamer::children;
-use softgpu_tests::tried::{CRIU, ERRNOS, Tried, every, says_why, tail, tried};
 use softgpu_tests::{Faults, Judge, REAL_GPUS, isolated};
 
 const PAUSE: &str = "kfd/CRIU_OP/PROCESS_INFO";
@@ -97,8 +97,8 @@ impl Stage {
         self.faults.calls()
     }
 
-    /// Runs `act` with a fault at a call; None if the call did not happen.
-    fn with(&self, call: &Tried, fault: Fault, mut act: Command) -> Option<ExitStatus> {
+    /// Runs `act` with a fault at a call; `None` if the call did not happen.
+    fn with(&self, call: &FailingCall, fault: Fault, mut act: Command) -> Option<ExitStatus> {
         self.faults.fail(call.nth, fault, Calls { call: Some(&call.name), ..CRIU });
         let status = act.status().unwrap();
         let hit = self.faults.hit();
@@ -108,7 +108,7 @@ impl Stage {
 
     /// Nothing is stopped, and no process of CRIU is left.
     fn continues(&self, after: &str) {
-        soon(after, || named("criu").is_empty() && named(GUARD).is_empty());
+        soon(after, || named("criu").is_empty() && named(WATCHDOG).is_empty());
         self.no_queue_stays_stopped(after);
         self.app.answers(&[3], 1).unwrap_or_else(|error| panic!("{after}: {error:#}"));
     }
@@ -185,7 +185,7 @@ fn a_dump_that_fails_says_why_and_leaves_all_running() {
         let mut stage = need!(Stage::set());
         let calls = stage.calls(stage.dump());
         let mut failed = 0;
-        for (index, call) in tried(&calls).iter().enumerate() {
+        for (index, call) in failing_calls(&calls).iter().enumerate() {
             let errno = ERRNOS[index % ERRNOS.len()];
             let Some(status) = stage.with(call, Fault::Errno(errno), stage.dump()) else { continue };
             if !status.success() {
@@ -204,7 +204,7 @@ fn criu_killed_in_a_dump_leaves_all_running() {
     isolated(1, |_| {
         let mut stage = need!(Stage::set());
         let calls = stage.calls(stage.dump());
-        for (index, call) in tried(&calls).iter().enumerate() {
+        for (index, call) in failing_calls(&calls).iter().enumerate() {
             for fault in kills(index) {
                 let Some(status) = stage.with(call, fault, stage.dump()) else { continue };
                 assert_eq!(status.signal(), Some(libc::SIGKILL), "{call:?}");
@@ -241,11 +241,11 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
             let _ = criu.kill();
             criu.wait().unwrap();
             let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
-            soon(&after, || named(GUARD).is_empty());
+            soon(&after, || named(WATCHDOG).is_empty());
             sweep(stage.pid);
             stage.no_queue_stays_stopped(&after);
-            // As where CRIU is killed before or after a call: the watchdog cannot know that it had not paused yet, or
-            // had resumed already. The kernel does, and returns EINVAL.
+            // As where CRIU is killed before or after a call: the watchdog cannot know that it had not paused
+            // yet, or had resumed already. The kernel does, and returns EINVAL.
             if !stage.judge.violations().is_empty() {
                 assert_eq!(stage.judge.take("unpause-out-of-turn").len(), 1, "{after}");
             }
@@ -274,7 +274,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
         stage.continues("without a fault");
         stage.end();
         let mut failed = 0;
-        for (index, call) in tried(&calls).iter().enumerate() {
+        for (index, call) in failing_calls(&calls).iter().enumerate() {
             let errno = ERRNOS[index % ERRNOS.len()];
             let after = format!("{errno} of {call:?}");
             let Some(status) = stage.with(call, Fault::Errno(errno), stage.restore()) else {
@@ -305,7 +305,7 @@ fn criu_killed_in_a_restore_leaves_nothing() {
         let mut stage = need!(Stage::left());
         let calls = stage.calls(stage.restore());
         stage.end();
-        for (index, call) in tried(&calls).iter().enumerate() {
+        for (index, call) in failing_calls(&calls).iter().enumerate() {
             for fault in kills(index) {
                 let after = format!("{fault:?} {call:?}");
                 let Some(status) = stage.with(call, fault, stage.restore()) else {
@@ -316,7 +316,7 @@ fn criu_killed_in_a_restore_leaves_nothing() {
                 assert!(!status.success(), "{after}");
                 stage.is_gone(&after);
                 // The watchdog logs what it has done afterwards.
-                soon(&after, || named(GUARD).is_empty());
+                soon(&after, || named(WATCHDOG).is_empty());
                 if status.signal().is_some() {
                     let log = stage.criu.log("restore");
                     // The kernel kills tasks that CRIU has stopped by then.
@@ -383,7 +383,7 @@ fn criu_killed_at_any_moment_of_a_restore_runs_no_partial_task() {
             let _ = criu.kill();
             criu.wait().unwrap();
             let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
-            soon(&after, || named(GUARD).is_empty());
+            soon(&after, || named(WATCHDOG).is_empty());
             sweep(stage.pid);
             if task.exists() && !stage.criu.log("restore").contains("the restored tasks are killed") {
                 stage.continues(&after);

@@ -24,7 +24,7 @@ struct Travel {
 }
 
 impl Travel {
-    /// A server on so many GPUs, which are all of the machine's.
+    /// A server on `gpus` GPUs, which are all GPUs of the machine.
     fn start(gpus: usize) -> Result<Self, &'static str> {
         let machine = Machine::find().ok_or(REAL_GPUS)?;
         queues()?;

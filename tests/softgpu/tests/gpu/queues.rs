@@ -8,8 +8,9 @@ use std::time::Duration;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::{Gpus, PATIENCE, Uploader};
 use gpu_app::kernel::{self, Kernel};
-use rewake_amdgpu_uapi::packet::{Aql, Sdma, Signal};
-use rewake_amdgpu_uapi::{Buffer, ComputeQueue, QueueSpec, WaitOutcome};
+use gpu_app::kfd::aql::{Aql, Signal};
+use gpu_app::kfd::{Buffer, ComputeQueue, QueueSpec, WaitOutcome};
+use rewake_amdgpu_uapi::packet::Sdma;
 use softgpu_tests::isolated;
 
 /// Longer than any dispatch that these tests wait for in vain.
@@ -243,8 +244,7 @@ fn a_copy_engines_fault_is_reported_too() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut queue =
-            rewake_amdgpu_uapi::SdmaQueue::new(gpus.device(0), gpus.doorbells(0), QueueSpec::default())
-                .unwrap();
+            gpu_app::kfd::SdmaQueue::new(gpus.device(0), gpus.doorbells(0), QueueSpec::default()).unwrap();
         let nowhere = 0x7ffe_0000_0000;
         queue.submit(Sdma::new().fill(nowhere, 0, 64).bytes(), PATIENCE).unwrap();
         let outcome = gpus.events().wait(&[gpus.fault()], 30_000).unwrap();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One image, restored several times at once, each in pid and mount namespaces of its own. The programs have
 //! no queues of copy engines, whose numbers the driver gives to one process only (`serve.rs`). One program
-//! reads its memory by its CPU, one is a server with compute queues. Its image is in a folder, or in a store that
-//! a node agent reads into its cache.
+//! reads its memory by its CPU, one is a server with compute queues. Its image is in a folder, or in a store
+//! that a node agent reads into its cache.
 
 use std::fs::{self, DirEntry};
 use std::ops::Range;
@@ -17,7 +17,7 @@ use rewake_testkit::programs::rewake;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues};
 use softgpu_tests::dumped::{ONE_RING, soon, unreached};
-use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, Server, Toucher, isolated, server};
+use softgpu_tests::{Accessor, Daemon, DelayedCopies, Machine, REAL_GPUS, Server, isolated, server};
 use tempfile::TempDir;
 
 const REPLICAS: usize = 2;
@@ -65,26 +65,26 @@ fn one_image_is_restored_twice_at_once() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         fs::create_dir(path("files")).unwrap();
-        let mut original = Toucher::start(env!("CARGO_BIN_EXE_toucher"), &path("files"), None).unwrap();
+        let mut original = Accessor::start(env!("CARGO_BIN_EXE_accessor"), &path("files"), None).unwrap();
         let criu = Criu::with(Plugin::Ours, Version::V4_2, &path("images")).unwrap();
         criu.dump(original.pid()).unwrap();
         original.was_dumped().unwrap();
 
-        let held = Held::streamers();
+        let delayed = DelayedCopies::streamers();
         let start = |number: usize| {
             let [copy, work] = folders(folder.path(), number);
             let command = criu.of_rewake_in("restore", &work).unwrap();
-            (restore(command, &path("files"), &copy, &work), Toucher::in_copy(&copy), work)
+            (restore(command, &path("files"), &copy, &work), Accessor::in_copy(&copy), work)
         };
         let replicas: Vec<_> = (0..REPLICAS).map(start).collect();
         replicas.iter().for_each(|(_, _, work)| runs(work));
         // Each accesses missing memory.
-        replicas.iter().for_each(|(_, toucher, _)| toucher.ask("check 1").unwrap());
-        drop(held);
-        for (mut child, toucher, work) in replicas {
-            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", logs(&work)));
-            toucher.asked("check 0").unwrap();
-            toucher.ask("end 0").unwrap();
+        replicas.iter().for_each(|(_, accessor, _)| accessor.ask("check 1").unwrap());
+        drop(delayed);
+        for (mut child, accessor, work) in replicas {
+            accessor.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", logs(&work)));
+            accessor.asked("check 0").unwrap();
+            accessor.ask("end 0").unwrap();
             let ended = child.wait().unwrap();
             assert!(ended.success(), "{ended}: {}", logs(&work));
         }
@@ -114,14 +114,14 @@ impl Replicated {
 
     /// Replicas with these numbers run at once before their GPU memory is resident. Then all answer, and end.
     fn restored(&self, numbers: Range<usize>, command: impl Fn(&Path) -> Command) {
-        let (held, files) = (Held::streamers(), self.folder.path().join("files"));
+        let (delayed, files) = (DelayedCopies::streamers(), self.folder.path().join("files"));
         let start = |number: usize| {
             let [copy, work] = folders(self.folder.path(), number);
             (restore(command(&work), &files, &copy, &work), App::in_copy(&self.shape, &copy), work)
         };
         let replicas: Vec<_> = numbers.map(start).collect();
         replicas.iter().for_each(|(_, _, work)| runs(work));
-        drop(held);
+        drop(delayed);
         for (mut child, app, work) in replicas {
             let answered = server::answers(&app);
             answered.unwrap_or_else(|error| panic!("{error:#}\n{}", logs(&work)));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake restore --from`: programs run while their GPU memory arrives from `rewake export` over a slow link, which is
-//! cut, or whose server has a wrong byte. They see right bytes or are killed. The copy becomes an image.
+//! `rewake restore --from`: programs run while their GPU memory arrives from `rewake export` over a slow
+//! link, which is cut, or whose server has a wrong byte. They see right bytes or are killed. The copy becomes
+//! an image.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
@@ -15,15 +16,15 @@ use rewake_testkit::process::{PATIENCE, children, output, processes_naming};
 use rewake_testkit::programs::rewake;
 use rewake_testkit::relay::SlowLink;
 use rewake_testkit::{soon, until};
+use softgpu_tests::accessor::{BYTES, Large};
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, is_paused, pages, unreached};
 use softgpu_tests::streamer::recover;
-use softgpu_tests::toucher::{BYTES, Large};
-use softgpu_tests::{Toucher, isolated};
+use softgpu_tests::{Accessor, isolated};
 
 /// Bytes of a slow link in a second.
 const SLOW: u64 = 4 << 20;
-/// GPU memory of an [`unreached`] server, and of a toucher with [`LARGE`] buffers.
+/// GPU memory of an [`unreached`] server, and of an accessor with [`LARGE`] buffers.
 const GPU_BYTES: u64 = 12 << 20;
 const LARGE: Large = Large { count: 8, mib: BYTES >> 20, full: true };
 
@@ -74,7 +75,7 @@ impl Remote {
         ["restore.log", "restore.err", "rewake-streamer.log"].map(text).join("\n")
     }
 
-    /// Waits until so many bytes more have passed the link.
+    /// Waits until another `bytes` bytes have passed the link.
     fn passes(&self, bytes: u64) {
         let end = self.link.passed() + bytes;
         assert!(soon(|| self.link.passed() >= end), "{} of {end}\n{}", self.link.passed(), self.messages());
@@ -195,20 +196,22 @@ fn the_next_restore_completes_the_copy_of_a_killed_session() {
 fn a_buffer_that_a_cpu_reads_arrives_before_the_others() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), Some(LARGE)).unwrap();
-        let criu = toucher.dump(Version::V4_2).unwrap();
+        let mut accessor =
+            Accessor::start(env!("CARGO_BIN_EXE_accessor"), folder.path(), Some(LARGE)).unwrap();
+        let criu = accessor.dump(Version::V4_2).unwrap();
         let remote = Remote::of(criu.images());
         remote.restore();
-        // Little of the others passes while the buffer is compared, which takes an emulated processor seconds.
+        // Little of the others passes while the buffer is compared, which takes an emulated processor
+        // seconds.
         remote.link.slow_to(SLOW / 4);
         let before = remote.link.passed();
-        toucher.asked(&format!("check {}", LARGE.count - 1)).unwrap();
+        accessor.asked(&format!("check {}", LARGE.count - 1)).unwrap();
         let passed = remote.link.passed() - before;
-        // Beside the buffer only what was in flight.
+        // In addition to the buffer, only what was in flight has passed.
         assert!(passed < (LARGE.count * BYTES / 2) as u64, "{passed} bytes\n{}", remote.messages());
         remote.link.slow_to(16 * SLOW);
-        (0..LARGE.count).for_each(|buffer| toucher.asked(&format!("check {buffer}")).unwrap());
+        (0..LARGE.count).for_each(|buffer| accessor.asked(&format!("check {buffer}")).unwrap());
         remote.is_complete();
-        toucher.ends();
+        accessor.ends();
     });
 }

@@ -17,7 +17,7 @@ use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::render::{Render, Submission};
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_skip::{need, skip};
-use softgpu_tests::{Held, Judge, Machine, Peer, REAL_GPUS, Scene, isolated, sys};
+use softgpu_tests::{DelayedCopies, Judge, Machine, Peer, REAL_GPUS, Scene, isolated, sys};
 
 /// Addresses of buffers in the render node's address space.
 const COMMANDS: u64 = 0x1_0000_0000;
@@ -312,29 +312,29 @@ fn held_copies_wait_and_others_and_their_process_s_end_do_not() {
         {
             let bench = Bench::new();
             bench.one.1.write(0, &[9; 64]);
-            let held = Held::of(name.trim()).unwrap();
+            let delayed = DelayedCopies::of(name.trim()).unwrap();
             let submission = bench.submit(0, &copy, &[]).unwrap();
             scene.peer("other").finish();
             let mut read = [0; 64];
             bench.two.1.read(0, &mut read);
             assert!(!bench.render.wait(submission, 0).unwrap() && read == [0; 64], "it was done");
             let next = bench.submit(0, &copy, &[]).unwrap();
-            held.release(1);
+            delayed.release(1);
             assert!(bench.render.wait(submission, LATE).unwrap());
             assert!(!bench.render.wait(next, 0).unwrap(), "one was not held");
-            drop(held);
+            drop(delayed);
             assert!(bench.render.wait(next, LATE).unwrap());
             bench.two.1.read(0, &mut read);
             assert_eq!(read, [9; 64]);
         }
-        let held = Held::of(name.trim()).unwrap();
+        let delayed = DelayedCopies::of(name.trim()).unwrap();
         let mut killed = scene.peer("held");
         assert_eq!(killed.hear(), "submitted");
         killed.kill();
         // The module is unloaded when nothing of it is left, and belongs to another test afterwards.
         machine.becomes(&[("sdma_rings", "1")]);
         Bench::new().run(&copy);
-        drop(held);
+        drop(delayed);
     });
 }
 
@@ -365,7 +365,7 @@ fn ends(owner: Peer, judge: &Judge) {
 
 /// Closes files one after the other, as the end of a process does.
 #[test]
-fn a_descriptor_that_closes_while_jobs_run_is_not_forgotten() {
+fn a_descriptor_that_closes_while_jobs_run_is_released() {
     isolated(1, |scene| {
         if scene.role().is_some() {
             return owns(scene);
@@ -373,14 +373,14 @@ fn a_descriptor_that_closes_while_jobs_run_is_not_forgotten() {
         let judge = need!(Judge::find(), REAL_GPUS);
         let (owner, dmabuf) = owner(scene);
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
-        let (bench, held) = (Bench::new(), Held::of(name.trim()));
+        let (bench, delayed) = (Bench::new(), DelayedCopies::of(name.trim()));
         bench.submit(0, &Sdma::new().copy(TWO, ONE, SIZE), &[]).unwrap();
         ends(owner, &judge);
         sleep(Duration::from_millis(200));
         let start = Instant::now();
         drop(bench);
         assert!(start.elapsed() > Duration::from_millis(900), "the close did not wait");
-        drop((dmabuf, held));
+        drop((dmabuf, delayed));
         assert_eq!(judge.violations(), Vec::<String>::new());
     });
 }
@@ -394,7 +394,7 @@ fn memory_that_only_a_job_has_is_no_descriptor_s() {
         let judge = need!(Judge::find(), REAL_GPUS);
         let (owner, dmabuf) = owner(scene);
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
-        let (mut bench, held) = (Bench::new(), Held::of(name.trim()));
+        let (mut bench, delayed) = (Bench::new(), DelayedCopies::of(name.trim()));
         let taken = bench.render.prime_fd_to_buffer(dmabuf.as_fd()).unwrap();
         bench.one.0 = taken.into();
         let submission = bench.submit(0, &Sdma::new().copy(TWO, ONE, SIZE), &[]).unwrap();
@@ -404,7 +404,7 @@ fn memory_that_only_a_job_has_is_no_descriptor_s() {
         // Longer than the judge lets a descriptor be in transit.
         sleep(Duration::from_millis(4500));
         assert_eq!(judge.violations(), Vec::<String>::new());
-        drop(held);
+        drop(delayed);
         assert!(bench.render.wait(submission, LATE).unwrap());
     });
 }

@@ -5,8 +5,7 @@ use rewake_skip::need;
 use serde_json::Value;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, streamer_of, unreached};
-use softgpu_tests::streamer::recover;
-use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, isolated};
+use softgpu_tests::{Daemon, DelayedCopies, Machine, REAL_GPUS, isolated};
 
 /// Dumped servers, and the machine that restores them.
 fn dumped<const COUNT: usize>() -> Result<(Machine, [Dumped; COUNT]), &'static str> {
@@ -33,7 +32,7 @@ fn states(status: &Value) -> Vec<String> {
 fn two_restores_have_two_streamers_and_the_agent_may_die() {
     isolated(1, |_| {
         let (_machine, both) = need!(dumped::<2>());
-        let (mut daemon, held) = (Daemon::start().unwrap(), Held::streamers());
+        let (mut daemon, delayed) = (Daemon::start().unwrap(), DelayedCopies::streamers());
         let restorings = both.each_ref().map(|dumped| paused(dumped, &daemon));
         let paused = || both.iter().all(|dumped| is_paused(dumped.server.pid));
         let running = || states(&daemon.status().unwrap()) == ["running"; 2];
@@ -41,7 +40,7 @@ fn two_restores_have_two_streamers_and_the_agent_may_die() {
         daemon.replace().unwrap();
         let running = || states(&daemon.status().unwrap()) == ["running"; 2];
         assert!(soon(running) && paused(), "{}", daemon.status().unwrap());
-        drop(held);
+        drop(delayed);
         for restoring in restorings {
             let (well, said) = restoring.end();
             assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
@@ -67,7 +66,7 @@ fn two_restores_have_two_streamers_and_the_agent_may_die() {
 fn the_agent_reports_a_dead_streamer_and_others_serve_on() {
     isolated(1, |_| {
         let (_machine, [one, two]) = need!(dumped());
-        let (daemon, held) = (Daemon::start().unwrap(), Held::streamers());
+        let (daemon, delayed) = (Daemon::start().unwrap(), DelayedCopies::streamers());
         let first = paused(&one, &daemon);
         let (supervisor, workers) = streamer_of(daemon.id());
         let second = paused(&two, &daemon);
@@ -75,10 +74,10 @@ fn the_agent_reports_a_dead_streamer_and_others_serve_on() {
         workers.into_iter().for_each(dies);
         let (well, said) = first.end();
         assert!(!well && said.contains("run `rewake recover`"), "{said}");
-        let (well, said) = recover().unwrap();
-        assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
+        // The agent has run `rewake recover`.
         wait_for_the_end_of(one.server.pid).unwrap();
-        drop(held);
+        assert!(daemon.logs().contains("its GPUs were not resumed yet"), "{}", daemon.logs());
+        drop(delayed);
         let (well, said) = second.end();
         assert!(well, "{said}");
         two.server.ends_well();
@@ -93,15 +92,32 @@ fn the_agent_reports_a_dead_streamer_and_others_serve_on() {
     });
 }
 
+/// Container engines start CRIU like this.
+#[test]
+fn a_restore_with_gpus_becomes_lazy_without_an_option() {
+    isolated(1, |_| {
+        let (_machine, [dumped]) = need!(dumped());
+        let daemon = Daemon::start().unwrap();
+        let mut command = dumped.criu.command(&["restore", "--restore-detached"]);
+        command.env("REWAKE_LAZY", "1").env("REWAKE_SOCKET", daemon.socket());
+        let status = command.status().unwrap();
+        let log = dumped.criu.log("restore");
+        assert!(status.success() && log.contains("the restore is lazy"), "{log}");
+        dumped.server.ends_well();
+        let served = || daemon.status().unwrap()["agent"]["sessions_served"] == 1;
+        assert!(soon(served), "{}", daemon.status().unwrap());
+    });
+}
+
 #[test]
 fn a_killed_agent_ends_no_streamer() {
     isolated(1, |_| {
         let (_machine, [dumped]) = need!(dumped());
-        let (daemon, held) = (Daemon::start().unwrap(), Held::streamers());
+        let (daemon, delayed) = (Daemon::start().unwrap(), DelayedCopies::streamers());
         let restoring = paused(&dumped, &daemon);
         let (supervisor, _) = streamer_of(daemon.id());
         dies(daemon.id());
-        drop(held);
+        drop(delayed);
         let (well, said) = restoring.end();
         assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
         wait_for_the_end_of(supervisor).unwrap();

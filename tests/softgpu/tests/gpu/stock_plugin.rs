@@ -125,7 +125,7 @@ fn registered_memory_that_gpus_write() {
 fn memory_with_attributes_that_gpus_write() {
     isolated(2, |_| {
         // Linux 6.12 has no SVM; the workload's own tests see it refuse.
-        if Kfd::open().unwrap().xnack().is_ok() {
+        if gpu_app::kfd::xnack(&Kfd::open().unwrap()).is_ok() {
             dump_and_restore_unsound(&Shape { mode: Mode::Svm, gpus: 2, ..small() });
         }
     });
@@ -183,8 +183,8 @@ fn many_small_buffers_and_zeros() {
     });
 }
 
-/// Dumps the server while it runs; returns its gates that stay closed: none if it uses all of the machine's
-/// GPUs.
+/// Dumps the server while it runs. Returns its gates that stay closed. The list is empty if the server uses
+/// all of the machine's GPUs.
 fn dumped_running(gpus: usize, looked_at: Duration) -> Vec<Gate> {
     let folder = tempfile::tempdir().unwrap();
     let (server, criu) = started(&Shape { mode: Mode::MidDispatch, gpus, ..small() }, folder.path());

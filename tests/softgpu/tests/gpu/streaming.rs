@@ -15,7 +15,7 @@ use rewake_amdgpu_uapi::criu;
 use rewake_skip::need;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, pages, unreached};
-use softgpu_tests::{Held, Judge, Machine, REAL_GPUS, Streamer, isolated, sys};
+use softgpu_tests::{DelayedCopies, Judge, Machine, REAL_GPUS, Streamer, isolated, sys};
 
 /// Exit code of a streamer that was asked to stop before any handoff.
 const STOPPED: i32 = 143;
@@ -32,10 +32,10 @@ fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.restores_paused();
+        let (mut streamer, delayed) = dumped.restores_paused();
         let said = dumped.criu.log("restore");
         assert!(said.contains("buffers are loaded in the background"), "{said}");
-        drop(held);
+        drop(delayed);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let timeline = fs::read_to_string(dumped.criu.images().join("rewake-timeline.json")).unwrap();
         let timeline: serde_json::Value = serde_json::from_str(&timeline).unwrap();
@@ -51,11 +51,11 @@ fn by_one_command() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let held = Held::streamers();
+        let delayed = DelayedCopies::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--json", "--", "-d", "-v4"]);
         restoring.says("process is alive");
         assert!(is_paused(dumped.server.pid), "its gate is open");
-        drop(held);
+        drop(delayed);
         let (well, said, timeline) = restoring.ends();
         assert!(well, "{said}");
         assert!(said.contains("GPUs run; all memory resident"), "{said}");
@@ -106,13 +106,13 @@ fn queues_still_evicted_after_the_gate_opens_are_reported() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.restores_paused();
+        let (mut streamer, delayed) = dumped.restores_paused();
         holds_queues_of(dumped.server.pid);
-        drop(held);
+        drop(delayed);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let said = streamer.said();
-        let held = format!("the driver has evicted the queues of process {} on GPU ", dumped.server.pid);
-        assert!(said.contains(&held) && said.contains(" 1 times more than"), "{said}");
+        let evicted = format!("the driver has evicted the queues of process {} on GPU ", dumped.server.pid);
+        assert!(said.contains(&evicted) && said.contains(" 1 times more than"), "{said}");
         assert!(!said.contains("the driver lets queues run"), "{said}");
         // The streamer leaves it alone.
         dumped.ends();
@@ -128,11 +128,11 @@ fn an_image_that_gets_shorter_never_reads_as_zeros() {
         // More than the 16 MiB that are read ahead.
         let shape = Shape { layer_kib: 12 << 10, ..unreached() };
         let dumped = need!(Dumped::of(&shape, Version::V4_2));
-        let (mut streamer, held) = dumped.restores_paused();
+        let (mut streamer, delayed) = dumped.restores_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().set_len(1 << 20).unwrap();
         }
-        drop(held);
+        drop(delayed);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         let said = streamer.said();
@@ -146,11 +146,11 @@ fn an_image_that_is_written_meanwhile_ends_the_session() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.restores_paused();
+        let (mut streamer, delayed) = dumped.restores_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().write_all_at(&[1], 1 << 20).unwrap();
         }
-        drop(held);
+        drop(delayed);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(streamer.said().contains("the file changed while it was served"), "{}", streamer.said());

@@ -13,12 +13,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
+use softgpu_tests::accessor::BUFFERS;
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped};
 use softgpu_tests::random::{Random, count};
 use softgpu_tests::server::small;
-use softgpu_tests::toucher::BUFFERS;
-use softgpu_tests::{Machine, REAL_GPUS, Streamer, Toucher, isolated};
+use softgpu_tests::{Accessor, Machine, REAL_GPUS, Streamer, isolated};
 
 /// Rounds of both versions of CRIU together.
 const ROUNDS: u64 = 2;
@@ -67,8 +67,8 @@ fn random_orders_to_a_program_with_missing_memory() {
         assert!(rounds > 1, "RESTORE_ROUNDS is 2 at least");
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
-            let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
-            let criu = toucher.dump(version).unwrap();
+            let mut accessor = Accessor::start(env!("CARGO_BIN_EXE_accessor"), folder.path(), None).unwrap();
+            let criu = accessor.dump(version).unwrap();
             fs::write(folder.path().join("in"), GIVEN).unwrap();
             for round in 0..rounds / 2 {
                 let pace = random.of(&PACES);
@@ -76,14 +76,14 @@ fn random_orders_to_a_program_with_missing_memory() {
                 let story = format!("round {round} of {version:?}: {pace} MB/s, {orders:?}, {end}");
                 eprintln!("{story}");
                 machine.becomes(&[("copy_mbps", pace), ("sdma_rings", "1")]);
-                let done = restore(&toucher, &criu, &orders, end, &mut random);
+                let done = restore(&accessor, &criu, &orders, end, &mut random);
                 done.unwrap_or_else(|why| panic!("{story}: {why:#}"));
             }
         }
     });
 }
 
-/// Modes of the server, and whether it is asked meanwhile.
+/// Modes of the server.
 const BUSY: [Mode; 3] = [Mode::CpuReads, Mode::Allocating, Mode::NoAccess];
 
 #[test]
@@ -140,7 +140,7 @@ fn serve(dumped: &Dumped, behind: Behind, random: &mut Random) {
 
 /// One round; returns what went wrong.
 fn restore(
-    toucher: &Toucher,
+    accessor: &Accessor,
     criu: &Criu,
     orders: &[String],
     end: u64,
@@ -148,31 +148,31 @@ fn restore(
 ) -> anyhow::Result<()> {
     let mut streamer = Streamer::start(criu.images())?;
     criu.restore()?;
-    let done = act(toucher, orders, end, random);
+    let done = act(accessor, orders, end, random);
     let status = streamer.end()?;
     let done = done.and_then(|()| {
         ensure!(status.success(), "the streamer failed: {status}");
         let buffers = if end < LIVES { 0..0 } else { 0..BUFFERS };
-        buffers.into_iter().try_for_each(|buffer| toucher.asked(&format!("check {buffer}")))
+        buffers.into_iter().try_for_each(|buffer| accessor.asked(&format!("check {buffer}")))
     });
     // It may have ended by an order.
-    let _ = kill(Pid::from_raw(toucher.pid().cast_signed()), Signal::SIGKILL);
-    wait_for_the_end_of(toucher.pid())?;
+    let _ = kill(Pid::from_raw(accessor.pid().cast_signed()), Signal::SIGKILL);
+    wait_for_the_end_of(accessor.pid())?;
     // The last order may have no answer.
-    let _ = toucher.answered();
+    let _ = accessor.answered();
     done.with_context(|| streamer.said())
 }
 
 /// What the program does while its memory is missing.
-fn act(toucher: &Toucher, orders: &[String], end: u64, random: &mut Random) -> anyhow::Result<()> {
+fn act(accessor: &Accessor, orders: &[String], end: u64, random: &mut Random) -> anyhow::Result<()> {
     for order in orders {
         thread::sleep(Duration::from_millis(random.below(300)));
-        toucher.asked(order)?;
+        accessor.asked(order)?;
     }
     match end {
-        0 => toucher.ask("end 0"),
-        1 => toucher.asked("execute 0"),
-        2 => Ok(kill(Pid::from_raw(toucher.pid().cast_signed()), Signal::SIGKILL)?),
+        0 => accessor.ask("end 0"),
+        1 => accessor.asked("execute 0"),
+        2 => Ok(kill(Pid::from_raw(accessor.pid().cast_signed()), Signal::SIGKILL)?),
         LIVES.. => Ok(()),
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::{Gpus, PATIENCE};
 use gpu_app::kernel::Kernel;
+use gpu_app::kfd::{QueueSpec, SdmaQueue, WaitOutcome, set_xnack, svm, xnack};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::{
     KFD_IOCTL_SVM_ATTR_ACCESS, KFD_IOCTL_SVM_ATTR_GRANULARITY, KFD_IOCTL_SVM_ATTR_NO_ACCESS,
@@ -14,7 +15,6 @@ use rewake_amdgpu_uapi::abi::{
     KFD_IOCTL_SVM_FLAG_GPU_RO, KFD_IOCTL_SVM_LOCATION_UNDEFINED,
 };
 use rewake_amdgpu_uapi::packet::Sdma;
-use rewake_amdgpu_uapi::{QueueSpec, SdmaQueue, WaitOutcome, svm};
 use rewake_skip::need;
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
@@ -31,7 +31,7 @@ fn shared_gpu() -> Result<Arc<Gpus>, &'static str> {
 /// The same, with retry faults on, on chips that have them.
 fn retrying_gpu() -> Result<Arc<Gpus>, &'static str> {
     let gpus = shared_gpu()?;
-    gpus.device(0).kfd().set_xnack(true).map(|()| gpus).map_err(|_| "this chip has no retry faults")
+    set_xnack(gpus.device(0).kfd(), true).map(|()| gpus).map_err(|_| "this chip has no retry faults")
 }
 
 fn copy(to: u64, from: u64) -> Step {
@@ -125,7 +125,7 @@ fn access_is_taken_from_a_part() {
 fn with_retry_faults_an_access_is_enough() {
     isolated(1, |_| {
         let gpus = need!(retrying_gpu());
-        assert!(gpus.device(0).kfd().xnack().unwrap());
+        assert!(xnack(gpus.device(0).kfd()).unwrap());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let memory = Mapping::anonymous(2 * PAGE).unwrap();
         memory.write(0, &[4; 4096]);
@@ -134,7 +134,7 @@ fn with_retry_faults_an_access_is_enough() {
         memory.discard().unwrap();
         lane.run(&[copy(memory.address() + PAGE, memory.address())]).unwrap();
         assert_eq!(memory.load32(PAGE), 0, "the old pages were unmapped");
-        let refused = gpus.device(0).kfd().set_xnack(false).unwrap_err();
+        let refused = set_xnack(gpus.device(0).kfd(), false).unwrap_err();
         assert_eq!(refused.errno(), Some(libc::EBUSY), "there are queues");
     });
 }

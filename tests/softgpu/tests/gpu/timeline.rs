@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What users see of a background load: while it runs, and afterwards.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,12 +9,13 @@ use std::process::Command;
 use gpu_app::shape::{Mode, Shape};
 use rewake_criu_images::ImageDir;
 use rewake_skip::need;
+use rewake_testkit::trace;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{ONE_RING, Restoring, soon};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
-use softgpu_tests::{Held, Judge, Machine, REAL_GPUS, Server, Streamer, isolated};
+use softgpu_tests::{DelayedCopies, Judge, Machine, REAL_GPUS, Server, Streamer, isolated};
 
 /// Bytes that no CPU can access.
 const UNREACHED: u64 = 12 << 20;
@@ -90,7 +92,7 @@ fn status_answers_during_the_load_and_the_timeline_stays() {
         let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
         let (said, _) = dumped.status(&[]);
         assert_eq!(said, "waiting for criu\n");
-        let held = Held::streamers();
+        let delayed = DelayedCopies::streamers();
         dumped.criu.restore().unwrap();
         let (said, done) = dumped.status(&["--json"]);
         assert!(is_paused(dumped.server.pid), "{}", streamer.said());
@@ -112,17 +114,24 @@ fn status_answers_during_the_load_and_the_timeline_stays() {
         // Values of progress that the test sees.
         for _ in 0..STEPS {
             let before = dumped.resident();
-            held.release(1);
+            delayed.release(1);
             assert!(soon(|| dumped.resident() > before), "{}", streamer.said());
         }
-        drop(held);
+        drop(delayed);
 
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let (said, done) = dumped.status(&[]);
         assert!(!done && said.contains("no streamer serves a restore"), "{said}");
         is_whole(&dumped.timeline(), bytes);
-        let page = fs::read_to_string(dumped.criu.images().join("rewake-timeline.html")).unwrap();
-        assert!(page.contains("<polyline class=\"memory") && page.ends_with("</html>\n"), "{page}");
+        let (pid, timeline) = (dumped.server.pid, dumped.timeline());
+        let trace = trace::events(dumped.criu.images()).unwrap();
+        let resident = trace::last_bytes(&trace, "resident renderD128");
+        assert_eq!(resident, BTreeMap::from([(pid, bytes)]));
+        let [runs, opened] = ["runs_us", "gate_open_us"].map(|at| timeline["processes"][0][at].as_u64());
+        let closed: Vec<_> = trace.iter().filter(|event| event.name == "gate closed").collect();
+        let [closed] = closed[..] else { panic!("{closed:?}") };
+        let lasted = opened.zip(runs).map(|(opened, runs)| opened - runs);
+        assert_eq!((closed.ph.as_str(), closed.pid, Some(closed.ts), closed.dur), ("X", pid, runs, lasted));
         dumped.server.ends_well();
     });
 }
@@ -150,10 +159,10 @@ fn one_command_shows_it_all() {
     isolated(2, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&Shape { gpus: 2, processes: 2, layers: 6, ..unreached() }));
-        let held = Held::streamers();
+        let delayed = DelayedCopies::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--", "-d", "-v4"]);
         restoring.says("0 of 2 gates open");
-        drop(held);
+        drop(delayed);
         let (well, said) = restoring.end();
         assert!(well, "{said}");
         let line = |part: &str| {
@@ -164,7 +173,7 @@ fn one_command_shows_it_all() {
             "memory loaded while the processes run, since",
             "all memory is resident",
             "its GPUs run, the last of 2",
-            "resident after",
+            " 100              after ",
         ];
         let places = course.map(line);
         assert!(places.is_sorted(), "{said}");
@@ -178,8 +187,8 @@ fn one_command_shows_it_all() {
             "{pids:?} {both:?}"
         );
         for pid in pids {
-            let shown = |line: &str| line.starts_with(&format!("{pid} gpu-app ")) && line.ends_with('█');
-            assert!(said.lines().skip(places[4]).any(shown), "process {pid}: {said}");
+            let shown = |line: &str| line.starts_with(&format!("{pid} gpu-app ")) && line.contains(" after ");
+            assert!(said.lines().skip(places[3]).any(shown), "process {pid}: {said}");
         }
         dumped.server.ends_well();
     });
@@ -207,12 +216,13 @@ fn a_failed_load_leaves_its_reason_in_the_timeline() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&unreached()));
-        let (mut streamer, held) = (Streamer::start(dumped.criu.images()).unwrap(), Held::streamers());
+        let (mut streamer, delayed) =
+            (Streamer::start(dumped.criu.images()).unwrap(), DelayedCopies::streamers());
         dumped.criu.restore().unwrap();
         for file in pages(dumped.criu.images()) {
             fs::OpenOptions::new().write(true).open(file).unwrap().set_len(1 << 20).unwrap();
         }
-        drop(held);
+        drop(delayed);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         let timeline = dumped.timeline();

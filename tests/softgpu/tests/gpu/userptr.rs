@@ -7,8 +7,8 @@ use std::os::fd::AsFd as _;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
+use gpu_app::kfd::{Userptr, svm};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
-use rewake_amdgpu_uapi::{Userptr, svm};
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
 
@@ -84,7 +84,7 @@ fn shared_memory_with_a_missing_page_is_refused_too() {
 }
 
 #[test]
-fn a_page_that_is_unmapped_and_touched_again_is_followed() {
+fn a_page_that_is_unmapped_and_accessed_again_is_followed() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -129,7 +129,7 @@ fn shared_memory_is_used_in_place_where_the_kernel_can() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         if !gpus.device(0).node().has_svm() {
-            let error = gpus.device(0).kfd().xnack().unwrap_err();
+            let error = gpu_app::kfd::xnack(gpus.device(0).kfd()).unwrap_err();
             assert_eq!(error.errno(), Some(libc::EPERM));
             return;
         }

@@ -114,7 +114,7 @@ fn a_server_answers_while_numbers_change_in_host_memory() {
 fn a_server_answers_while_memory_with_attributes_changes() {
     isolated(2, |_| {
         let shape = Shape { mode: Mode::Svm, gpus: 2, ..shape() };
-        if Kfd::open().unwrap().xnack().is_ok() {
+        if gpu_app::kfd::xnack(&Kfd::open().unwrap()).is_ok() {
             answers(&shape, 2);
         } else {
             let folder = tempfile::tempdir().unwrap();

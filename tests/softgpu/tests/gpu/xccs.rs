@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Queues of MI300, whose compute dies (XCCs) work on a queue together (SPX mode), or are a GPU each (CPX mode). What
-//! kernels do with such queues is in [`QueueSupport`].
+//! Queues of MI300, whose compute dies (XCCs) work on a queue together (SPX mode), or are a GPU each (CPX
+//! mode). What kernels do with such queues is in [`QueueSupport`].
 
 use std::path::Path;
 

@@ -14,7 +14,8 @@ const RUN: usize = 32;
 /// Pages that a forked child reads.
 const GLANCES: usize = 64;
 
-/// Random operations, two a page, again and again; one last time after the test says "stop", then a check of all.
+/// Random operations, two a page, again and again; one last time after the test says "stop", then a check of
+/// all.
 pub(crate) fn run(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     stage.ready_then_go()?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Programs that compare their memory each time they are asked, and answer in a file, until they are killed: what they
-//! are made of is what differs. `rewake_tests::programs` asks.
+//! Programs that compare their memory each time they are asked, and answer in a file, until they are killed:
+//! what they are made of is what differs. `rewake_tests::programs` asks.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
@@ -44,7 +44,8 @@ impl Questions {
         Ok(Self { asks, answers })
     }
 
-    /// Compares whenever it is asked. Neither this nor `check` makes another system call than `read` and `write`.
+    /// Compares whenever it is asked. Neither this nor `check` makes another system call than `read` and
+    /// `write`.
     fn answer(mut self, stage: &Stage, check: impl Fn()) -> anyhow::Result<()> {
         loop {
             self.asks.read_exact(&mut [0]).context("read a question")?;
@@ -121,7 +122,7 @@ pub(crate) fn terabyte(stage: &Stage) -> anyhow::Result<()> {
     })
 }
 
-/// Huge pages that the machine's user has reserved (MAP_HUGETLB), beside ordinary memory.
+/// Huge pages that the machine's user has reserved (MAP_HUGETLB), in addition to ordinary memory.
 pub(crate) fn huge_pages(stage: &Stage) -> anyhow::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;
     let start = BASE + (1 << 36);
@@ -131,7 +132,8 @@ pub(crate) fn huge_pages(stage: &Stage) -> anyhow::Result<()> {
     Questions::new(stage)?.answer(stage, || [region, huge].iter().for_each(|of| of.check_all(stage)))
 }
 
-/// A program that may read, write and exit (SECCOMP_MODE_STRICT): the kernel kills it at any other system call.
+/// A program that may read, write and exit (SECCOMP_MODE_STRICT): the kernel kills it at any other system
+/// call.
 pub(crate) fn strict(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     let questions = Questions::new(stage)?;

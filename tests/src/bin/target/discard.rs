@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use crate::memory::{Expect, Region};
 use crate::stage::Stage;
 
-/// One large piece and many single pages are unmapped; the rest stays whole, and memory that is mapped there again is zero.
+/// One large piece and many single pages are unmapped; the rest stays whole, and memory that is mapped there
+/// again is zero.
 pub(crate) fn unmap(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     let quarter = region.pages / 4;

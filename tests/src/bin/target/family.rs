@@ -28,7 +28,8 @@ pub(crate) fn threads(stage: &Stage) -> anyhow::Result<()> {
     })
 }
 
-/// The first thread ends, and another one reads the memory: the process lives on, and its first thread is a zombie.
+/// The first thread ends, and another one reads the memory: the process lives on, and its first thread is a
+/// zombie.
 pub(crate) fn first_thread_ends(stage: &'static Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     stage.ready_then_go()?;

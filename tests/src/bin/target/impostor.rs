@@ -77,8 +77,8 @@ fn fork_as(pid: i32, child: impl FnOnce() -> u8) -> anyhow::Result<Pid> {
         set_tid_size: 1,
         ..CloneArguments::default()
     };
-    // SAFETY: without CLONE_VM or a stack this is a fork; this process has one thread, and `arguments` and `wanted`
-    // live until the call returns.
+    // SAFETY: without CLONE_VM or a stack this is a fork; this process has one thread, and `arguments` and
+    // `wanted` live until the call returns.
     let result =
         unsafe { libc::syscall(libc::SYS_clone3, &raw const arguments, size_of::<CloneArguments>()) };
     ensure!(result >= 0, "clone3 with pid {pid}: {}", std::io::Error::last_os_error());

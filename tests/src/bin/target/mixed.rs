@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Lazy memory beside memory that CRIU restores at once: stack, file-private, shared, locked.
+//! Lazy memory in addition to memory that CRIU restores at once: stack, file-private, shared, locked.
 
 use std::fs::File;
 use std::hint::black_box;

@@ -57,7 +57,8 @@ pub(crate) fn random(stage: &Stage) -> anyhow::Result<()> {
     }
 }
 
-/// As [`random`], by a program whose own name is not UTF-8, nor is that of a file that it has open and mapped.
+/// As [`random`], by a program whose own name is not UTF-8, nor is that of a file that it has open and
+/// mapped.
 pub(crate) fn odd_names(stage: &Stage) -> anyhow::Result<()> {
     let (_file, mapped) = odd_file(stage)?;
     random(stage)?;
@@ -77,8 +78,8 @@ pub(crate) fn odd_file(stage: &Stage) -> anyhow::Result<(File, Region)> {
     Ok((file, mapped))
 }
 
-/// A quarter of the pages in random order, in runs of [`RUN`]; then it writes "answered", and reads all after the test
-/// says "stop".
+/// A quarter of the pages in random order, in runs of [`RUN`]; then it writes "answered", and reads all after
+/// the test says "stop".
 pub(crate) fn quarter(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     stage.ready_then_go()?;

@@ -2,12 +2,12 @@
 //! The processes of the demo without GPUs, which end with it.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use crate::{files, repository};
 use anyhow::{Context as _, bail, ensure};
 
 /// The test suite's target program: fills memory, says "ready" through a file, waits for the file "go",
@@ -47,7 +47,7 @@ impl Target {
         }
         for name in ["go", "stop"] {
             let path = self.files.join(name);
-            fs::write(&path, "").with_context(|| format!("write {}", path.display()))?;
+            files::write(&path, "")?;
         }
         Ok(self)
     }
@@ -88,6 +88,29 @@ impl Drop for Target {
     }
 }
 
+/// Plays a demo in an empty folder, which is left there if it fails.
+pub(super) fn in_folder(home: &Path, play: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    files::empty_folder(home)?;
+    play().with_context(|| format!("the demo's images and logs are left in {}", home.display()))?;
+    files::remove(home)
+}
+
+/// Keeps the trace of a restore that had this work folder, and returns its path.
+pub(super) fn keep_trace(work: &Path) -> anyhow::Result<PathBuf> {
+    let kept = repository::target()?.join("demo-trace.json");
+    files::copy(&work.join("rewake-trace.json"), &kept)?;
+    Ok(kept)
+}
+
+/// The bytes of the files in a folder whose names begin so.
+pub(super) fn bytes_of(folder: &Path, beginning: &str) -> anyhow::Result<u64> {
+    let mut all = files::list(folder)?;
+    all.retain(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(beginning)));
+    let bytes = all.iter().filter_map(|path| path.metadata().ok()).map(|found| found.len()).sum();
+    ensure!(bytes > 0, "the dump wrote no {beginning:?} to {}", folder.display());
+    Ok(bytes)
+}
+
 /// `criu restore` or `rewake restore`, which stays as the parent of the restored process and collects it.
 /// With `-d` init would, and a container's init may leave the pid taken for ever.
 pub(super) struct Restore {
@@ -100,9 +123,7 @@ impl Restore {
     /// image and the work directory already, and ends with options for CRIU.
     pub(super) fn start(mut command: Command, work: &Path, limit: Duration) -> anyhow::Result<Self> {
         let (script, resumed, log) = (work.join("on-event"), work.join("resumed"), work.join("restore.log"));
-        fs::write(&script, ON_EVENT).with_context(|| format!("write {}", script.display()))?;
-        fs::set_permissions(&script, fs::Permissions::from_mode(0o755))
-            .context("make a script executable")?;
+        files::write_program(&script, ON_EVENT)?;
         // CRIU's current folder is the work folder, and it passes the name to a shell: a relative name needs
         // no quoting.
         command.args(["-o", "restore.log", "--action-script", "./on-event"]);
@@ -117,7 +138,7 @@ impl Restore {
             );
             Ok(resumed)
         })?;
-        fs::remove_file(&resumed).with_context(|| format!("remove {}", resumed.display()))?;
+        files::remove(&resumed)?;
         Ok(restore)
     }
 
@@ -194,6 +215,24 @@ mod tests {
         fs::remove_file(&log).unwrap();
         assert!(error.starts_with("Error (b.c:2): last (log: "), "{error}");
         assert!(last_error(&log).starts_with("no error in its log"));
+    }
+
+    #[test]
+    fn a_demo_begins_in_an_empty_folder_and_knows_its_pages() {
+        let home = std::env::temp_dir().join(format!("rewake-demo-{}", std::process::id()));
+        files::create_folder(&home).unwrap();
+        files::write(home.join("pages-1.img"), "old").unwrap();
+        let played = in_folder(&home, || {
+            assert!(bytes_of(&home, "pages-").is_err(), "the old image was removed");
+            files::write(home.join("pages-1.img"), [0; 10])?;
+            files::write(home.join("pages-2.img"), [0; 5])?;
+            files::write(home.join("pagemap-1.img"), [0; 7])?;
+            assert_eq!((bytes_of(&home, "pages-")?, bytes_of(&home, "")?), (15, 22));
+            bail!("no")
+        });
+        assert!(format!("{:#}", played.unwrap_err()).ends_with(": no") && home.exists());
+        in_folder(&home, || Ok(())).unwrap();
+        assert!(!home.exists());
     }
 
     #[test]

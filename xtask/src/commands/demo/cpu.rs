@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask demo --cpu`: one process is dumped, and restored twice: by CRIU alone, which reads all memory
 //! first, and by `rewake restore`. Both times the process checks every byte of its memory itself. The
-//! timeline of the second restore is kept as a drawing, as in the README.
+//! trace of the second restore is kept.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
-
-use super::actors::{Restore, Target};
-use super::drawing::drawing;
-use crate::{program, repository, setup};
+use super::actors::{Restore, Target, bytes_of, in_folder, keep_trace};
+use crate::{files, program, repository, setup};
 
 /// Memory of the process, in MiB.
 const MEMORY_MIB: u64 = 1024;
@@ -24,10 +20,11 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let criu = setup::run()?;
     let programs = [("rewake", "rewake"), ("rewake-tests", "target")];
     let [rewake, program] = repository::build_for_demo(programs, &[])?;
-    let stage = Stage::new(repository::scratch().join("demo"), criu.path)?;
-    let story = stage.play(&program, &rewake);
-    story.with_context(|| format!("the demo's images and logs are left in {}", stage.home.display()))?;
-    fs::remove_dir_all(&stage.home).with_context(|| format!("remove {}", stage.home.display()))
+    let stage = Stage { home: repository::scratch().join("demo"), criu: criu.path };
+    in_folder(&stage.home, || {
+        [stage.images(), stage.files(), stage.work()].iter().try_for_each(files::create_folder)?;
+        stage.play(&program, &rewake)
+    })
 }
 
 /// The folders of the demo.
@@ -37,18 +34,6 @@ struct Stage {
 }
 
 impl Stage {
-    /// Empty folders, without files of an earlier demo.
-    fn new(home: PathBuf, criu: PathBuf) -> anyhow::Result<Self> {
-        if home.exists() {
-            fs::remove_dir_all(&home).with_context(|| format!("remove {}", home.display()))?;
-        }
-        let stage = Self { home, criu };
-        for folder in [stage.images(), stage.files(), stage.work()] {
-            fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
-        }
-        Ok(stage)
-    }
-
     fn images(&self) -> PathBuf {
         self.home.join("img")
     }
@@ -70,7 +55,7 @@ impl Stage {
             self.dump(target.pid())?;
             target.dumped()
         })?;
-        let size = image_bytes(&self.images())? >> 20;
+        let size = bytes_of(&self.images(), "pages-")? >> 20;
         say(dumping, &format!("CRIU has dumped it ({size} MiB of pages) and it has ended"));
 
         let mut command = Command::new(&self.criu);
@@ -92,11 +77,8 @@ impl Stage {
         restored.ended(LIMIT)?;
         target.check()?;
         say(lazy.elapsed(), "it has accessed and checked every byte in random order meanwhile: all right");
-        let page = self.work().join("rewake-timeline.html");
-        let page = fs::read_to_string(&page).with_context(|| format!("read {}", page.display()))?;
-        let path = repository::target()?.join("timeline.svg");
-        fs::write(&path, drawing(&page)?).with_context(|| format!("write {}", path.display()))?;
-        println!("{:12}  its timeline: {}", "", path.display());
+        let path = keep_trace(&self.work())?;
+        println!("{:12}  its trace, for ui.perfetto.dev: {}", "", path.display());
         let gain = eager.as_secs_f64() / running.as_secs_f64();
         println!("\nThe process ran again {gain:.1} times sooner than with CRIU alone.");
         Ok(())
@@ -117,36 +99,4 @@ fn timed<T>(act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Durat
 
 fn say(time: Duration, what: &str) {
     println!("{:>9.1} ms  {what}", time.as_secs_f64() * 1000.0);
-}
-
-/// Sizes of all `pages-*.img`.
-fn image_bytes(images: &Path) -> anyhow::Result<u64> {
-    let mut bytes = 0;
-    for file in fs::read_dir(images).with_context(|| format!("list {}", images.display()))? {
-        let file = file.with_context(|| format!("list {}", images.display()))?;
-        if file.file_name().to_string_lossy().starts_with("pages-") {
-            bytes += file.metadata().with_context(|| format!("look at {}", file.path().display()))?.len();
-        }
-    }
-    ensure!(bytes > 0, "the dump wrote no pages to {}", images.display());
-    Ok(bytes)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_stage_begins_empty_and_knows_its_pages() {
-        let home = std::env::temp_dir().join(format!("rewake-demo-{}", std::process::id()));
-        fs::create_dir_all(home.join("img")).unwrap();
-        fs::write(home.join("img/pages-1.img"), "old").unwrap();
-        let stage = Stage::new(home.clone(), PathBuf::from("criu")).unwrap();
-        assert!(image_bytes(&stage.images()).is_err(), "the old image was removed");
-        fs::write(stage.images().join("pages-1.img"), [0; 10]).unwrap();
-        fs::write(stage.images().join("pages-2.img"), [0; 5]).unwrap();
-        fs::write(stage.images().join("pagemap-1.img"), [0; 7]).unwrap();
-        assert_eq!(image_bytes(&stage.images()).unwrap(), 15);
-        fs::remove_dir_all(home).unwrap();
-    }
 }

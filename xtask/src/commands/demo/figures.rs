@@ -68,7 +68,8 @@ impl Comparison {
         let later = mean(&self.on_demand, resident) / mean(&self.eager, resident);
         if later > LATER {
             return Err(Shortfall(format!(
-                "all memory was resident after {later:.2} times the eager time, expected {LATER} times at most"
+                "all memory was resident after {later:.2} times the eager time, expected {LATER} times at \
+                 most"
             )));
         }
         Ok(())

@@ -16,8 +16,8 @@ use crate::{root, vm};
 /// How long the preparation usually takes, the first time and later.
 const FIRST: Duration = Duration::from_secs(120);
 const LATER: Duration = Duration::from_secs(2);
-/// As `bench behind` has it: disk and copies are the limit, and not an emulated processor. One copy ring, so that the
-/// GPU copies at that rate.
+/// As `bench behind` has it: disk and copies are the limit, and not an emulated processor. One copy ring, so
+/// that the GPU copies at that rate.
 const DISK: vm::Disk = vm::Disk { mib: 512, mbps: Some(20) };
 const GPU: &str = "sdma_rings=1 copy_mbps=20";
 
@@ -26,7 +26,7 @@ pub(crate) fn run() -> anyhow::Result<()> {
     root::become_root()?;
     let usual = if vm::is_made_for_demo() { LATER } else { FIRST };
     let plugin =
-        step("Builds rewake and an inference server; makes a virtual machine beside", usual, || {
+        step("Builds rewake and an inference server; makes a virtual machine as well", usual, || {
             thread::scope(|scope| {
                 let prepared = scope.spawn(vm::prepare_for_demo);
                 let plugin = plugin::make(Profile::Demo, &["gpu-app", "rewake"]);
@@ -44,7 +44,8 @@ pub(crate) fn run() -> anyhow::Result<()> {
     machine.disk = Some(DISK);
     GPU.clone_into(&mut machine.module_arguments);
     say(
-        "==> Starts the virtual machine: a software GPU, its disk and its copies at 20 MB/s each (usually 7 s)",
+        "==> Starts the virtual machine: a software GPU, its disk and its copies at 20 MB/s each (usually 7 \
+         s)",
     );
     let code = vm::boot(&machine)?;
     ensure!(code == 0, "the demo failed (exit code {code})");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask demo --replicas`: the image of a process is pushed to a store, and three replicas of it are restored at
-//! once. One node agent reads the store once for all of them. Each replica checks every byte of its memory.
+//! `cargo xtask demo --replicas`: the image of a process is pushed to a store, and three replicas of it are
+//! restored at once. One node agent reads the store once for all of them. Each replica checks every byte of
+//! its memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,10 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 
-use super::actors::{Target, wait_until};
-use super::drawing::drawing;
+use super::actors::{Target, bytes_of, in_folder, keep_trace, wait_until};
 use super::metrics::Metrics;
-use crate::{program, repository, setup};
+use crate::{files, program, repository, setup};
 
 /// Memory of the process, in MiB.
 const MEMORY_MIB: u64 = 128;
@@ -27,10 +27,9 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let criu = setup::run()?;
     let programs = [("rewake", "rewake"), ("rewake-tests", "target")];
     let [rewake, program] = repository::build_for_demo(programs, &["rewake/stores"])?;
-    let stage = ReplicasStage::new(repository::scratch().join("demo-replicas"), rewake, criu.path)?;
-    let story = stage.play(&program);
-    story.with_context(|| format!("the demo's images and logs are left in {}", stage.home.display()))?;
-    fs::remove_dir_all(&stage.home).with_context(|| format!("remove {}", stage.home.display()))
+    let home = repository::scratch().join("demo-replicas");
+    let stage = ReplicasStage { home, rewake, criu: criu.path };
+    in_folder(&stage.home, || stage.play(&program))
 }
 
 /// The folders of the demo, and its programs.
@@ -52,22 +51,10 @@ impl Drop for DemoAgent {
 }
 
 impl ReplicasStage {
-    /// Empty folders, without files of an earlier demo.
-    fn new(home: PathBuf, rewake: PathBuf, criu: PathBuf) -> anyhow::Result<Self> {
-        if home.exists() {
-            fs::remove_dir_all(&home).with_context(|| format!("remove {}", home.display()))?;
-        }
-        let stage = Self { home, rewake, criu };
-        for folder in ["img", "files"] {
-            stage.folder(folder)?;
-        }
-        Ok(stage)
-    }
-
     /// Makes a folder of the demo.
     fn folder(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.home.join(name);
-        fs::create_dir_all(&path).with_context(|| format!("create {}", path.display()))?;
+        files::create_folder(&path)?;
         Ok(path)
     }
 
@@ -86,16 +73,16 @@ impl ReplicasStage {
     }
 
     fn play(&self, program: &Path) -> anyhow::Result<()> {
-        let (files, images) = (self.home.join("files"), self.home.join("img"));
+        let (files, images) = (self.folder("files")?, self.folder("img")?);
         let target = Target::start(program, &files, MEMORY_MIB, LIMIT)?;
         println!("A process has filled {MEMORY_MIB} MiB of memory.");
         let mut dump = self.rewake("dump");
         dump.args(["-t", &target.pid().to_string(), "-D"]).arg(&images).arg("--criu").arg(&self.criu);
         program::capture(&mut dump)?;
         target.dumped()?;
-        let bytes = bytes_of(&images)?;
+        let bytes = bytes_of(&images, "")?;
         program::capture(self.rewake("push").arg(&images).arg(self.url()))?;
-        fs::remove_dir_all(&images).with_context(|| format!("remove {}", images.display()))?;
+        files::remove(&images)?;
         println!("It was dumped, and its image pushed to the store {}: only the store has it.", self.url());
 
         let (_agent, address) = self.start_agent()?;
@@ -108,11 +95,8 @@ impl ReplicasStage {
             self.finish_replica(number, replica, began)?;
         }
         self.show(&address, bytes)?;
-        let page = self.work(0).join("rewake-timeline.html");
-        let page = fs::read_to_string(&page).with_context(|| format!("read {}", page.display()))?;
-        let path = repository::target()?.join("timeline-replicas.svg");
-        fs::write(&path, drawing(&page)?).with_context(|| format!("write {}", path.display()))?;
-        println!("\nThe timeline of the first replica: {}", path.display());
+        let path = keep_trace(&self.work(0))?;
+        println!("\nThe trace of the first replica, for ui.perfetto.dev: {}", path.display());
         Ok(())
     }
 
@@ -166,8 +150,8 @@ impl ReplicasStage {
         let result = String::from_utf8_lossy(&output.stdout);
         let time = |name| number_in(&result, name).with_context(|| format!("no {name} in {result}"));
         println!(
-            "  replica {number}: ran after {:.0} ms, had all memory after {:.0} ms, has checked every byte: all right \
-             (seen after {:.1} s)",
+            "  replica {number}: ran after {:.0} ms, had all memory after {:.0} ms, has checked every byte: \
+             all right (seen after {:.1} s)",
             time("alive_ms")?,
             time("all_resident_ms")?,
             began.elapsed().as_secs_f64()
@@ -202,12 +186,6 @@ impl ReplicasStage {
         ensure!(share <= READ_ONCE, "expected at most {READ_ONCE} times");
         Ok(())
     }
-}
-
-/// The bytes of all files of a folder.
-fn bytes_of(folder: &Path) -> anyhow::Result<u64> {
-    let entries = fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
-    Ok(entries.flatten().filter_map(|entry| entry.metadata().ok()).map(|found| found.len()).sum())
 }
 
 fn metrics_address(log: &str) -> Option<String> {

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The demo with a GPU, inside the machine: `xtask demo --scene PROGRAM PLUGIN REWAKE RIGHT`. A server with weights on
-//! a GPU is dumped in the middle of an answer. It is restored by turns eagerly and on demand, and must finish the
-//! answer each time. The image lies on a disk of known speed, and is in no cache when a restore begins.
+//! The demo with a GPU, inside the machine: `xtask demo --scene PROGRAM PLUGIN REWAKE RIGHT`. A server with
+//! weights on a GPU is dumped in the middle of an answer. It is restored by turns eagerly and on demand, and
+//! must finish the answer each time. The image lies on a disk of known speed, and is in no cache when a
+//! restore begins.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 
 use super::figures::{Comparison, Figures};
 use super::server::{Progress, Server};
 use super::timeline;
-use crate::program;
 use crate::progress::{say, step};
+use crate::{files, program};
 
 /// Where the machine mounts its disk.
 const DISK: &str = "/mnt/disk";
@@ -42,7 +42,7 @@ pub(crate) fn play(program: &str, plugin: &str, rewake: &str, right: &str) -> an
         folder: Path::new(DISK).join("demo"),
     };
     for path in [scene.images(), scene.work()] {
-        fs::create_dir_all(&path).with_context(|| format!("create {}", path.display()))?;
+        files::create_folder(&path)?;
     }
     scene.play()
 }
@@ -93,7 +93,7 @@ impl Scene {
         judge()?;
         say("\nEvery token was right each time, and no GPU accessed missing memory.\n");
         println!("{}", comparison.table());
-        // Said and not failed by yet: the load of GPU memory begins after CRIU's handoff (docs/vm.md).
+        // Said and not failed by yet: the load of GPU memory begins after CRIU's handoff (docs/setup.md).
         if let Err(shortfall) = comparison.verdict() {
             println!("{shortfall}");
         }
@@ -146,8 +146,8 @@ impl Scene {
         let moved = self.moved(way)?;
         let figures = Figures { runs: first.at - start, token: next.at - start, resident, moved };
         say(&format!(
-            "    it runs after {:.2} s, in the middle of token {}, which is ready after {:.2} s; all is resident after \
-             {:.2} s",
+            "    it runs after {:.2} s, in the middle of token {}, which is ready after {:.2} s; all is \
+             resident after {:.2} s",
             figures.runs.as_secs_f64(),
             first.tokens + 1,
             figures.token.as_secs_f64(),
@@ -168,7 +168,7 @@ impl Scene {
             Way::Eager => timeline::moved(&self.log("restore")?),
             Way::OnDemand => {
                 let path = self.work().join("rewake-timeline.json");
-                let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+                let text = files::read(&path)?;
                 timeline::resident(&text)
             }
         }
@@ -176,11 +176,9 @@ impl Scene {
 
     /// Removes the image's bytes from the page cache, and the files of an earlier restore.
     fn forget(&self) -> anyhow::Result<()> {
-        fs::remove_dir_all(self.work()).context("remove the files of the restore before")?;
-        fs::create_dir_all(self.work()).context("create a folder for a restore")?;
+        files::empty_folder(&self.work())?;
         program::run(&mut Command::new("sync"))?;
-        for file in fs::read_dir(self.images()).context("list the image's files")? {
-            let file = file.context("list the image's files")?.path();
+        for file in files::list(self.images())? {
             program::capture(
                 Command::new("dd").arg(format!("if={}", file.display())).args(["iflag=nocache", "count=0"]),
             )?;
@@ -204,7 +202,7 @@ impl Scene {
 
     fn log(&self, act: &str) -> anyhow::Result<String> {
         let path = self.work().join(format!("{act}.log"));
-        let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+        let text = files::bytes(&path)?;
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
@@ -230,7 +228,7 @@ impl Way {
 /// The software GPU reports what hardware hides.
 fn judge() -> anyhow::Result<()> {
     let path = Path::new(JUDGE).join("violations");
-    let found = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+    let found = files::read(&path)?;
     ensure!(found.trim().is_empty(), "the software GPU saw rules broken:\n{found}");
     Ok(())
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The scene's inference server, as its clients see it.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 
 use super::actors::wait_until;
-use crate::program;
+use crate::{files, program};
 
-/// Weights: four layers of 32 MiB, random, where no CPU can access them. One queue, because each has 64 MB of memory
-/// for its state, which must be resident before the process runs.
+/// Weights: four layers of 32 MiB, random, where no CPU can access them. One queue, because each has 64 MB of
+/// memory for its state, which must be resident before the process runs.
 pub(super) const SHAPE: [&str; 10] =
     ["--layers", "4", "--layer-kib", "32768", "--cache-mib", "4", "--queues", "1", "--mode", "no-access"];
 /// How long anything of it may take.
@@ -43,7 +43,7 @@ impl Server {
     pub(super) fn start(program: &Path, folder: &Path) -> anyhow::Result<(Self, Child)> {
         let path = folder.join("server.log");
         let server = Self { program: program.to_owned(), socket: folder.join("socket") };
-        let log = File::create(&path).with_context(|| format!("create {}", path.display()))?;
+        let log = files::create(&path)?;
         let mut command = Command::new("setsid");
         command.arg(program).args(["serve", "--socket"]).arg(&server.socket).args(SHAPE);
         command.stdin(Stdio::null()).stdout(log.try_clone().context("share the log")?).stderr(log);
@@ -70,7 +70,8 @@ impl Server {
         Ok(program::capture(&mut command)?.trim().to_owned())
     }
 
-    /// Waits for a number of tokens, unless the server is lost. A restored process answers as soon as it runs.
+    /// Waits for a number of tokens, unless the server is lost. A restored process answers as soon as it
+    /// runs.
     pub(super) fn progress(
         &self,
         until: impl Fn(usize) -> bool,

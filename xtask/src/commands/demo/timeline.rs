@@ -105,11 +105,12 @@ mod tests {
 (01.055820) Plugin \"amdgpu_plugin\" (version 512 hooks 13)
 (01.340310) amdgpu_plugin: process 202: 1 GPUs, 25 buffers, 4 queues, events and ranges
 pie: 202: a line without a time
-(01.561649) amdgpu_plugin: contents saved: 11726856 bytes, 3010568 of them zero, 6 submissions for 20 buffers, 0.217 s, 51.4 MiB/s
+(01.561649) amdgpu_plugin: contents saved: 11726856 bytes, 3010568 of them zero, \
+6 submissions for 20 buffers, 0.217 s, 51.4 MiB/s
 (02.900000) Dumping finished successfully
 ";
-    const RESTORED: &str = "amdgpu_plugin: contents loaded: 11726856 bytes, 3010568 of them zero, 6 submissions for 20 \
-                            buffers, 0.246 s, 45.4 MiB/s\n";
+    const RESTORED: &str = "amdgpu_plugin: contents loaded: 11726856 bytes, 3010568 of them zero, 6 \
+                            submissions for 20 buffers, 0.246 s, 45.4 MiB/s\n";
 
     #[test]
     fn a_dump_goes_from_state_to_gpu_memory_to_cpu_memory() {

@@ -36,8 +36,8 @@ const VERSION: u32 = 1;
 /// Attributes of a range, besides one for each GPU.
 const ATTRIBUTES: usize = 4;
 
-/// All private data. The kernel also counts buffers and objects elsewhere: a caller that removes a buffer removes
-/// its bucket.
+/// All private data. The kernel also counts buffers and objects elsewhere: a caller that removes a buffer
+/// removes its bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Private {
     /// The kernel's word for XNACK: whether GPU page faults are retried.
@@ -59,7 +59,7 @@ pub enum Object {
 }
 
 impl Private {
-    /// Parses private data of so many GPUs, buffers and objects, to its last byte.
+    /// Parses private data of this number of GPUs, buffers and objects, to its last byte.
     ///
     /// # Errors
     /// [`Error::Blob`]: it has a wrong length or another version, or an unknown object.

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A fetcher in a process of its own.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, dup2_stdin, fork};
 use rewake_fetcher::channel::{self, FetchReport};
 use rewake_fetcher::process;
+use rewake_process::wake_socket::WakeSocket;
 
 /// Time that a fetcher or a peer has for a step.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
@@ -28,6 +28,10 @@ impl FetcherProcess {
         // SAFETY: the child makes system calls and allocates, which glibc permits after a fork.
         match unsafe { fork() }.unwrap() {
             ForkResult::Child => {
+                // A thread's arena of malloc is open here, and glibc opens a file when it first gives memory
+                // of one back. A fetcher that was executed uses the main arena, which needs none.
+                // SAFETY: a parameter of malloc, in a process with one thread.
+                unsafe { libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX) };
                 dup2_stdin(its).unwrap();
                 let code = process::run().map_or(9, i32::from);
                 // SAFETY: it ends this process.
@@ -58,18 +62,18 @@ pub(crate) fn socket_pair() -> (OwnedFd, OwnedFd) {
 }
 
 /// A reader that a fetcher wakes.
-pub(crate) fn reader() -> OwnedFd {
-    OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap())
+pub(crate) fn reader() -> WakeSocket {
+    WakeSocket::new().unwrap()
 }
 
 /// Waits until a reader is woken.
-pub(crate) fn woken(reader: &OwnedFd) {
+pub(crate) fn woken(reader: &WakeSocket) {
     readable(reader);
-    nix::unistd::read(reader, &mut [0; 4096]).unwrap();
+    reader.drain();
 }
 
 /// Waits for something to read.
-pub(crate) fn readable(descriptor: &OwnedFd) {
+pub(crate) fn readable(descriptor: &impl AsFd) {
     let limit = PollTimeout::try_from(LIMIT).unwrap();
     let ready = poll(&mut [PollFd::new(descriptor.as_fd(), PollFlags::POLLIN)], limit).unwrap();
     assert_eq!(ready, 1, "nothing for {LIMIT:?}");

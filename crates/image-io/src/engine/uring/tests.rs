@@ -3,7 +3,7 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use super::super::ring::testing::{Flag, ends};
-use super::super::ring::{TRUST_FLAG_FOR, build_as};
+use super::super::ring::{CLEAR_FLAG_INTERVAL, build_as};
 use super::*;
 use crate::cache::BlockCache;
 use crate::class::Class;
@@ -98,7 +98,7 @@ fn a_completed_read_without_the_flag_is_found() {
     while done.is_empty() {
         let patience = ring.patience();
         assert!(
-            patience <= TRUST_FLAG_FOR && start.elapsed() < Duration::from_secs(10),
+            patience <= CLEAR_FLAG_INTERVAL && start.elapsed() < Duration::from_secs(10),
             "the completion is not found"
         );
         wait_readable(ring.finished.as_raw_fd(), patience);

@@ -51,6 +51,9 @@ pub struct Image {
     /// In the object of a name: the name of the recorded working set in working-sets/. Empty: there is none.
     #[prost(string, tag = "7")]
     pub working_set: ::prost::alloc::string::String,
+    /// In the object of a name: the signature of the image id, of at most 2 KiB. Empty: it is not signed.
+    #[prost(bytes = "vec", tag = "8")]
+    pub signature: ::prost::alloc::vec::Vec<u8>,
 }
 /// A pack that has chunks of the image. Packs are numbered from 0 in the order of these records.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a registry answers, read: addresses, challenges, tokens, tags and reasons. All of it is hostile input.
+//! What a registry answers, read: addresses, challenges, tokens, tags and reasons. All of it is hostile
+//! input.
 
 use std::net::IpAddr;
 
@@ -20,8 +21,9 @@ pub(super) fn is_loopback(registry: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
-/// Refuses an address that a registry names if bytes would travel to it unencrypted. `is_own`: the registry is one of
-/// this host, and may name other servers of this host. No other registry may: a server of this host trusts its clients.
+/// Refuses an address that a registry names if bytes would travel to it unencrypted. `is_own`: the registry
+/// is one of this host, and may name other servers of this host. No other registry may: a server of this host
+/// trusts its clients.
 pub(super) fn permitted(url: &Url, is_own: bool) -> Result<(), String> {
     let host = url.host_str().unwrap_or_default();
     if url.scheme() == "https" || (url.scheme() == "http" && is_own && is_loopback(host)) {
@@ -30,13 +32,13 @@ pub(super) fn permitted(url: &Url, is_own: bool) -> Result<(), String> {
     // The rest of an address may have a signature.
     let named = bounded(&format!("{}://{host}", url.scheme()));
     Err(format!(
-        "the registry names {named}, to which bytes would travel unencrypted: expected https; if a proxy encrypts for the \
-         registry, it has to send X-Forwarded-Proto"
+        "the registry names {named}, to which bytes would travel unencrypted: expected https; if a proxy \
+         encrypts for the registry, it has to send X-Forwarded-Proto"
     ))
 }
 
-/// Reads the `Location` of an answer to a request to `base`: a reference as in RFC 3986, so relative to the path, to
-/// the host or to nothing. None: there is no such header, or an empty one.
+/// Reads the `Location` of an answer to a request to `base`: a reference as in RFC 3986, so relative to the
+/// path, to the host or to nothing. None: there is no such header, or an empty one.
 pub(super) fn location(base: &Url, header: Option<&[u8]>, is_own: bool) -> Result<Option<Url>, String> {
     let Some(bytes) = header.filter(|bytes| !bytes.is_empty()) else { return Ok(None) };
     let wrong = |what: &str| {
@@ -120,8 +122,8 @@ pub(super) fn token(body: &[u8]) -> Result<HeaderValue, String> {
     }
 }
 
-/// Reads a page of tags. A registry may send null where a repository has none. What is no tag is left out: it would
-/// become a part of an address, and be shown.
+/// Reads a page of tags. A registry may send null where a repository has none. What is no tag is left out: it
+/// would become a part of an address, and be shown.
 pub(super) fn tags(body: &[u8]) -> Result<Vec<String>, String> {
     #[derive(Deserialize)]
     struct Page {
@@ -147,8 +149,9 @@ pub(super) struct Refusal {
 
 /// Reads an answer that is no success.
 pub(super) fn refusal(status: StatusCode, body: &[u8]) -> Refusal {
-    const UNAUTHORIZED: &str = "401 Unauthorized: it needs other credentials, which are in $REGISTRY_AUTH_FILE, \
-                                podman's auth.json or ~/.docker/config.json: `skopeo login` writes them";
+    const UNAUTHORIZED: &str = "401 Unauthorized: it needs other credentials, which are in \
+                                $REGISTRY_AUTH_FILE, podman's auth.json or ~/.docker/config.json: `skopeo \
+                                login` writes them";
     const MISSING: [&str; 3] = ["BLOB_UNKNOWN", "MANIFEST_UNKNOWN", "NAME_UNKNOWN"];
     let errors = errors(body);
     let has = |codes: &[&str]| errors.iter().any(|(code, _)| codes.contains(&&**code));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! An image as an OCI artifact: an image manifest, and an index that the tag names.
 //!
-//! Layer 0 is a tar of small files, for other tools. The next layers are the objects of a store: the manifest of the
-//! image, its index and its packs. Their titles are the objects' names.
+//! Layer 0 is a tar of small files, for other tools. The next layers are the objects of a store: the manifest
+//! of the image, its index and its packs. Their titles are the objects' names.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -125,8 +125,8 @@ fn is_stored(title: &str) -> bool {
     })
 }
 
-/// What is known about the dump, by the names that container engines use. Nothing is guessed: what CRIU's log does
-/// not say is left out.
+/// What is known about the dump, by the names that container engines use. Nothing is guessed: what CRIU's log
+/// does not say is left out.
 pub(super) fn annotations(id: Digest, images: &ImageDir) -> BTreeMap<String, String> {
     let mut found = BTreeMap::from([(IMAGE_ID.to_owned(), id.to_string())]);
     let mut log = Vec::new();
@@ -280,7 +280,7 @@ mod tests {
         assert!(parse(digest.as_bytes()).unwrap_err().contains("expected sha256 and 64 digits"));
         assert!(parse(text.replace(":50", ":-50").as_bytes()).unwrap_err().contains("a blob of -50 bytes"));
         assert!(parse(b"{\"schema").unwrap_err().contains("no manifest of OCI"));
-        // Those of Docker.
+        // Docker's manifests.
         for (docker, found) in [
             (r#"{"schemaVersion":1,"name":"a","fsLayers":[]}"#, "no manifest of OCI"),
             (

@@ -19,7 +19,7 @@ use super::answers;
 use super::artifact::Blob;
 use super::credentials::Login;
 use super::document::{DOCKER, INDEX, MANIFEST};
-use super::requests::{RegistryError, RegistryRequests, body};
+use super::requests::{MAX_ANSWER, RegistryError, RegistryRequests, body};
 use crate::connect::{PAUSE, RETRIES, RequestLimits};
 
 /// Bytes of one request that writes a blob. A longer blob is written in parts.
@@ -72,11 +72,12 @@ impl RegistryClient {
     }
 
     async fn read_manifest(&self, name: &str) -> Result<Bytes> {
-        // A tag with an image of Docker's is not free: a registry may say that it is, if its types are not accepted.
+        // A tag with an image of Docker's is not free: a registry may say that it is, if its types are not
+        // accepted.
         let types = [INDEX, MANIFEST, DOCKER[0], DOCKER[1]].join(", ");
         let address = self.requests.address(&format!("manifests/{name}"))?;
         let answer = self.requests.send(Method::GET, &address, |get| get.header(ACCEPT, &types)).await?;
-        let bytes = body(answer).await?;
+        let bytes = body(answer, MAX_ANSWER, "a manifest").await?;
         if name.contains(':') && blob_of(&bytes).digest != name {
             return Err(RegistryError::Refused(format!("the registry's answer is not the manifest {name}")));
         }
@@ -111,7 +112,8 @@ impl RegistryClient {
             }
             let list = async || {
                 let answer = self.requests.send(Method::GET, &address, |get| get).await?;
-                answers::tags(&body(answer).await?).map_err(RegistryError::Refused)
+                answers::tags(&body(answer, MAX_ANSWER, "a list of tags").await?)
+                    .map_err(RegistryError::Refused)
             };
             let more = self.retried(list).await?;
             // A registry without pages sends the same again.
@@ -286,8 +288,8 @@ mod tests {
         retry: Duration::from_millis(300),
     };
 
-    /// Needs no authorization, and answers other requests in this order, the last one again and again. Returns its
-    /// address.
+    /// Needs no authorization, and answers other requests in this order, the last one again and again.
+    /// Returns its address.
     fn registry(answers: &'static [&'static str]) -> String {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -391,6 +393,24 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_longer_than_a_token_or_a_manifest_is_refused() {
+        let long = |length| &*"x".repeat(length).leak();
+        let address = registry_with_tokens(long((64 << 10) + 1));
+        let login = Login { user: "user".to_owned(), password: "pass".to_owned() };
+        let client = RegistryClient::new(&address, "web", Some(login), false, LIMITS).unwrap();
+        run(async move {
+            let refused = client.range(&blob_of(b"x"), 0..1).await.unwrap_err().to_string();
+            assert_eq!(refused, "the registry's answer is longer than 65536 bytes: expected a token");
+        });
+        let answer = format!("HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{}", long(MAX_ANSWER + 1));
+        let answers: &'static [&'static str] = vec![&*answer.leak()].leak();
+        assert_eq!(
+            refused(answers),
+            "the registry's answer is longer than 4194304 bytes: expected a manifest"
+        );
+    }
+
+    #[test]
     fn a_token_that_no_header_can_have_is_no_panic() {
         let address = registry_with_tokens(r#"{"token":"a\r\nb: c"}"#);
         let login = Login { user: "user".to_owned(), password: "pass".to_owned() };
@@ -401,7 +421,8 @@ mod tests {
         });
     }
 
-    /// Writes a blob to a registry that gives this `Location`. Returns the line of the request that has the bytes.
+    /// Writes a blob to a registry that gives this `Location`. Returns the line of the request that has the
+    /// bytes.
     fn written_to(location: &str) -> Result<String, String> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -416,7 +437,8 @@ mod tests {
                     _ => "201 Created",
                 };
                 let answer = format!(
-                    "HTTP/1.1 {status}\r\nLocation: {location}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                    "HTTP/1.1 {status}\r\nLocation: {location}\r\nContent-Length: 0\r\nConnection: \
+                     close\r\n\r\n"
                 );
                 let _ = client.write_all(answer.as_bytes());
                 if line.starts_with("PUT") {

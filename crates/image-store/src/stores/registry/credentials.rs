@@ -24,7 +24,8 @@ pub(super) struct Login {
     pub(super) password: String,
 }
 
-/// Reads the credentials for a registry. `variable` reads the environment. Without any, requests are anonymous.
+/// Reads the credentials for a registry. `variable` reads the environment. Without any, requests are
+/// anonymous.
 ///
 /// # Errors
 /// A file cannot be read, or has them in a way that is not followed here.
@@ -49,8 +50,8 @@ pub(super) fn read(
                 }
                 Ok(DockerCredential::IdentityToken(_)) => {
                     return Err(format!(
-                        "{}: it has an identity token for {registry}, which is not followed here: log in with a user \
-                         and a password, or an access token",
+                        "{}: it has an identity token for {registry}, which is not followed here: log in \
+                         with a user and a password, or an access token",
                         path.display()
                     ));
                 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Layer 0: the files of an image that other tools read, as a tar with the paths of a container engine's archive.
+//! Layer 0: the files of an image that other tools read, as a tar with the paths of a container engine's
+//! archive.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
@@ -33,7 +34,8 @@ pub(super) fn write(images: &ImageDir, mut manifest: ManifestReader) -> Result<(
         if length > MAX_FILE {
             continue;
         }
-        // An image that changes is refused when its chunks are read: here the length must be that of the header.
+        // An image that changes is refused when its chunks are read: here the length must be that of the
+        // header.
         let bytes = io::BufReader::new(file.take(length)).chain(io::repeat(0)).take(length);
         let added =
             tar.append_data(&mut header(EntryType::Regular, length), format!("{FOLDER}{name}"), bytes);

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A repository of an OCI registry as the objects of a store: packs, indexes and manifests are blobs, and a tag is the
-//! name of an image. So all that reads and writes a store works with a registry.
+//! A repository of an OCI registry as the objects of a store: packs, indexes and manifests are blobs, and a
+//! tag is the name of an image. So all that reads and writes a store works with a registry.
 //!
 //! * `objects`: blobs as objects, by the names that the layers of an artifact have.
 //! * `artifact`: the manifest and the index of OCI, byte by byte. `metadata_layer`: the tar for other tools.
-//! * `client`: what is asked of a registry. `requests`: HTTP with it. `answers`: what it sends, which is hostile input.
+//! * `client`: what is asked of a registry. `requests`: HTTP with it. `answers`: what it sends, which is
+//!   hostile input.
 //! * `credentials`: the files of podman and Docker. `document`: the JSON of OCI.
 //!
-//! A registry removes what no tag uses by rules of its own, and refuses a manifest whose blobs it lacks. It may remove
-//! blobs while a push runs, so its manual wants it read-only then.
+//! A registry removes what no tag uses by rules of its own, and refuses a manifest whose blobs it lacks. It
+//! may remove blobs while a push runs, so its manual wants it read-only then.
 
 mod answers;
 mod artifact;
@@ -55,7 +56,7 @@ pub(crate) struct ImageRepository {
     added: Mutex<Option<Added>>,
 }
 
-/// What an artifact has beside the objects of a store.
+/// What an artifact has in addition to the objects of a store.
 #[derive(Debug)]
 struct Added {
     files: Blob,
@@ -130,7 +131,7 @@ impl ImageRepository {
         Err(damaged("an index in an index".to_owned()))
     }
 
-    /// Begins a push: reads what the tag names now, and writes what the artifact has beside packs.
+    /// Begins a push: reads what the tag names now, and writes what the artifact has in addition to packs.
     pub(crate) async fn begin(&self, images: &ImageDir, manifest: ManifestReader, tag: &str) -> Result<()> {
         match self.find(tag).await {
             // What is damaged is written again.
@@ -174,7 +175,8 @@ impl ImageRepository {
         let manifest = artifact::manifest(&config, &files, &objects, &annotations).map_err(json)?;
         if manifest.len() > MAX_MANIFEST {
             return Err(setup(format!(
-                "its {} packs make a manifest of {} bytes, and registries take {MAX_MANIFEST}: push it to a bucket",
+                "its {} packs make a manifest of {} bytes, and registries take {MAX_MANIFEST}: push it to a \
+                 bucket",
                 packs.len(),
                 manifest.len()
             )));

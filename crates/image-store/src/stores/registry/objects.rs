@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The blobs of a repository as objects: those of artifacts that were read, and those that a push has written.
+//! The blobs of a repository as objects: the blobs of artifacts that were read, and the ones that a push has
+//! written.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -54,7 +55,8 @@ impl RegistryObjects {
         locked(&self.blobs).extend(objects);
     }
 
-    /// Asks the registry for each object, and forgets those that it lacks: a manifest may name more than there is.
+    /// Asks the registry for each object, and forgets those that it lacks: a manifest may name more than
+    /// there is.
     pub(super) async fn forget_missing(&self) -> std::result::Result<(), RegistryError> {
         let blobs: Vec<_> =
             locked(&self.blobs).iter().map(|(path, blob)| (path.clone(), blob.clone())).collect();
@@ -100,7 +102,7 @@ fn unsupported() -> Error {
     Error::NotSupported { source: "a registry has images by their tags, and removes blobs itself".into() }
 }
 
-/// Whether objects of this name are blobs. Names are tags, and marks are those of other stores.
+/// Whether objects of this name are blobs. Image names are tags, and only other stores have marks.
 fn is_blob(location: &Path) -> bool {
     let folder = location.parts().next();
     folder.is_some_and(|folder| [PACKS, INDEXES, MANIFESTS, WORKING_SETS].contains(&folder.as_ref()))
@@ -190,7 +192,8 @@ impl ObjectStore for RegistryObjects {
     }
 }
 
-/// A long object: a registry wants its hash at the end of the upload, and each attempt begins at its first byte.
+/// A long object: a registry wants its hash at the end of the upload, and each attempt begins at its first
+/// byte.
 #[derive(Debug)]
 struct CollectedUpload {
     client: RegistryClient,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! HTTP with a registry: each request has limits and the authorization that the registry wants, and each answer has a
-//! limit for its length.
+//! HTTP with a registry: each request has limits and the authorization that the registry wants, and each
+//! answer has a limit for its length.
 
 use std::error::Error;
 use std::fmt;
@@ -17,6 +17,9 @@ use crate::connect::RequestLimits;
 
 /// The most bytes of an answer that is a manifest, or a list of tags.
 pub(super) const MAX_ANSWER: usize = 4 << 20;
+/// The most bytes of an answer that is a token: it is sent in a header, and servers take 8 to 64 KiB of
+/// headers.
+const MAX_TOKEN: usize = 64 << 10;
 /// The most bytes of an answer that is an error.
 const MAX_REFUSAL: usize = 64 << 10;
 /// Redirections that are followed.
@@ -31,7 +34,8 @@ const DOCKER_HUB: [&str; 2] = ["docker.io", "index.docker.io"];
 pub(super) enum RegistryError {
     /// The registry does not have it.
     Missing,
-    /// In one line and without addresses: those of redirections may have signatures. It stays so.
+    /// In one line and without addresses, because addresses of redirections may contain signatures. A retry
+    /// gets the same answer.
     Refused(String),
     /// The same, and the same request may succeed later.
     Failed(String),
@@ -164,7 +168,8 @@ impl RegistryRequests {
             if answer.status().is_success() {
                 return Ok(answer);
             }
-            // Another server may have redirected the request to the registry, and the next one would go to that server.
+            // Another server may have redirected the request to the registry, and the next one would go to
+            // that server.
             let is_asked =
                 answer.status() == StatusCode::UNAUTHORIZED && is_registry(url) && is_registry(answer.url());
             if is_first
@@ -186,7 +191,7 @@ impl RegistryRequests {
         }
     }
 
-    /// Gets what the registry wants to see in the place of `refused`; none if there is nothing else.
+    /// Gets what the registry wants to see in the place of `refused`, or `None` if there is nothing else.
     async fn authorize(
         &self,
         answer: &Response,
@@ -222,7 +227,8 @@ impl RegistryRequests {
         let answer = self.with_login(self.client.get(realm)).send().await?;
         let status = answer.status();
         if status.is_success() {
-            return answers::token(&body(answer).await?).map_err(RegistryError::Refused);
+            return answers::token(&body(answer, MAX_TOKEN, "a token").await?)
+                .map_err(RegistryError::Refused);
         }
         let said = String::from_utf8_lossy(&beginning(answer).await).into_owned();
         let said = if said.trim().is_empty() { status.to_string() } else { said };
@@ -232,13 +238,13 @@ impl RegistryRequests {
     }
 }
 
-/// Reads an answer.
-pub(super) async fn body(mut answer: Response) -> Result<Vec<u8>, RegistryError> {
+/// Reads an answer of at most `most` bytes. `what` it should be, for messages.
+pub(super) async fn body(mut answer: Response, most: usize, what: &str) -> Result<Vec<u8>, RegistryError> {
     let mut bytes = Vec::new();
     while let Some(part) = answer.chunk().await? {
-        if bytes.len() + part.len() > MAX_ANSWER {
+        if bytes.len() + part.len() > most {
             return Err(RegistryError::Refused(format!(
-                "the registry's answer is longer than {MAX_ANSWER} bytes: expected a manifest or a list of tags"
+                "the registry's answer is longer than {most} bytes: expected {what}"
             )));
         }
         bytes.extend_from_slice(&part);

@@ -84,7 +84,7 @@ pub(crate) struct Handler {
     last_mm: Option<usize>,
     /// False in the canary: it looks up and fills without the layout lock.
     pub(crate) locking: bool,
-    /// One read in so many fails; zero: none.
+    /// One read in this number fails. If it is zero, no read fails.
     pub(crate) failures: u64,
     /// A source failed: the session is over.
     pub(crate) failed: bool,

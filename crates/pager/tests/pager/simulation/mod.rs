@@ -24,7 +24,7 @@ const SPACES: usize = 4;
 /// Steps until a run counts as hanging; the longest of thousands took a third of them.
 const STEPS: u64 = 60_000;
 
-/// Crashes in one run at most: the cost of a crash must not use up all progress.
+/// The most crashes in one run, because the cost of crashes must not use up all progress.
 const CRASHES: u64 = 8;
 
 /// Contents of a page of an image file. Every fifth page is all zeros.

@@ -144,7 +144,7 @@ impl Drop for Target {
     }
 }
 
-/// Returns a field of a thread's status, or None if it has ended.
+/// Returns a field of a thread's status, or `None` if it has ended.
 fn status_field(pid: i32, tid: i32, name: &str) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
     Some(text.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned())

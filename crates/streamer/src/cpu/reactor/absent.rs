@@ -48,7 +48,8 @@ impl Reactor {
         }
     }
 
-    /// Keeps a claimed block, which is requested by [`Reactor::request_blocks`]. It is loaded when it has arrived.
+    /// Keeps a claimed block, which is requested by [`Reactor::request_blocks`]. It is loaded when it has
+    /// arrived.
     pub(super) fn await_block(&mut self, claim: Claim, file: Arc<ImageFile>, offset: u64) {
         self.absent_blocks.push(AbsentBlock { claim, file, offset, sent: SentRequest::default() });
     }
@@ -74,7 +75,8 @@ impl Reactor {
         }
     }
 
-    /// Serves the page faults whose pages have arrived. The others are requested again if another fetcher runs by now.
+    /// Serves the page faults whose pages have arrived. The others are requested again if another fetcher
+    /// runs by now.
     pub(super) fn serve_arrived(&mut self) {
         for mut absent in std::mem::take(&mut self.absent_pages) {
             if absent.file.has(absent.offset, PAGE) {

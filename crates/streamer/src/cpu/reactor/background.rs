@@ -22,10 +22,9 @@ const READ_AHEAD: usize = 3 * BATCH;
 /// Blocks that a reactor claims ahead and that have not arrived: the fetcher's largest window, and a batch.
 const FETCH_AHEAD: usize = 32 + BATCH;
 
-/// How long a step should take at most. While it lasts no event of the address space is read, and no page fault
-/// of this reactor's. Longer steps fill
-/// no faster.
-const STEP: Duration = Duration::from_micros(25);
+/// How long a step should take at most, because it blocks event reads of the address space and page faults of
+/// this reactor. Longer steps do not fill faster.
+const STEP_LIMIT: Duration = Duration::from_micros(25);
 
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +67,7 @@ pub(super) struct Work {
 enum BlockBytes {
     /// In the block cache.
     Cache(BlockRef),
-    /// In the reactor's block buffer: so many bytes.
+    /// In the reactor's block buffer, with this number of bytes.
     Own(usize),
 }
 
@@ -83,12 +82,12 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Chooses the pages of the next call by the time that the last one took. Where the kernel has to search for
-    /// memory, a page takes a hundred times as long as elsewhere.
+    /// Chooses the pages of the next call by the time that the last one took. Where the kernel has to search
+    /// for memory, a page takes a hundred times as long as elsewhere.
     fn note(&mut self, took: Duration) {
-        if took > STEP {
+        if took > STEP_LIMIT {
             self.0 = (self.0 / 2).max(1);
-        } else if took < STEP / 2 {
+        } else if took < STEP_LIMIT / 2 {
             self.0 = (self.0 * 2).min(BLOCK_PAGES);
         }
     }
@@ -97,13 +96,14 @@ impl Pace {
 /// The rank of blocks that are no prefetch blocks.
 const REST: u32 = u32::MAX;
 
-/// Returns whether only registered blocks of an address space may be claimed, which restores wait for: while background
-/// reads are `held`, and while memory is loaded only when it is accessed.
+/// Returns whether only registered blocks of an address space may be claimed, which restores wait for: while
+/// background reads are `held`, and while memory is loaded only when it is accessed.
 fn only_registered(space: &AddressSpace, held: bool) -> bool {
     held || space.session.is_on_demand()
 }
 
-/// Returns the rank of the next blocks to claim of an address space, lower ones first; none if there are none now.
+/// Returns the rank of the next blocks to claim of an address space, lower ones first, or `None` if there are
+/// none now.
 fn next_rank(space: &AddressSpace, held: bool) -> Option<u32> {
     if !space.wants_background() || !space.layout().has_claimable() {
         return None;
@@ -152,16 +152,16 @@ impl Reactor {
             (Filled::All, Some(next)) => self.current = Some(Work { claim, next, bytes }),
             (Filled::All, None) => {
                 if let BlockBytes::Cache(block) = bytes {
-                    // No other address space needs it soon, and the same buffer, which is in the CPU's cache, is used
-                    // again.
+                    // No other address space needs it soon, and the same buffer, which is in the CPU's cache,
+                    // is used again.
                     block.discard();
                 }
                 claim.space.layout().release(claim.block, Finish::Done);
                 self.shared.check_finished(&claim.space);
             }
             (Filled::Later(_), _) => {
-                // Other address spaces must not wait: a fork may wait for them to be finished. The block stays in
-                // the block cache.
+                // Other address spaces must not wait: a fork may wait for them to be finished. The block
+                // stays in the block cache.
                 claim.space.layout().release(claim.block, Finish::Retry);
                 return StepOutcome::Refused;
             }
@@ -225,8 +225,8 @@ impl Reactor {
         loop {
             let space = self.next_space(held)?;
             let claim = claim_of(&space, held);
-            // Where others have just claimed the last registered blocks, another address space may have some: this one
-            // is not chosen again.
+            // Where others have just claimed the last registered blocks, another address space may have some:
+            // this one is not chosen again.
             if claim.is_some() || !only_registered(&space, held) {
                 return claim;
             }
@@ -281,8 +281,8 @@ impl Reactor {
         true
     }
 
-    /// Reads a claimed block if the page cache has it. Otherwise finds it in the block cache, or reads it from the
-    /// disk. Returns false when no buffer is free.
+    /// Reads a claimed block if the page cache has it. Otherwise finds it in the block cache, or reads it
+    /// from the disk. Returns false when no buffer is free.
     pub(super) fn load(&mut self, claim: Claim) -> bool {
         let (file, index, next) = claim.place();
         let offset = index * BLOCK as u64;
@@ -312,8 +312,8 @@ impl Reactor {
         true
     }
 
-    /// Has the background load continue with the block of a page fault, which was read and checked for its page:
-    /// its bytes are at the start of `self.window`.
+    /// Has the background load continue with the block of a page fault, which was read and checked for its
+    /// page: its bytes are at the start of `self.window`.
     pub(super) fn continue_with(&mut self, space: &Arc<AddressSpace>, block: BlockIx) {
         if self.current.is_some() || !space.loads_whole_blocks() || !space.layout().claim_block(block) {
             return;
@@ -325,8 +325,8 @@ impl Reactor {
         self.current = Some(Work { claim, next, bytes: BlockBytes::Own(bytes) });
     }
 
-    /// Finds a claimed block in the block cache, or starts to read it from the disk. Returns false when no buffer is
-    /// free.
+    /// Finds a claimed block in the block cache, or starts to read it from the disk. Returns false when no
+    /// buffer is free.
     fn acquire(&mut self, claim: Claim) -> bool {
         let (file, index, next) = claim.place();
         match self.shared.cache.acquire(&file, index, &self.waker) {

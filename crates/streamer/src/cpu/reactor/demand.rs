@@ -114,8 +114,8 @@ impl Reactor {
             PageSource::InFlight => self.blocked.push(demand),
             PageSource::OnDisk => {
                 drop(layout);
-                // The background load is at a sweep, and reads the next blocks for it: it must not be held back as for
-                // other demand reads.
+                // The background load is at a sweep, and reads the next blocks for it: it must not be held
+                // back as for other demand reads.
                 let sweeps = window.end - window.start > PAGE_SIZE;
                 let in_order = sweeps && self.demand_load(&space, place.block, Class::Background);
                 if in_order || self.demand_load(&space, place.block, Class::Demand) {
@@ -129,8 +129,8 @@ impl Reactor {
         }
     }
 
-    /// Fills the missing pages of a sweep's window. Returns none if the window is one page, or if the page cache
-    /// does not have the page that the thread waits for.
+    /// Fills the missing pages of a sweep's window. Returns `None` if the window is one page, or if the page
+    /// cache does not have the page that the thread waits for.
     fn fill_window(
         &mut self,
         space: &AddressSpace,
@@ -178,7 +178,8 @@ impl Reactor {
         }
     }
 
-    /// Reads the block of a page of a sealed file, which another reactor has claimed: a page alone cannot be checked.
+    /// Reads the block of a page of a sealed file, which another reactor has claimed: a page alone cannot be
+    /// checked.
     fn load_block(&mut self, demand: Demand, file: &Arc<ImageFile>, place: Place) {
         let mut guard = match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
             Acquire::Load(guard) => guard,

@@ -23,6 +23,7 @@ use rewake_image_io::io_budget::Lane;
 use rewake_image_io::{BLOCK, BufferSlice, Completion, Engine};
 use rewake_pager::Run;
 use rewake_process::Notifier;
+use rewake_process::wake_socket::WakeSocket;
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
@@ -34,13 +35,13 @@ use crate::session::Session;
 use crate::sys;
 
 /// Longest sleep of an idle reactor. It bounds the harm if a bug in Rewake loses a wake-up.
-const IDLE: Duration = Duration::from_secs(1);
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// Sleep between two tries while a program changes its layout.
-const STALL: Duration = Duration::from_millis(1);
-/// Tries without a sleep before the first [`STALL`].
+const STALL_INTERVAL: Duration = Duration::from_millis(1);
+/// Tries without a sleep before the first [`STALL_INTERVAL`].
 const SPINS: u32 = 64;
 /// Sleep of a reactor that leaves the disk to demand loads.
-const HELD: Duration = Duration::from_millis(1);
+const YIELD_INTERVAL: Duration = Duration::from_millis(1);
 /// Descriptors that one wait can report. The next wait reports the others.
 const EVENTS: usize = 64;
 
@@ -51,7 +52,8 @@ const HIGHEST_ADDRESS: u64 = 0x7fff_ffff_f000;
 
 const WAKER: u64 = 0;
 const ENGINE: u64 = 1;
-const FIRST_HOME: u64 = 2;
+const ARRIVED: u64 = 2;
+const FIRST_HOME: u64 = 3;
 
 /// The state of one reactor thread. The work itself is in `demand`, `background`, `events` and `abort`.
 pub(super) struct Reactor {
@@ -59,6 +61,7 @@ pub(super) struct Reactor {
     shared: Arc<Shared>,
     engine: Engine<BufferSlice>,
     waker: Notifier,
+    arrived: WakeSocket,
     epoll: Epoll,
     homes: Slab<UffdReader>,
     /// Address spaces of all reactors, as of `version`.
@@ -118,7 +121,7 @@ pub(super) fn run(index: usize, shared: Arc<Shared>) {
 
 impl Reactor {
     fn new(index: usize, shared: Arc<Shared>) -> anyhow::Result<Self> {
-        if let Err(error) = sys::short_time_slice() {
+        if let Err(error) = rewake_process::time_slice::short_time_slice() {
             debug!(%error, "no short time slice");
         }
         let budget = (Arc::clone(&shared.budget), Lane::Cpus);
@@ -127,7 +130,8 @@ impl Reactor {
             info!("{note}");
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("making an epoll")?;
-        let waker = shared.handles.get(index).context("no handle for this reactor")?.waker.clone();
+        let handle = shared.handles.get(index).context("no handle for this reactor")?;
+        let (waker, arrived) = (handle.waker.clone(), handle.arrived.clone());
         let [window, block] = [WINDOW_BUFFER, BLOCK].map(|bytes| -> anyhow::Result<MmapMut> {
             let buffer = MmapMut::map_anon(bytes).context("mapping a buffer")?;
             // A core dump of this process must not have memory of other processes.
@@ -140,6 +144,7 @@ impl Reactor {
             shared,
             engine,
             waker,
+            arrived,
             epoll,
             homes: Slab::new(),
             spaces: Vec::new(),
@@ -170,6 +175,7 @@ impl Reactor {
             done: Vec::new(),
         };
         reactor.watch(reactor.waker.as_fd(), WAKER)?;
+        reactor.watch(reactor.arrived.as_fd(), ARRIVED)?;
         if let Some(event) = reactor.engine.event() {
             reactor.watch(event, ENGINE)?;
         }
@@ -193,11 +199,11 @@ impl Reactor {
     /// Handles the descriptors that are ready. Sleeps only when the last turn found nothing to do.
     fn wait(&mut self) {
         let timeout = if self.idle && self.held_back {
-            HELD
+            YIELD_INTERVAL
         } else if self.idle && !self.unended && !self.crowded {
-            IDLE.min(self.engine.patience())
+            IDLE_INTERVAL.min(self.engine.patience())
         } else if self.idle || self.spins >= SPINS {
-            STALL
+            STALL_INTERVAL
         } else {
             Duration::ZERO
         };
@@ -216,7 +222,7 @@ impl Reactor {
             self.home_ready(token - FIRST_HOME);
         }
         // Last: it may retire homes, and a token of this round must not be mistaken for that of a new home.
-        if tokens().any(|token| token == WAKER) {
+        if tokens().any(|token| [WAKER, ARRIVED].contains(&token)) {
             self.handle_wakeup();
         }
         self.engine_ready = tokens().any(|token| token == ENGINE);
@@ -247,6 +253,7 @@ impl Reactor {
 
     fn handle_wakeup(&mut self) {
         self.waker.drain();
+        self.arrived.drain();
         self.retry_blocked();
         self.serve_arrived();
         let Some(handle) = self.shared.handles.get(self.index) else { return };
@@ -466,7 +473,7 @@ impl Reactor {
         self.unwatch(space.uffd.as_fd());
         space.process().into_iter().for_each(|process| self.unwatch(process));
         self.shared.remove(&space);
-        space.slot.retire();
+        space.retire();
     }
 
     fn watch(&self, fd: BorrowedFd<'_>, token: u64) -> io::Result<()> {

@@ -115,7 +115,7 @@ fn stopped_where_it_faulted() -> bool {
         });
         assert_eq!(program.mappings(), (BUFFERS_PER_STOP + 1, BUFFERS_PER_STOP));
 
-        program.touch();
+        program.access();
         let PlaceholderState::Watched(placeholders) = &coordinator.processes[0].placeholders else {
             panic!("{:?}", coordinator.processes[0])
         };
@@ -155,7 +155,7 @@ fn a_page_fault_in_a_missing_buffer_is_served_when_the_buffer_is_resident() {
     let watched = handed.watch(0, pidfds[0].as_raw_fd(), program.buffers(), &renders, &store).unwrap();
     let gates = gates(&pidfds, &no_driver);
     with_coordinator(&gates, vec![watched], &timeline, |mut coordinator, sender| {
-        program.touch();
+        program.access();
         until(|| {
             coordinator.turn().unwrap();
             coordinator.trace.faults == 1

@@ -38,8 +38,11 @@ pub(crate) struct Draft {
     pub(crate) working_set_note: String,
     /// Whether buffers of GPUs belong to the recorded working set.
     pub(crate) has_first_buffers: bool,
-    /// The pages files of all tasks, each once. Also those with GPU memory of which another host has some bytes.
+    /// The pages files of all tasks, each once. Also those with GPU memory of which another host has some
+    /// bytes.
     pub(crate) files: Vec<DraftFile>,
+    /// The root of the tree.
+    pub(crate) root: u32,
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     pub(crate) tasks: BTreeMap<u32, Option<DraftTask>>,
     /// What CRIU maps for the missing pages of all tasks, unless another host has them.
@@ -50,6 +53,10 @@ pub(crate) struct Draft {
     pub(crate) checksums: Vec<u64>,
     /// The memory that another host has. The index of a cache file is the number of pages files.
     pub(crate) remote: Option<DraftRemote>,
+    /// The id of the image, if it is sealed.
+    pub(crate) sealed: Option<Digest>,
+    /// The id proves each parent, too.
+    pub(crate) covers_parents: bool,
     /// The index in `files` of each inode's file.
     by_inode: BTreeMap<(u64, u64), usize>,
 }
@@ -60,7 +67,7 @@ pub(crate) struct DraftFile {
     pub(crate) file: File,
     pub(crate) path: PathBuf,
     pub(crate) state: FileState,
-    /// The place in [`Draft::checksums`] of its first block; none if its image is not sealed.
+    /// The place in [`Draft::checksums`] of its first block, or `None` if its image is not sealed.
     pub(crate) checksums: Option<usize>,
     /// Its number at the other host, if that has some of its bytes: in the manifest, or in the list of files
     /// that arrive. Else 0.
@@ -70,7 +77,8 @@ pub(crate) struct DraftFile {
 /// Memory that another host has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DraftRemote {
-    /// Bytes that the presence map is for: of the cache file, and of all pages files, each up to the border of a block.
+    /// Bytes that the presence map is for: of the cache file, and of all pages files, each up to the border
+    /// of a block.
     pub(crate) len: u64,
     /// Bytes of the cache file.
     pub(crate) cache: u64,
@@ -81,8 +89,8 @@ pub(crate) struct DraftRemote {
 /// Where the memory of another host is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RemotePlace {
-    /// Memory of tasks into a cache file that is to be made; the headers are those of the CRIU that made the image. The
-    /// pages files have GPU memory.
+    /// Memory of tasks into a cache file that is to be made. The headers have the layout of the CRIU that
+    /// made the image. The pages files have GPU memory.
     Cache(HeaderLayout),
     /// All into the pages files. The image has this id.
     Files(Digest),
@@ -110,8 +118,30 @@ impl Draft {
         let chain: Vec<&ImageDir> = [images].into_iter().chain(&parents).collect();
         chain.iter().try_for_each(|images| refuse_partial(images))?;
         let mut draft = Self { leases: leases(&chain)?, ..Self::of(images)? }.tasks(images)?;
-        draft.add_checksums(read_chain(&chain)?)?;
+        draft.add_checksums_of(&chain, read_chain(&chain)?)?;
         Ok(draft)
+    }
+
+    /// [`Draft::add_checksums`], for images each of whose pages files must have some: the planner has opened
+    /// the files at another time than the manifest was read.
+    pub(super) fn add_checksums_of(
+        &mut self,
+        chain: &[&ImageDir],
+        checksums: Vec<Option<ImageChecksums>>,
+    ) -> anyhow::Result<()> {
+        let sealed = chain.iter().zip(&checksums).filter(|(_, of)| of.is_some());
+        let sealed: Vec<PathBuf> = sealed.map(|(images, _)| images.path().to_owned()).collect();
+        self.add_checksums(checksums)?;
+        for file in self.files.iter().filter(|file| file.checksums.is_none()) {
+            let is_sealed = file.path.parent().is_some_and(|folder| sealed.iter().any(|of| of == folder));
+            ensure!(
+                !is_sealed,
+                "{}: the image's manifest has another file, or does not name it as memory; restore another \
+                 copy, or seal the image again if it is right",
+                file.path.display()
+            );
+        }
+        Ok(())
     }
 
     /// [`Draft::read`], for a session that gets all lazy pages from a page server, and the files that
@@ -183,15 +213,17 @@ impl Draft {
         blocks.into_iter().try_fold(0, sum).context("the lengths of the files")
     }
 
-    fn of(images: &ImageDir) -> anyhow::Result<Self> {
+    pub(super) fn of(images: &ImageDir) -> anyhow::Result<Self> {
         Ok(Self { directory: images.id(), dump: images.dump_id()?, ..Self::default() })
     }
 
-    fn tasks(self, images: &ImageDir) -> anyhow::Result<Self> {
+    pub(super) fn tasks(self, images: &ImageDir) -> anyhow::Result<Self> {
         let mut draft = self;
         let mut first = gpu_registered_ranges(images);
         let mut accessed = draft.working_set(images);
-        for task in images.tasks()? {
+        let tasks = images.tasks()?;
+        draft.root = tasks.first().map_or(0, |task| task.pid);
+        for task in tasks {
             let first = first.remove(&task.pid).unwrap_or_default();
             let working_set = accessed.remove(&task.pid).unwrap_or_default();
             let plan = if task.state.has_memory() {
@@ -227,8 +259,9 @@ impl Draft {
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         if remote_pages > 0 {
             bail!(
-                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): they can only \
-                 come from that dump's page server (`rewake lazy-pages --page-server --address A --port P`)",
+                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): \
+                 they can only come from that dump's page server (`rewake lazy-pages --page-server --address \
+                 A --port P`)",
                 pagemap()
             );
         }
@@ -240,6 +273,11 @@ impl Draft {
 
     /// Adds the checksums of the files, from the manifest of the directory that each is in.
     fn add_checksums(&mut self, chain: Vec<Option<ImageChecksums>>) -> anyhow::Result<()> {
+        self.sealed = chain.first().and_then(|image| image.as_ref().map(|image| image.id));
+        self.covers_parents = chain.iter().all(|image| {
+            let proves = |image: &ImageChecksums| image.parent.as_ref().is_none_or(|of| of.id.is_some());
+            image.as_ref().is_some_and(proves)
+        });
         for (name, memory) in chain.into_iter().flatten().flat_map(|image| image.memory) {
             let Some(file) = self.by_inode.get(&memory.identity).and_then(|at| self.files.get_mut(*at))
             else {
@@ -265,6 +303,11 @@ impl Draft {
 }
 
 impl DraftRemote {
+    /// Returns whether a page server has the memory, and not an image server or the agent.
+    pub(crate) fn is_of_page_server(&self) -> bool {
+        matches!(self.place, RemotePlace::Cache(_))
+    }
+
     /// Gives a task's lazy pages a place at the end of the cache file, from a border of blocks on: no block
     /// has pages of two tasks. `index` is that of the cache file.
     fn task(

@@ -9,7 +9,8 @@ use rewake_pager::PAGE_SIZE;
 
 use super::remote_memory::{LocalCopy, RemoteMemory};
 
-/// Where the pages files are in the presence map, if another host has some of their bytes: after the cache file.
+/// Where the pages files are in the presence map, if another host has some of their bytes: after the cache
+/// file.
 #[derive(Debug)]
 pub(super) struct FilePlace<'a> {
     remote: Option<&'a mut RemoteMemory>,
@@ -23,7 +24,7 @@ impl<'a> FilePlace<'a> {
         Self { remote, next: cache / PAGE_SIZE }
     }
 
-    /// Returns the place of the next file, of so many bytes; none if all of its bytes are here.
+    /// Returns the place of the next file, which has `len` bytes, or `None` if all of its bytes are local.
     pub(super) fn fetched(&mut self, len: u64) -> anyhow::Result<Option<FetchedFile>> {
         let Some(RemoteMemory { source, len: all, .. }) = self.remote.as_deref() else { return Ok(None) };
         let first = self.next;

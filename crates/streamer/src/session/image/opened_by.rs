@@ -48,8 +48,8 @@ impl Image {
         }
         let Some(other) = other else { return Ok(()) };
         bail!(
-            "`criu restore` restores the image in {}, and this streamer serves another dump: give both the same \
-             directory (-D)",
+            "`criu restore` restores the image in {}, and this streamer serves another dump: give both the \
+             same directory (-D)",
             other.display()
         )
     }

@@ -10,7 +10,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +22,8 @@ use nix::unistd::{Whence, lseek};
 use rewake_criu_images::Digest;
 use rewake_fetcher::plan::{FetchExtent, FetchPlan, FetchedMemory, PagePeer, SparseFile};
 use rewake_image_io::{
-    BLOCK, FetchSource, FetchedFile, ImageFile, PresenceMap, PresenceWriter, presence_file,
+    BLOCK, FetchSource, FetchedFile, ImageFile, PresenceMap, PresenceWriter, checked_presence_file,
+    presence_file,
 };
 use rewake_page_protocol::HeaderLayout;
 use rewake_pager::PAGE_SIZE;
@@ -64,17 +65,18 @@ pub(crate) enum LocalCopy {
 }
 
 impl RemoteMemory {
-    /// Makes what a plan says: the presence map, and in the directory `work` the cache file, whose space is reserved.
+    /// Makes what a plan says: the presence map, and in the directory `work` the cache file, whose space is
+    /// reserved.
     ///
     /// # Errors
     /// The file system has not enough space.
     pub(crate) fn create(work: &Path, draft: DraftRemote) -> anyhow::Result<Self> {
-        let presence = presence_file(draft.len).context("making the presence map")?;
-        let cache = match draft.place {
-            RemotePlace::Cache(_) => Some(cache_file(work, draft.cache)?),
-            RemotePlace::Files(_) => None,
+        let (presence, cache) = match draft.place {
+            RemotePlace::Cache(_) => (checked_presence_file(draft.len), Some(cache_file(work, draft.cache)?)),
+            // The manifest has the checksums.
+            RemotePlace::Files(_) => (presence_file(draft.len), None),
         };
-        Self::of(presence, cache, draft)
+        Self::of(presence.context("making the presence map")?, cache, draft)
     }
 
     /// Takes over what another worker has made.
@@ -88,12 +90,26 @@ impl RemoteMemory {
             let found = cache.metadata().context("the cache file")?.len();
             if found != draft.cache {
                 bail!(
-                    "the cache file has {found} bytes, and {} were reserved: did another program write to it?",
+                    "the cache file has {found} bytes, and {} were reserved: did another program write to \
+                     it?",
                     draft.cache
                 );
             }
         }
         Self::of(presence, cache, draft)
+    }
+
+    /// Makes an empty presence map, when every process has been killed: the bytes that have arrived are found
+    /// again ([`Image::note_arrived`]), or the agent has its own map.
+    ///
+    /// # Errors
+    /// The memory came from a page server, which sends a page once.
+    pub(crate) fn arrives_again(draft: DraftRemote) -> anyhow::Result<Self> {
+        ensure!(
+            !draft.is_of_page_server(),
+            "the session's fd store lacks the memory that a page server has sent"
+        );
+        Self::of(presence_file(draft.len).context("making the presence map")?, None, draft)
     }
 
     fn of(presence: OwnedFd, cache: Option<File>, draft: DraftRemote) -> anyhow::Result<Self> {
@@ -118,13 +134,13 @@ impl RemoteMemory {
         let presence = PresenceWriter::open(self.presence.as_fd(), self.len)?;
         let mut end = 0;
         for (first, pages) in runs.into_iter().chain([(self.len.div_ceil(PAGE_SIZE), 0)]) {
-            presence.set(end, first - end);
+            presence.no_bytes(end, first - end);
             end = first + pages;
         }
         Ok(())
     }
 
-    /// Returns the cache file; none if memory goes into files of the image.
+    /// Returns the cache file, or `None` if memory goes into files of the image.
     pub(crate) fn cache(&self) -> Option<&Arc<ImageFile>> {
         match &self.copy {
             LocalCopy::Cache { file, .. } => Some(file),
@@ -132,13 +148,17 @@ impl RemoteMemory {
         }
     }
 
-    /// Returns the descriptors that a successor needs: the presence map's and the cache file's.
-    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        [self.presence.as_fd()].into_iter().chain(self.cache().map(|file| file.as_fd())).collect()
+    /// Returns the descriptors that a successor needs, in the order of [`EntryKind::Remote`]: the fetcher's
+    /// plan, the presence map and the cache file.
+    ///
+    /// [`EntryKind::Remote`]: crate::ledger::fd_store::EntryKind::Remote
+    pub(crate) fn numbers(&self, plan: &File) -> Vec<RawFd> {
+        let cache = self.cache().map(|file| file.as_fd().as_raw_fd());
+        [plan.as_raw_fd(), self.presence.as_raw_fd()].into_iter().chain(cache).collect()
     }
 }
 
-/// Makes a cache file of so many bytes.
+/// Makes a cache file of `len` bytes.
 fn cache_file(work: &Path, len: u64) -> anyhow::Result<File> {
     let place = || format!("{}: a file for {len} bytes that come from the page server", work.display());
     let file = tempfile::tempfile_in(work).with_context(place)?;
@@ -155,13 +175,18 @@ fn cache_file(work: &Path, len: u64) -> anyhow::Result<File> {
 }
 
 impl Image {
-    /// Returns the memory that another host has; none if all bytes are here.
+    /// Returns the memory that another host has, or `None` if all bytes are here.
     pub(crate) fn remote(&self) -> Option<&RemoteMemory> {
         self.remote.as_ref()
     }
 
-    /// Makes the plan of the fetcher. Pages of the presence map that the peer does not have count as arrived from here
-    /// on; the agent has noted them in its own map.
+    /// Returns whether a page server has memory of tasks.
+    pub(crate) fn has_page_server(&self) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.cache().is_some())
+    }
+
+    /// Makes the plan of the fetcher. Pages of the presence map that the peer does not have count as arrived
+    /// from here on; the agent has noted them in its own map.
     ///
     /// # Errors
     /// The presence map cannot be mapped. Or the image has another id than the peer's.
@@ -176,7 +201,7 @@ impl Image {
                 // The directory was not locked for a moment, and this is what the user has asked for.
                 ensure!(
                     id.to_string() == image.id,
-                    "a copy of image {id:.16}, not of {:.16}: did another program write into the directory?",
+                    "a copy of image {id}, not of {}: did another program write into the directory?",
                     image.id
                 );
                 FetchedMemory::Files { image: image.name, id: *id, files }
@@ -220,7 +245,8 @@ impl Image {
         files.filter(|file| file.len > 0).collect()
     }
 
-    /// Opens for writing what the fetcher writes into: by the descriptors, since a path may lead elsewhere by now.
+    /// Opens for writing what the fetcher writes into: by the descriptors, since a path may lead elsewhere by
+    /// now.
     ///
     /// # Errors
     /// This user may not write to a file.
@@ -234,8 +260,8 @@ impl Image {
         cache.chain(self.files.iter().filter(|file| !file.is_empty()).map(open)).collect()
     }
 
-    /// Notes which blocks of the image's files are here: those that were sealed as zeros, and those whose bytes are
-    /// right.
+    /// Notes which blocks of the image's files are here: those that were sealed as zeros, and those whose
+    /// bytes are right.
     ///
     /// # Errors
     /// A file cannot be read.
@@ -270,8 +296,9 @@ fn note_blocks(file: &ImageFile, presence: &PresenceWriter) -> anyhow::Result<()
     Ok(())
 }
 
-/// Returns the ranges that the file system has bytes of, before any of them is read: readahead caches zeros of reserved
-/// space, which the kernel then calls data, too (`SEEK_DATA`, lseek(2)). One block that is here would have all be read.
+/// Returns the ranges that the file system has bytes of, before any of them is read: readahead caches zeros
+/// of reserved space, which the kernel then calls data, too (`SEEK_DATA`, lseek(2)). One block that is here
+/// would have all be read.
 fn stored_ranges(file: &ImageFile) -> io::Result<Vec<Range<u64>>> {
     let seek = |from: u64, whence| match lseek(file.as_fd(), from.cast_signed(), whence) {
         Ok(at) => Ok(Some(at.cast_unsigned())),

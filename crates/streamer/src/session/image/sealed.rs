@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! MAGIC [8], VERSION u32, digest of the image [32], id of the dump [32]
-//! why the working set is not used: as a name; whether buffers belong to it u32
+//! why the working set is not used: as a name; whether buffers belong to it u32; the tree's root: pid u32
 //! directory: dev ino u64
 //! leases u32, checksums u64: their numbers
 //! memory of another host: length of a header u32 (0: there is none; 1: it goes into the files), bytes u64,
@@ -32,14 +32,11 @@ use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use memmap2::Mmap;
-use nix::fcntl::{FcntlArg, SealFlag, fcntl};
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
 use rewake_image_io::{BlockChecksums, ChecksumTable, FileKey, FileState, ImageFile, keep_in_page_cache};
 use rewake_page_protocol::HeaderLayout;
@@ -47,13 +44,14 @@ use rewake_pager::{Extent, PAGE_SIZE, Plan, Prefetch};
 
 use super::draft::{Draft, DraftRemote, DraftTask, RemotePlace};
 use super::file_place::FilePlace;
+use super::plan_file::{At, is_sealed};
 use super::remote_memory::RemoteMemory;
 use super::{Image, TaskPlan};
 use crate::cpu::space::REGISTERED;
 use crate::working_set::MOST_RUNS;
 
 const MAGIC: [u8; 8] = *b"rewakepl";
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 /// In the place of a header's length: memory goes into the files of the image.
 const FILES: usize = 1;
 /// The longest name or path, in bytes.
@@ -64,24 +62,6 @@ const RANGE: u64 = 16;
 const RANKED: u64 = 20;
 const EXTENT: u64 = 28;
 const CHECKSUM: u64 = 8;
-
-/// Makes an empty memory file for a plan.
-///
-/// # Errors
-/// EMFILE, ENOMEM.
-pub(crate) fn memory_file() -> io::Result<File> {
-    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
-    Ok(memfd_create(c"rewake-plan", flags)?.into())
-}
-
-/// Seals a memory file against writing, shrinking and growing.
-///
-/// # Errors
-/// EBUSY: a process has mapped it for writing.
-pub(crate) fn seal(memory: &File) -> io::Result<()> {
-    fcntl(memory, FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL))?;
-    Ok(())
-}
 
 impl Draft {
     /// Writes everything that a session needs into a memory file.
@@ -96,8 +76,8 @@ impl Draft {
 }
 
 impl Image {
-    /// Returns the sealed memory file, and for a successor the descriptors of the pages files in its order and those
-    /// of the leases.
+    /// Returns the sealed memory file, and for a successor the descriptors of the pages files, in the memory
+    /// file's order, and of the leases.
     ///
     /// # Errors
     /// Fails with EMFILE.
@@ -107,8 +87,8 @@ impl Image {
         Ok((sealed.try_clone()?, files.chain(self.leases.iter().map(OwnedFd::as_fd)).collect()))
     }
 
-    /// Reads a sealed memory file. `files` are the descriptors of the pages files, in its order, and those of the
-    /// leases. It looks up no path.
+    /// Reads a sealed memory file. `files` are the descriptors of the pages files, in the memory file's
+    /// order, and of the leases. It looks up no path.
     ///
     /// # Errors
     /// Fails when `plan` is not sealed, is damaged or has another version. Also when a descriptor refers to
@@ -123,7 +103,7 @@ impl Image {
     /// gives that of another worker.
     ///
     /// # Errors
-    /// As for [`Image::unseal`], and those of `remote`.
+    /// As for [`Image::unseal`], and the errors of `remote`.
     pub(crate) fn unseal_with(
         plan: BorrowedFd<'_>,
         files: Vec<OwnedFd>,
@@ -131,9 +111,8 @@ impl Image {
     ) -> anyhow::Result<Self> {
         let plan = plan.try_clone_to_owned().context("the sealed plan of an image")?;
         let memory = File::from(plan.try_clone().context("the sealed plan of an image")?);
-        let sealed = fcntl(&memory, FcntlArg::F_GET_SEALS).context("the sealed plan of an image")?;
         ensure!(
-            SealFlag::from_bits_truncate(sealed).contains(seals()),
+            is_sealed(&memory).context("the sealed plan of an image")?,
             "the plan of an image is not sealed: expected the memory file that `rewake` made"
         );
         let len = memory.metadata().context("the sealed plan of an image")?.len();
@@ -153,10 +132,6 @@ fn checksum_table(memory: &File) -> io::Result<ChecksumTable> {
     Ok(Arc::new(unsafe { Mmap::map(memory) }?))
 }
 
-fn seals() -> SealFlag {
-    SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW
-}
-
 /// Writes the format of this module.
 struct Output<W: Write>(BufWriter<W>);
 
@@ -168,6 +143,7 @@ impl<W: Write> Output<W> {
         self.0.write_all(&draft.dump.0)?;
         self.text(draft.working_set_note.as_bytes())?;
         self.u32(u32::from(draft.has_first_buffers))?;
+        self.u32(draft.root)?;
         self.u64(draft.directory.0)?;
         self.u64(draft.directory.1)?;
         self.count(draft.leases.len())?;
@@ -262,20 +238,6 @@ impl<W: Write> Output<W> {
     }
 }
 
-/// Reads the memory file at its own offset, because other processes may use the offset of the descriptor.
-struct At<'a> {
-    memory: &'a File,
-    offset: u64,
-}
-
-impl Read for At<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let count = self.memory.read_at(buffer, self.offset)?;
-        self.offset += count as u64;
-        Ok(count)
-    }
-}
-
 /// Reads the format of this module. It trusts no count: the memory that it uses is in proportion to the bytes
 /// read.
 struct Input<'a> {
@@ -297,6 +259,7 @@ impl Input<'_> {
         let (digest, dump) = (Digest(self.array()?), Digest(self.array()?));
         let working_set_note = self.text()?.to_string_lossy().into_owned();
         let has_first_buffers = self.u32()? != 0;
+        let root = self.u32()?;
         let directory = (self.u64()?, self.u64()?);
         let (leases, checksums) = (self.u32()?, self.u64()?);
         let first = checksums.checked_mul(CHECKSUM).and_then(|bytes| self.len.checked_sub(bytes));
@@ -310,7 +273,7 @@ impl Input<'_> {
         );
         let leases = descriptors.split_off(count as usize);
         let working_set = Image { working_set_note, has_first_buffers, ..Image::default() };
-        let mut image = Image { digest, dump, directory, leases, ..working_set };
+        let mut image = Image { root, digest, dump, directory, leases, ..working_set };
         let mut inodes = HashSet::new();
         let mut place = FilePlace::new(remote.as_mut());
         for descriptor in descriptors {
@@ -459,7 +422,7 @@ impl Input<'_> {
         Ok(extent)
     }
 
-    /// Checks that so many records fit into the rest of the file.
+    /// Checks that `count` records fit into the rest of the file.
     fn has_room(&self, count: u64, record: u64) -> anyhow::Result<()> {
         ensure!(count <= self.left / record, "{count} records where {} bytes are left", self.left);
         Ok(())

@@ -5,9 +5,9 @@ use std::os::fd::AsFd as _;
 
 use drm::control::Device as _;
 use gpu_app::gpu::Gpus;
+use gpu_app::kfd::{Buffer, Spec};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_VRAM};
-use rewake_amdgpu_uapi::{Buffer, Spec};
 use rewake_sdma_copy::{Bo, COPIES, CopyEngine, CopyPath, Error, Shape, Staging, StagingMemory, Transfer};
 use softgpu_tests::isolated;
 
@@ -62,7 +62,7 @@ fn bytes_are_copied_to_and_from_odd_places_by_every_method() {
                     all[usize::try_from(at).unwrap()..][..right.len()].copy_from_slice(&right);
                     assert!(
                         read(&staging, whole, 256 << 10) == all,
-                        "{through:?}: beside {bytes} bytes at {at}"
+                        "{through:?}: outside {bytes} bytes at {at}"
                     );
                 }
                 engine.release(bo).unwrap();

@@ -5,12 +5,12 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use gpu_app::gpu::Gpus;
+use gpu_app::kfd::{Buffer, Spec};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::call::Argument as _;
 use rewake_amdgpu_uapi::abi::{
     AMDGPU_CTX_QUERY2_FLAGS_GUILTY, AMDGPU_VA_OP_CLEAR, drm as gem, drm_amdgpu_gem_va,
 };
-use rewake_amdgpu_uapi::{Buffer, Spec};
 use rewake_sdma_copy::{Bo, CopyCompletion, CopyEngine, Error, IN_FLIGHT, Shape, Staging, Ticket, Transfer};
 use rewake_skip::need;
 use softgpu_tests::isolated;

@@ -9,7 +9,7 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu_uapi::Buffer;
+use gpu_app::kfd::Buffer;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_sdma_copy::{Bo, CopyEngine, CopyPath, Shape, Staging, StagingMemory, StagingOffset, Transfer};
 use rewake_skip::need;
@@ -92,7 +92,7 @@ fn bandwidth() -> Result<(), &'static str> {
     if found { Ok(()) } else { Err("softgpu.ko was loaded without copy_mbps") }
 }
 
-/// Runs `body` where rings copy so many MB/s that copies wait instead of computing. It runs in another
+/// Runs `body` where rings copy `mbps` MB/s, and copies wait instead of computing. It runs in another
 /// process: the machine changes while no process uses it. Skipped without rings, or on real GPUs.
 fn where_copies_wait(scene: &Scene, mbps: &str, body: fn()) {
     if scene.role().is_some() {

@@ -32,7 +32,7 @@ fn older() -> Version {
     if reports_bos() { Version::V4_2 } else { Version::V4_1 }
 }
 
-/// A small server, beside a process that renders on both GPUs.
+/// A small server, and a process that renders on both GPUs.
 fn shape() -> Shape {
     let mode = Mode::RenderOnly;
     Shape { layers: 2, layer_kib: 64, cache_mib: 2, queues: 1, gpus: 2, mode, ..Shape::small() }
@@ -78,8 +78,8 @@ fn a_process_that_renders_with_an_older_criu() {
     isolated(2, |_| workload(older()));
 }
 
-/// The same as in its own images: compute BOs are restored, those of render nodes are not. Of a process that
-/// only renders it restores nothing at all.
+/// The same as in its own images: compute BOs are restored, and BOs of render nodes are not. Of a process
+/// that only renders it restores nothing at all.
 #[test]
 fn the_stock_plugin_restores_our_dump_like_its_own() {
     isolated(1, |scene| {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use gpu_app::gpu::Gpus;
+use gpu_app::kfd::Buffer;
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rewake_amdgpu_uapi::Buffer;
 use rewake_amdgpu_uapi::abi::memory::{Mapping, PAGE};
 use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_GTT,
@@ -269,7 +269,8 @@ fn dmabuf(render: &Render, handle: u32) -> anyhow::Result<OwnedFd> {
     render.export(handle)?.context("a dma-buf")
 }
 
-/// A file of its own beside a BO, with memory for commands and bytes: the GPU accesses what the CPU cannot.
+/// Imports a BO into a render file of its own, with memory for commands and bytes, so that the GPU accesses
+/// what the CPU cannot.
 fn beside(
     minor: u32,
     dmabuf: &OwnedFd,

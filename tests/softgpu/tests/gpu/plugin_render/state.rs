@@ -59,7 +59,7 @@ impl<'a> Commands<'a> {
     /// Submits commands that do nothing, and waits until they have ended.
     fn run(&self, ring: ContextRing, more: &[SubmissionChunk<'_>]) -> anyhow::Result<u64> {
         let number = self.submit(ring, Sdma::new(), more)?;
-        let ended = soon(|| self.render.has_ended(ring, number, 0).unwrap_or(false));
+        let ended = soon(|| self.render.has_ended(ring, number).unwrap_or(false));
         ensure!(ended, "a submission does not end");
         Ok(number)
     }
@@ -188,7 +188,7 @@ pub(super) fn refused(role: &str, render: &Render) -> anyhow::Result<Option<Owne
             let ring = sdma(context, 0);
             let commands = Commands::new(render)?;
             let number = commands.submit(ring, Sdma::new().word(0xff), &[])?;
-            ensure!(soon(|| render.has_ended(ring, number, 0).is_err()), "the ring is not reset");
+            ensure!(soon(|| render.has_ended(ring, number).is_err()), "the ring is not reset");
         }
         other => bail!("{other:?} is no role"),
     }

@@ -15,9 +15,10 @@ use drm::control::Device as _;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
+use gpu_app::kfd::Buffer;
+use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::abi::call;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
-use rewake_amdgpu_uapi::{Buffer, Kfd};
 use rewake_testkit::soon;
 use softgpu_tests::{Scene, sys};
 
@@ -81,7 +82,7 @@ struct Stage {
     dmabufs: BTreeMap<i32, OwnedFd>,
     second: Option<Kfd>,
     gpus: Option<(Lane, Arc<Gpus>)>,
-    /// A descriptor below those of GPUs.
+    /// A descriptor with a lower number than the GPUs' descriptors.
     low: Option<File>,
     children: Vec<Child>,
 }

@@ -3,19 +3,23 @@
 //! refuses any other plan or file.
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::Duration;
 
 use crate::fetch_peer::{FetchPeer, FetchedImage};
 use crate::gpu::fetched_files::{ArrivalLimit, FetchedGpuFiles};
 use crate::session::WorkingSetPart;
+use crate::session::image::plan_file::{SEALS, memory_file, seal};
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{
     Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, add_arriving_file, write,
 };
 use rewake_fetcher::plan::{FetchedMemory, PagePeer, SparseFile};
 use rewake_image_io::{BLOCK, FetchReader, PresenceWriter, read_now};
-use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME, read_partial_checksums};
-use rewake_process::Notifier;
+use rewake_manifest::{MANIFEST_NAME, ManifestError, PARTIAL_NAME, read_chain, read_partial_checksums};
+use rewake_process::wake_socket::WakeSocket;
 
 use super::*;
 
@@ -98,7 +102,7 @@ fn sealed(bytes: &[u8]) -> OwnedFd {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let memory = File::from(memfd_create(c"test", flags).unwrap());
     memory.write_all_at(bytes, 0).unwrap();
-    fcntl(&memory, FcntlArg::F_ADD_SEALS(seals())).unwrap();
+    fcntl(&memory, FcntlArg::F_ADD_SEALS(SEALS)).unwrap();
     memory.into()
 }
 
@@ -211,6 +215,22 @@ fn a_successor_checks_blocks_with_the_checksums_of_each_file() {
 }
 
 #[test]
+fn a_pages_file_that_the_manifest_does_not_have_is_refused() {
+    let (root, image) = opened();
+    drop(image);
+    let images = ImageDir::open(root.path().join("image")).unwrap();
+    let chain = [&images];
+    // The file is replaced between the read of the manifest and the open.
+    let checksums = read_chain(&chain).unwrap();
+    let (pages, other) = (root.path().join("image/pages-2.img"), root.path().join("other"));
+    fs::copy(&pages, &other).unwrap();
+    fs::rename(other, &pages).unwrap();
+    let mut draft = Draft::of(&images).unwrap().tasks(&images).unwrap();
+    let error = draft.add_checksums_of(&chain, checksums).unwrap_err().to_string();
+    assert!(error.contains("pages-2.img: the image's manifest has another file"), "{error}");
+}
+
+#[test]
 fn an_image_without_a_manifest_is_served_unchecked() {
     let root = tempfile::tempdir().unwrap();
     write_image(root.path(), 1);
@@ -285,7 +305,7 @@ fn a_plan_of_another_version_says_so() {
     let mut bytes = bytes_of(&plan);
     bytes[8] = 1;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
-    assert!(error.contains("expected version 6, found 1: another `rewake` made it"), "{error}");
+    assert!(error.contains("expected version 7, found 1: another `rewake` made it"), "{error}");
 }
 
 #[test]
@@ -394,8 +414,8 @@ fn counts_beyond_the_end_are_refused_before_allocation() {
     let (_root, image) = opened();
     let (plan, _) = plan_and_files(&image);
     let bytes = bytes_of(&plan);
-    // The last task's counts of ranges and extents, at offsets from the end: the zombie has 8 bytes, and two blocks
-    // have checksums.
+    // The last task's counts of ranges and extents, at offsets from the end: the zombie has 8 bytes, and two
+    // blocks have checksums.
     let extents = bytes.len() - 2 * 8 - 8 - usize::try_from(EXTENT).unwrap() - 8;
     let working_set = extents - usize::try_from(RANKED).unwrap() - 4;
     let ranges = working_set - 2 * usize::try_from(RANGE).unwrap() - 4;
@@ -431,8 +451,8 @@ fn a_planner_may_return_only_files_of_the_directories_that_it_opened() {
     assert!(check(&[&own]).unwrap_err().contains("pages-2.img is not a file of the image"));
 }
 
-/// A sealed image whose manifest is partial, with the bytes `byte` and `byte + 1`: no byte of this pages file has
-/// arrived.
+/// A sealed image whose manifest is partial, with the bytes `byte` and `byte + 1`: no byte of this pages file
+/// has arrived.
 fn partial(byte: u8, absent: &str) -> (tempfile::TempDir, PathBuf) {
     let root = tempfile::tempdir().unwrap();
     let images = root.path().join("image");
@@ -515,7 +535,7 @@ fn files_of_gpu_memory_are_in_the_presence_map_of_a_partial_image() {
     assert_eq!(arrived(&image), [true, true, false]);
     let found: Vec<bool> = (0..3).map(|block| image.files()[2].has((block * BLOCK) as u64, 1)).collect();
     assert_eq!(found, [false, true, false]);
-    let reader = FetchReader { number: 8, waker: Notifier::new().unwrap() };
+    let reader = FetchReader { number: 8, waker: WakeSocket::new().unwrap() };
     let files = FetchedGpuFiles::new(&image, reader, ArrivalLimit::of(None));
     let file = files.file("amdgpu-pages-3-0007.img").unwrap();
     // Two pages files of a block each are before it.
