@@ -90,10 +90,15 @@ pub enum Command {
     Park(ParkArgs),
     /// Serves restored processes all of whose streamer's processes were killed
     Recover(RecoverArgs),
+    /// For packages: writes manual pages and completions of shells
+    #[command(hide = true)]
+    Manual(ManualArgs),
     /// Shows what an image contains, and whether it can be served
     Inspect(InspectArgs),
     /// Checks whether this machine has what Rewake needs
     Doctor(DoctorArgs),
+    /// Shows the version, its protocols, and the versions of CRIU that it was tested with
+    Version(VersionArgs),
 }
 
 /// Options that CRIU's servers share, with CRIU's names and meanings.
@@ -127,6 +132,22 @@ pub struct CriuServerArgs {
     /// Accepted for compatibility: CRIU would read options from this file
     #[arg(long, hide = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
+}
+
+/// Options of `rewake version`.
+#[derive(Debug, Args)]
+pub struct VersionArgs {
+    /// Print everything as JSON, for programs
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `rewake manual`.
+#[derive(Debug, Args)]
+pub struct ManualArgs {
+    /// An empty directory for the files
+    #[arg(value_name = "DIR")]
+    pub directory: PathBuf,
 }
 
 /// Options of `rewake lazy-pages`.

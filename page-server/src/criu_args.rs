@@ -350,7 +350,7 @@ mod tests {
     /// The command line of a unit is of this program, so a unit that is shipped starts.
     #[test]
     fn the_command_line_of_the_shipped_unit_is_read() {
-        let unit = include_str!("../rewake.service");
+        let unit = include_str!("../package/rewake.service");
         let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).unwrap();
         let cli = Cli::try_parse_from(normalise(line.split(' ').map(OsString::from)).unwrap()).unwrap();
         let Command::Serve(options) = cli.command else { panic!("{line}") };

@@ -47,8 +47,10 @@ fn main() -> ExitCode {
         Command::Fetcher => rewake_fetcher::process::run(),
         Command::Park(options) => commands::park::run(options),
         Command::Recover(options) => commands::recover::run(options),
+        Command::Manual(options) => commands::manual::run(options),
         Command::Inspect(options) => commands::inspect::run(options),
         Command::Doctor(options) => commands::doctor::run(options),
+        Command::Version(options) => commands::version::run(options),
     };
     match result {
         Ok(code) => ExitCode::from(code),

@@ -6,6 +6,7 @@
 //! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it
 //!   fails).
 //! * [`daemon`]: restores by `rewake serve`.
+//! * [`node_etc`]: commands that find files in `/etc/rewake`.
 //! * [`node_cache`]: restores of an image of a store, from the node's cache.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
@@ -42,6 +43,7 @@ pub mod lazy_source;
 pub mod limit;
 pub mod migration;
 pub mod node_cache;
+pub mod node_etc;
 pub mod page_server;
 pub mod pattern;
 pub mod plugins;

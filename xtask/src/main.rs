@@ -56,6 +56,7 @@ cargo xtask <command>
                              CRIU's own tests of its page server, from its source tree: stock with
                              itself, and with rewake as the server
   plugin [--release]         build the CRIU plugins and print their folder, for `criu --libdir`
+  package                    Debian packages of the program and of the plugins, and their checksums
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/setup.md has
                              the options
   vm test [filter] [--machine NAME]
@@ -106,6 +107,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["bench", "behind"] => commands::bench::behind()?,
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,
         ["zdtm", more @ ..] => commands::zdtm::run(more)?,
+        ["package"] => commands::package::run()?,
         ["plugin"] => commands::plugin::run(Profile::Debug)?,
         ["plugin", "--release"] => commands::plugin::run(Profile::Release)?,
         ["vm", "test", more @ ..] => vm::test(&vm::Wanted::parse(more)?)?,

@@ -20,7 +20,7 @@ use rewake_criu_plugin::{Answer, Host, HostError};
 use rewake_plugin_protocol::control::{self, OpenError, proto};
 use rewake_process::private_socket::default_socket;
 
-use crate::policy::{Laziness, OnRefusal, Policy};
+use crate::policy::{FILE, Laziness, OnRefusal, Policy};
 
 /// The socket that a lazy restore connects to, in CRIU's work directory.
 const SOCKET: &str = "lazy-pages.socket";
@@ -70,6 +70,11 @@ enum NotLazy {
     Elsewhere,
 }
 
+/// The policy wants no eager restore in the place of a lazy one.
+#[derive(Debug, thiserror::Error)]
+#[error("this restore cannot be lazy, and {FILE} has on_refusal = \"fail\": {0}")]
+struct Refused(#[from] NotLazy);
+
 /// Makes this restore lazy if the policy wants it. It must be called when the plugin is made, before anything
 /// looks for the session of CRIU's work directory.
 ///
@@ -84,7 +89,7 @@ pub fn restore_lazily(host: &Host, images: PluginImages) -> Answer {
         Ok(Ok(())) => host.info("the restore is lazy, as the host's policy wants it"),
         Ok(Err(LeftAlone::Other)) => {}
         Ok(Err(reason)) => host.info(format_args!("the policy leaves this restore alone: {reason}")),
-        Err(error) if policy.on_refusal == OnRefusal::Fail => return Err(error.into()),
+        Err(error) if policy.on_refusal == OnRefusal::Fail => return Err(Refused(error).into()),
         Err(error) => host.info(format_args!("the image is restored eagerly: {error}")),
     }
     Ok(())

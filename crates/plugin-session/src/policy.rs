@@ -159,6 +159,12 @@ mod tests {
     }
 
     #[test]
+    fn the_file_of_the_package_is_read_and_no_restore_becomes_lazy_by_it() {
+        let shipped = policy(include_str!("../../../page-server/package/rewake.toml"), None).unwrap();
+        assert_eq!(shipped, Policy { min_size_mib: 64, ..Policy::default() });
+    }
+
+    #[test]
     fn a_mistake_is_named_with_its_line() {
         let unknown = policy("[restore]\nlazy = \"sealed\"\nlazyness = 1\n", None).unwrap_err();
         assert!(unknown.contains("line 3: unknown field `lazyness`, expected one of `lazy`"), "{unknown}");

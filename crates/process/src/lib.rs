@@ -15,6 +15,7 @@
 //! * [`private_socket`]: unix sockets that only their user can connect to.
 //! * [`proc`]: what `/proc` shows of processes and threads.
 //! * [`ready`]: what a server does when it is ready.
+//! * [`service_manager`]: a socket that systemd gives, and the report to it.
 //! * [`sandbox`]: what keeps a process that reads what others wrote.
 //! * [`time_slice`]: threads and programs on which others wait.
 //! * [`Notifier`]: an eventfd. [`wake_socket`]: a socket by which another process wakes a thread.
@@ -51,6 +52,8 @@ pub mod proc;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 pub mod ready;
 pub mod sandbox;
+#[allow(unsafe_code, reason = "the descriptor has no other form")]
+pub mod service_manager;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 pub mod time_slice;
 #[allow(unsafe_code, reason = "the system call has no other form")]

@@ -11,6 +11,7 @@ pub mod gc;
 pub mod inspect;
 pub mod lazy_pages;
 pub mod ls;
+pub mod manual;
 pub mod migrate;
 pub mod page_server;
 pub mod park;
@@ -28,6 +29,7 @@ pub mod serve;
 pub mod status;
 pub mod streamer;
 pub mod verify;
+pub mod version;
 
 mod aborts;
 mod detach;

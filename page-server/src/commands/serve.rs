@@ -15,7 +15,7 @@ use crate::agent;
 use crate::cli::ServeArgs;
 use crate::logging;
 use rewake_node_cache::{CacheFolder, NodeCache};
-use rewake_process::private_socket;
+use rewake_process::{private_socket, service_manager};
 
 /// Runs the command; gives the exit code.
 ///
@@ -28,7 +28,9 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let log = logging::start(options.log_file.as_deref(), options.verbosity)?;
     let mut ready = ready(options.status_fd)?;
     let own = options.daemon.then_some(log.as_ref());
-    // Before the socket is bound: the processes that serve those sessions must not hold it.
+    // It is closed on exec from here on, and no other socket is bound before the sessions of other agents are
+    // served again: the processes that serve those must not hold it.
+    let given = service_manager::take_listener(&socket)?;
     super::recover::start_all(ready.waiting.first().map(AsRawFd::as_raw_fd), own);
     if options.cache.is_some() {
         rewake_image_store::need_stores("--cache")?;
@@ -36,7 +38,8 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let folder =
         options.cache.as_deref().map(|path| CacheFolder::open(path, options.cache_size)).transpose()?;
     let metrics = options.metrics.map(listen).transpose()?;
-    let listener = private_socket::bind(&socket)?;
+    let is_given = given.is_some();
+    let listener = given.map_or_else(|| private_socket::bind(&socket), Ok)?;
     if options.daemon
         && let Some(code) = detach::background(pidfile.as_ref(), log, &mut ready)?
     {
@@ -53,11 +56,13 @@ pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let served = runtime.block_on(agent::run(listener, &socket, cache.clone(), metrics, || {
         // Whatever the log level; with -d, before the command returns.
         print::say(format!("listening on {}", socket.display()));
-        if let Err(error) = ready.report_once() {
+        if let Err(error) = ready.report_once().and_then(|()| service_manager::report_ready()) {
             warn!(%error, "reporting that the agent is ready");
         }
     }));
-    remove(&socket);
+    if !is_given {
+        remove(&socket);
+    }
     if let Some(pidfile) = pidfile {
         pidfile.release();
     }

@@ -15,8 +15,9 @@ use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::hosts::Host;
 
-/// The first bytes of a manifest.
-const MANIFEST: &[u8] = b"RWKIMAGE";
+/// What anyone on the way can read of an image that is not encrypted: the first bytes of its manifest, or the
+/// name of a file that each image has.
+const CLEAR_TEXT: [&[u8]; 2] = [b"RWKIMAGE", b"inventory.img"];
 /// Bytes that pass at once.
 const PIECE: usize = 16 << 10;
 
@@ -31,8 +32,8 @@ pub struct SlowLink {
     passed: Arc<AtomicU64>,
     sent: Arc<AtomicU64>,
     lies: Arc<AtomicBool>,
-    /// Whether a client has received a manifest that anyone on the way can read.
-    has_shown_manifest: Arc<AtomicBool>,
+    /// Whether a part of an image has passed that anyone on the way can read.
+    has_shown_clear_text: Arc<AtomicBool>,
     is_cut: Arc<AtomicBool>,
 }
 
@@ -44,6 +45,13 @@ struct PassRate {
     rate: AtomicU64,
     /// From then on.
     later: AtomicU64,
+}
+
+fn note_clear_text(bytes: &[u8], shown: &AtomicBool) {
+    let has = |text: &[u8]| bytes.windows(text.len()).any(|found| found == text);
+    if CLEAR_TEXT.into_iter().any(has) {
+        shown.store(true, Ordering::Relaxed);
+    }
 }
 
 impl SlowLink {
@@ -87,8 +95,8 @@ impl SlowLink {
         let (streams, passed) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicU64::new(0)));
         let lies = Arc::new(AtomicBool::new(false));
         let is_cut = Arc::new(AtomicBool::new(false));
-        let has_shown_manifest = Arc::new(AtomicBool::new(false));
-        let shown = Arc::clone(&has_shown_manifest);
+        let has_shown_clear_text = Arc::new(AtomicBool::new(false));
+        let shown = Arc::clone(&has_shown_clear_text);
         let rates = [up, down].map(|rate| Arc::new(PassRate::of(rate)));
         let carried = rates.clone();
         let sent = Arc::new(AtomicU64::new(0));
@@ -116,23 +124,21 @@ impl SlowLink {
                 kept.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
                 let (back, answers, count) = (Arc::clone(&client), Arc::clone(&server), Arc::clone(&count));
                 let (lie, [up, down]) = (Arc::clone(&lie), carried.clone());
-                let shown = Arc::clone(&shown);
+                let [shown, shown_up] = [(); 2].map(|()| Arc::clone(&shown));
                 let pass = move |bytes: &mut [u8]| {
                     // The middle of a whole piece is in the middle of data.
                     if bytes.len() == PIECE && lie.swap(false, Ordering::Relaxed) {
                         bytes[PIECE / 2] ^= 1;
                     }
-                    if bytes.windows(MANIFEST.len()).any(|found| found == MANIFEST) {
-                        shown.store(true, Ordering::Relaxed);
-                    }
+                    note_clear_text(bytes, &shown);
                 };
                 spawn(move || carry(&answers, &back, &down, &count, pass));
                 let sent = Arc::clone(&count_sent);
-                spawn(move || carry(&client, &server, &up, &sent, |_| ()));
+                spawn(move || carry(&client, &server, &up, &sent, |bytes| note_clear_text(bytes, &shown_up)));
             }
         });
         let port = listens.recv().context("a link")?.context("a port for a link")?;
-        Ok(Self { port, rates, streams, passed, sent, lies, has_shown_manifest, is_cut })
+        Ok(Self { port, rates, streams, passed, sent, lies, has_shown_clear_text, is_cut })
     }
 
     /// Its port.
@@ -165,10 +171,10 @@ impl SlowLink {
         self.sent.load(Ordering::Relaxed)
     }
 
-    /// Whether a client has received a manifest that anyone on the way can read.
+    /// Whether a part of an image has passed, in either direction, that anyone on the way can read.
     #[must_use]
-    pub fn has_shown_manifest(&self) -> bool {
-        self.has_shown_manifest.load(Ordering::Relaxed)
+    pub fn has_shown_clear_text(&self) -> bool {
+        self.has_shown_clear_text.load(Ordering::Relaxed)
     }
 
     /// Has the link change one byte of what passes next to a client.

@@ -11,11 +11,12 @@ use std::thread;
 use prost::Message as _;
 use rewake_plugin_protocol::control::{self, proto};
 use rewake_tests::container::{Network, runc_works};
-use rewake_tests::daemon::Daemon;
+use rewake_tests::daemon::{Daemon, has_namespaces};
+use rewake_tests::node_etc::NodeEtc;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::{run, streamer_of, until};
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::{Container, Criu, Scene, Verdict, need};
+use rewake_tests::{Container, Criu, Scene, Verdict, need, skip};
 
 /// Enough that most is missing when the restore has finished.
 const MIB: usize = 256;
@@ -71,6 +72,55 @@ fn removed_images_are_served_by_a_successor_too() {
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", daemon.logs());
     let log = fs::read_to_string(scene.work().join("rewake-streamer.log")).unwrap();
     assert!(log.contains("starting a successor"), "{log}");
+}
+
+/// Restores on a node with this policy and without `REWAKE_LAZY`. Returns whether CRIU succeeded, and its log.
+fn restore_on(policy: &str, criu: &Criu, scene: &Scene, agent: &Path) -> (bool, String) {
+    let node = NodeEtc::with(&[("rewake.toml", policy)]).unwrap();
+    let plugins = rewake_alone(&scene.work()).unwrap();
+    let mut command = criu.command("restore");
+    command.arg("-d").arg("-D").arg(scene.images()).arg("-W").arg(scene.work());
+    command.args(["-v4", "-o", "restore.log", "-L"]).arg(plugins).env("REWAKE_SOCKET", agent);
+    let succeeded = run(&mut node.around(&command), END).unwrap().success();
+    (succeeded, fs::read_to_string(scene.work().join("restore.log")).unwrap())
+}
+
+#[test]
+fn the_policy_of_the_node_decides() {
+    let criu = need!(Criu::main());
+    if !has_namespaces() {
+        skip!("this machine makes no namespaces");
+    }
+    let mut scene = Scene::dumped(&criu, "random", 16).unwrap();
+    let daemon = Daemon::start().unwrap();
+    let table = |keys: &str| format!("[restore]\n{keys}\n");
+
+    let fails = table("lazy = \"always\"\non_refusal = \"fail\"");
+    let nowhere = scene.work().join("agent");
+    let (succeeded, log) = restore_on(&fails, &criu, &scene, &nowhere);
+    let errors: Vec<&str> = log.lines().filter(|line| line.contains("cannot be lazy")).collect();
+    let refusal = "this restore cannot be lazy, and /etc/rewake/rewake.toml has on_refusal = \"fail\": ";
+    assert!(!succeeded && errors.len() == 1 && errors[0].contains(refusal), "{errors:?}\n{log}");
+    assert!(!Path::new(&format!("/proc/{}", scene.pid())).exists(), "nothing is restored by half");
+
+    scene.next_round().unwrap();
+    let unknown = table("lazy = \"always\"\nlazyness = 1");
+    let (succeeded, log) = restore_on(&unknown, &criu, &scene, &daemon.socket());
+    assert!(!succeeded && log.contains("/etc/rewake/rewake.toml: line 3: unknown field"), "{log}");
+
+    for (keys, is_lazy) in [
+        ("lazy = \"never\"", false),
+        ("lazy = \"sealed\"", false),
+        ("lazy = \"always\"\nmin_size_mib = 1024", false),
+        ("lazy = \"always\"\nmin_size_mib = 1", true),
+    ] {
+        scene.next_round().unwrap();
+        let (succeeded, log) = restore_on(&table(keys), &criu, &scene, &daemon.socket());
+        assert!(succeeded && log.contains("the restore is lazy") == is_lazy, "{keys}\n{log}");
+        scene.go().unwrap();
+        scene.stop().unwrap();
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{keys}");
+    }
 }
 
 #[test]

@@ -8,10 +8,11 @@ use std::process::Output;
 use nix::sys::signal::Signal;
 use rewake_testkit::authority::Authority;
 use rewake_testkit::hosts::DESTINATION;
-use rewake_tests::migration::{HostAgent, Migration};
+use rewake_tests::migration::{HostAgent, Migration, RECEIVER};
 use rewake_tests::page_server::tls_options;
 use rewake_tests::printed::{HOST_B, Terminals, recipe};
 use rewake_tests::process::{PATIENCE, soon, until};
+use rewake_tests::relay::SlowLink;
 use rewake_tests::{Criu, need};
 
 const SOURCE: &str = "host-a";
@@ -158,15 +159,22 @@ fn a_later_agent_answers_its_own_source_only() {
 fn a_program_moves_encrypted_with_every_byte() {
     let criu = need!(Criu::main());
     let authority = Authority::new();
-    let mut migration = Migration::started(&criu, "random", MIB).unwrap();
-    migration.secure_receive(receiving(&authority, DESTINATION));
-    migration.secure_migrate(named(&authority, SOURCE));
-    let mut receive = migration.receive(Path::new(criu.as_ref())).unwrap();
-    let migrated = migration.migrate().unwrap().ended().unwrap();
-    assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
-    assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
-    assert_eq!(migration.processes(), (0, 1));
-    migration.expect_right_bytes().unwrap();
+    for is_secure in [false, true] {
+        let mut migration = Migration::started(&criu, "random", MIB).unwrap();
+        let link = SlowLink::on(&migration.hosts.source, RECEIVER.parse().unwrap(), u64::MAX).unwrap();
+        if is_secure {
+            migration.secure_receive(receiving(&authority, "127.0.0.1"));
+            migration.secure_migrate(named(&authority, SOURCE));
+        }
+        let mut receive = migration.receive(Path::new(criu.as_ref())).unwrap();
+        let to = format!("127.0.0.1:{}", link.port());
+        let migrated = migration.migrate_to(&to).unwrap().ended().unwrap();
+        assert_eq!(migrated.status.code(), Some(0), "{}\n{}", said(&migrated), migration.received());
+        assert_eq!(receive.ended().unwrap().status.code(), Some(0), "{}", migration.received());
+        assert_eq!(migration.processes(), (0, 1));
+        migration.expect_right_bytes().unwrap();
+        assert_eq!(link.has_shown_clear_text(), !is_secure);
+    }
 }
 
 #[test]

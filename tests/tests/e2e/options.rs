@@ -243,14 +243,14 @@ fn an_agent_takes_over_the_pidfile_of_one_that_has_ended() {
     assert_eq!(ended(last, Signal::SIGTERM), WaitStatus::Exited(last, 0));
 }
 
-/// The unit that is shipped.
-fn unit() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../page-server/rewake.service")
+/// The units that are shipped.
+fn units() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../page-server/package")
 }
 
 #[test]
 fn the_command_line_of_the_unit_starts_an_agent() {
-    let text = fs::read_to_string(unit()).unwrap();
+    let text = fs::read_to_string(units().join("rewake.service")).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("ExecStart=")).unwrap();
     let (_, arguments) = line.split_once(' ').unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -267,8 +267,8 @@ fn the_command_line_of_the_unit_starts_an_agent() {
     assert_eq!(wait_child(&mut agent, END).expect("it ends").code(), Some(0));
 }
 
-/// Runs the unit under a systemd of its own, in namespaces with an empty /run: the agent answers, is killed,
-/// is started again, and is stopped.
+/// Runs the units under a systemd of its own, in namespaces with an empty /run: a client starts the agent by
+/// its socket, the agent is killed, is started again, and is stopped.
 const UNDER_SYSTEMD: &str = r#"
 mount -t tmpfs none /run && mkdir -p /run/systemd/system /run/units && mkdir -m 700 /run/user || exit
 for tree in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified; do
@@ -276,8 +276,9 @@ for tree in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified; do
     mkdir "$tree/$GROUP" && echo $$ >"$tree/$GROUP/cgroup.procs" || { echo no cgroups; exit; }
 done
 export HOME=/run XDG_RUNTIME_DIR=/run/user SYSTEMD_UNIT_PATH=/run/units: SYSTEMD_LOG_TARGET=console
-sed "s|^ExecStart=[^ ]*|ExecStart=$REWAKE|" "$UNIT" >/run/units/rewake.service
-"$SYSTEMD" --user --unit=rewake.service </dev/null >/run/log 2>&1 &
+sed "s|^ExecStart=[^ ]*|ExecStart=$REWAKE|" "$UNITS/rewake.service" >/run/units/rewake.service
+cp "$UNITS/rewake.socket" /run/units/
+"$SYSTEMD" --user --unit=rewake.socket </dev/null >/run/log 2>&1 &
 agent() {
     for attempt in $(seq 600); do
         "$REWAKE" status --json 2>/dev/null | sed -n 's/.*"pid": *\([0-9]*\).*/\1/p' | grep . && return
@@ -286,19 +287,24 @@ agent() {
     cat /run/log
 }
 show() { systemctl --user show -P "$1" rewake.service; }
+for attempt in $(seq 600); do
+    [ -S /run/rewake/rewake.sock ] && break
+    sleep 0.1
+done
+echo "before a client: $(show ActiveState), $(stat -c %a /run/rewake /run/rewake/rewake.sock | xargs)"
 first=$(agent)
 [ "$first" = "$(show MainPID)" ] && echo "the agent answers"
 kill -9 "$first"
 second=$(agent)
 [ "$first" != "$second" ] && [ "$second" = "$(show MainPID)" ] && echo "it was started again: $(show \
     NRestarts)"
-systemctl --user stop rewake.service
+systemctl --user stop rewake.socket rewake.service
 echo "$(show Result) $(show ActiveState) $(show KillMode) $(show OOMPolicy)"
 "$REWAKE" status 2>/dev/null || echo "no agent answers"
 "#;
 
 #[test]
-fn the_unit_runs_under_systemd_and_again_after_a_kill() {
+fn the_units_run_under_systemd_and_again_after_a_kill() {
     let places = ["/usr/lib/systemd/systemd", "/lib/systemd/systemd"].map(Path::new);
     let Some(systemd) = places.into_iter().find(|path| path.exists()) else { skip!("there is no systemd") };
     if !has_namespaces() {
@@ -307,7 +313,11 @@ fn the_unit_runs_under_systemd_and_again_after_a_kill() {
     let group = format!("rewake-unit-{}", std::process::id());
     let mut command = Command::new("unshare");
     command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", UNDER_SYSTEMD]);
-    command.env("SYSTEMD", systemd).env("REWAKE", rewake().unwrap()).env("UNIT", unit()).env("GROUP", &group);
+    command
+        .env("SYSTEMD", systemd)
+        .env("REWAKE", rewake().unwrap())
+        .env("UNITS", units())
+        .env("GROUP", &group);
     let output = command.stdin(Stdio::null()).output().unwrap();
     let remove = "find /sys/fs/cgroup -depth -type d -path \"*/$0*\" -exec rmdir {} + 2>/dev/null";
     let _ = Command::new("sh").args(["-c", remove, &group]).status();
@@ -316,6 +326,7 @@ fn the_unit_runs_under_systemd_and_again_after_a_kill() {
         skip!("this machine makes no cgroups");
     }
     let expected = [
+        "before a client: inactive, 700 600",
         "the agent answers",
         "it was started again: 1",
         "success inactive process continue",

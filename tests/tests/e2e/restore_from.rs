@@ -164,7 +164,7 @@ fn after_a_cut_memory_arrives_over_new_connections() {
     }
     remote.scene.stop().unwrap();
     remote.ends_well();
-    assert!(remote.link.has_shown_manifest(), "it travels as it is");
+    assert!(remote.link.has_shown_clear_text(), "it travels as it is");
     assert!(messages(&remote.scene).matches("starting another fetcher").count() >= 3);
     let passed = remote.link.passed();
     assert!(passed < (MIB as u64 + 3 * 10) << 20, "at most what was in flight was sent twice: {passed}");
@@ -362,7 +362,7 @@ fn memory_travels_encrypted_and_only_from_the_right_host() {
     let mut command = restore_from(&criu, &remote.scene, port, &remote.copy(), &options).unwrap();
     timeline(&command.output().unwrap()).unwrap();
     remote.ends_well();
-    assert!(!remote.link.has_shown_manifest(), "it travels encrypted");
+    assert!(!remote.link.has_shown_clear_text(), "it travels encrypted");
 
     let images = remote.scene.images();
     let imposter = ImageExport::start(images.parent().unwrap(), &tls_options(&authority, &other)).unwrap();

@@ -6,11 +6,12 @@ use std::path::Path;
 use std::process::Command;
 
 use rewake_tests::commands::{done, refused};
-use rewake_tests::daemon::{restore, timeline};
+use rewake_tests::daemon::{has_namespaces, restore, timeline};
 use rewake_tests::export::seal;
 use rewake_tests::node_cache::{StoredScene, said};
+use rewake_tests::node_etc::NodeEtc;
 use rewake_tests::scene::ACT;
-use rewake_tests::{Criu, Scene, Verdict, need};
+use rewake_tests::{Criu, Scene, Verdict, need, skip};
 
 /// Keys `ann` and `bob`, and a file that permits each.
 struct Keys(tempfile::TempDir);
@@ -81,6 +82,45 @@ fn an_image_is_restored_if_a_signer_has_signed_it() {
     scene.go().unwrap();
     assert_eq!(restored(&scene, &images, &ann), None);
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+}
+
+/// Restores as [`restored`] does, without `--signers`, on a node whose administrator requires signatures.
+fn restored_on(node: &NodeEtc, scene: &Scene) -> Option<String> {
+    let mut command = restore(scene.criu(), &scene.images()).unwrap();
+    command.arg("-W").arg(scene.work()).args(["--", "-d"]);
+    let output = node.around(&command).output().unwrap();
+    if !output.status.success() {
+        return Some(said(&output));
+    }
+    timeline(&output).unwrap();
+    None
+}
+
+#[test]
+fn a_node_with_signers_restores_no_other_image() {
+    let criu = need!(Criu::main());
+    let keys = need!(Keys::new());
+    if !has_namespaces() {
+        skip!("this machine makes no namespaces");
+    }
+    let scene = Scene::dumped(&criu, "plain", 8).unwrap();
+    let signers = fs::read_to_string(keys.at("ann.signers")).unwrap();
+    let node = NodeEtc::with(&[("signers", &signers)]).unwrap();
+    seal(&scene).unwrap();
+    let reason = restored_on(&node, &scene).unwrap();
+    assert!(reason.contains("is not signed") && reason.contains("/etc/rewake/signers"), "{reason}");
+    let path = scene.images().display().to_string();
+    done(&["seal", &path, "--sign", &keys.at("bob")]);
+    let reason = restored_on(&node, &scene).unwrap();
+    assert!(reason.contains("/etc/rewake/signers has no line with this key"), "{reason}");
+    done(&["seal", &path, "--sign", &keys.at("ann")]);
+    scene.go().unwrap();
+    assert_eq!(restored_on(&node, &scene), None);
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+
+    let node = NodeEtc::with(&[("signers", "ann@example.com no-key\n")]).unwrap();
+    let reason = restored_on(&node, &scene).unwrap();
+    assert!(reason.contains("/etc/rewake/signers line 1: "), "{reason}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ pub(crate) mod codegen;
 pub(crate) mod demo;
 mod everyday;
 pub(crate) mod figures;
+pub(crate) mod package;
 pub(crate) mod plugin;
 pub(crate) mod stress;
 pub(crate) mod test;

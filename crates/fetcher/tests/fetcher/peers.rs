@@ -49,10 +49,15 @@ fn scene(layout: HeaderLayout) -> Scene {
 }
 
 fn scene_with(layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let (cache, plan) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let len = (PAGES + 16) * PAGE as u64;
+    let cache = tempfile::tempfile().unwrap();
     cache.set_len(PAGES * PAGE as u64).unwrap();
+    scene_in(cache, layout, tls)
+}
+
+fn scene_in(cache: File, layout: HeaderLayout, tls: Option<PeerTls>) -> Scene {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let plan = tempfile::tempfile().unwrap();
+    let len = (PAGES + 16) * PAGE as u64;
     let file = tempfile::tempfile().unwrap();
     file.set_len(FILE_BYTES).unwrap();
     let files = vec![SparseFile { first: PAGES, len: FILE_BYTES, number: FILE_NUMBER }];
@@ -196,6 +201,21 @@ fn pages_arrive_and_the_last_message_ends_the_session() {
         assert_eq!(peer.ended().unwrap(), 0, "no reset: CRIU would take it for a failure");
         assert_eq!(scene.code(), 0);
     }
+}
+
+/// A page counts as arrived after its bytes are in the cache file, and never if they are not: a reader that
+/// sees its bit reads the file.
+#[test]
+fn pages_that_the_cache_file_does_not_take_have_not_arrived() {
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    let scene = scene_in(full, BOTH[0], None);
+    scene.request(Class::Demand, 3, 2);
+    let mut peer = scene.peer();
+    assert_eq!(peer.get(), (3, 2));
+    peer.answer(3, 2);
+    let (_, reason) = scene.failure();
+    assert!(reason.contains("No space left") || reason.contains("no storage space"), "{reason}");
+    assert_eq!(scene.arrived(), [0; 0]);
 }
 
 /// A field of `/proc/PID/status`.
