@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The command line.
 
+mod about;
 mod address;
 mod cache;
 mod descriptor;
@@ -18,6 +19,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use rewake_image_store::ImageUrl;
 
+pub use about::{ManualArgs, VersionArgs};
 pub use address::{PageServerAddress, RemoteImage};
 use cache::bytes;
 pub use cache::{CacheAct, CacheArgs};
@@ -132,22 +134,6 @@ pub struct CriuServerArgs {
     /// Accepted for compatibility: CRIU would read options from this file
     #[arg(long, hide = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
-}
-
-/// Options of `rewake version`.
-#[derive(Debug, Args)]
-pub struct VersionArgs {
-    /// Print everything as JSON, for programs
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// Options of `rewake manual`.
-#[derive(Debug, Args)]
-pub struct ManualArgs {
-    /// An empty directory for the files
-    #[arg(value_name = "DIR")]
-    pub directory: PathBuf,
 }
 
 /// Options of `rewake lazy-pages`.

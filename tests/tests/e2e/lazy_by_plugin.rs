@@ -74,7 +74,7 @@ fn removed_images_are_served_by_a_successor_too() {
     assert!(log.contains("starting a successor"), "{log}");
 }
 
-/// Restores on a node with this policy and without `REWAKE_LAZY`. Returns whether CRIU succeeded, and its log.
+/// Restores on a node with this policy, without `REWAKE_LAZY`. Returns whether CRIU succeeded, and its log.
 fn restore_on(policy: &str, criu: &Criu, scene: &Scene, agent: &Path) -> (bool, String) {
     let node = NodeEtc::with(&[("rewake.toml", policy)]).unwrap();
     let plugins = rewake_alone(&scene.work()).unwrap();

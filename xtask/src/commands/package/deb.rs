@@ -32,8 +32,8 @@ pub(super) fn main_control(version: &'static str, glibc: u32) -> Control {
         "Section: admin\nPriority: optional\nDepends: libc6 (>= 2.{glibc}), libgcc-s1 (>= 4.2), \
          init-system-helpers (>= 1.52)\nSuggests: criu (>= 4.1.1), runc, rewake-dbgsym\n\
          Description: restore CRIU checkpoints on demand\n \
-         Rewake restores checkpoints of CRIU so that programs run at once, while a\n \
-         streamer loads their memory behind them, page faults first.\n .\n \
+         Rewake restores checkpoints of CRIU so that programs run at once. A streamer\n \
+         loads their memory in the background, page faults first.\n .\n \
          It takes the place of criu lazy-pages and criu page-server, has plugins for\n \
          CRIU that make restores lazy and that restore the memory of AMD GPUs, moves\n \
          running programs between hosts, and keeps images in stores.\n"

@@ -26,13 +26,13 @@ fn bill(version: &str, lines: &str) -> String {
         let licence = licence.replace('/', " OR ");
         let _ = write!(
             components,
-            "{comma}\n    {{\"type\": \"library\", \"name\": \"{name}\", \"version\": \"{version}\", \"purl\": \
-             \"pkg:cargo/{name}@{version}\", \"licenses\": [{{\"expression\": \"{licence}\"}}]}}"
+            "{comma}\n    {{\"type\": \"library\", \"name\": \"{name}\", \"version\": \"{version}\", \
+             \"purl\": \"pkg:cargo/{name}@{version}\", \"licenses\": [{{\"expression\": \"{licence}\"}}]}}"
         );
     }
     format!(
-        "{{\n  \"bomFormat\": \"CycloneDX\",\n  \"specVersion\": \"1.5\",\n  \"version\": 1,\n  \"metadata\": \
-         {{\"component\": {{\"type\": \"application\", \"name\": \"rewake\", \"version\": \"{version}\", \
+        "{{\n  \"bomFormat\": \"CycloneDX\",\n  \"specVersion\": \"1.5\",\n  \"version\": 1,\n  \
+         \"metadata\": {{\"component\": {{\"type\": \"application\", \"name\": \"rewake\", \"version\": \"{version}\", \
          \"licenses\": [{{\"expression\": \"MIT OR Apache-2.0\"}}]}}}},\n  \"components\": \
          [{components}\n  ]\n}}\n"
     )
