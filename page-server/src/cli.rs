@@ -19,7 +19,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use rewake_image_store::ImageUrl;
 
-pub use about::{ManualArgs, VersionArgs};
+pub use about::{DoctorArgs, ManualArgs, VersionArgs};
 pub use address::{PageServerAddress, RemoteImage};
 use cache::bytes;
 pub use cache::{CacheAct, CacheArgs};
@@ -320,14 +320,6 @@ pub struct RecoverArgs {
     /// Return once the processes are served, and load their memory in the background
     #[arg(short = 'd', long)]
     pub daemon: bool,
-}
-
-/// Options of `rewake doctor`.
-#[derive(Debug, Args)]
-pub struct DoctorArgs {
-    /// Print everything as JSON, for programs (docs/diagnose.md)
-    #[arg(long)]
-    pub json: bool,
 }
 
 /// Options of `rewake inspect`.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The service manager that has started this process, if one has: systemd (`sd_listen_fds(3)`, `sd_notify(3)`).
+//! The service manager that has started this process, if one has: systemd (`sd_listen_fds(3)`,
+//! `sd_notify(3)`).
 
 use std::io;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
@@ -39,8 +40,8 @@ pub fn take_listener(path: &Path) -> Result<Option<UnixListener>, GivenSocketErr
         (0, _) => return Ok(None),
         (several, _) => return Err(GivenSocketError::Several(several, path.to_owned())),
     };
-    // SAFETY: the service manager has opened it for this process before the process began, and says so in an
-    // environment that names this process. No other code asks for it, and it is taken once.
+    // SAFETY: the service manager has opened it for this process before the process began, as an environment
+    // shows that names this process. No other code asks for it, and it is taken once.
     let socket = unsafe { OwnedFd::from_raw_fd(number) };
     if !is_listener_at(&socket, path) {
         return Err(GivenSocketError::Other(path.to_owned()));

@@ -136,9 +136,8 @@ pub(super) fn changelog(version: &str, time: SystemTime) -> anyhow::Result<Strin
     let date =
         program::capture(Command::new("date").args(["-u", "-R", "-d", &format!("@{}", seconds(time)?)]))?;
     let date = date.trim();
-    Ok(format!(
-        "rewake ({version}) unstable; urgency=medium\n\n  * CHANGELOG.md has what changed.\n\n -- {MAINTAINER}  {date}\n"
-    ))
+    let head = format!("rewake ({version}) unstable; urgency=medium");
+    Ok(format!("{head}\n\n  * CHANGELOG.md has what changed.\n\n -- {MAINTAINER}  {date}\n"))
 }
 
 fn seconds(time: SystemTime) -> anyhow::Result<u64> {

@@ -30,11 +30,13 @@ fn bill(version: &str, lines: &str) -> String {
              \"purl\": \"pkg:cargo/{name}@{version}\", \"licenses\": [{{\"expression\": \"{licence}\"}}]}}"
         );
     }
+    let own = format!(
+        "{{\"type\": \"application\", \"name\": \"rewake\", \"version\": \"{version}\", \"licenses\": \
+         [{{\"expression\": \"MIT OR Apache-2.0\"}}]}}"
+    );
     format!(
         "{{\n  \"bomFormat\": \"CycloneDX\",\n  \"specVersion\": \"1.5\",\n  \"version\": 1,\n  \
-         \"metadata\": {{\"component\": {{\"type\": \"application\", \"name\": \"rewake\", \"version\": \"{version}\", \
-         \"licenses\": [{{\"expression\": \"MIT OR Apache-2.0\"}}]}}}},\n  \"components\": \
-         [{components}\n  ]\n}}\n"
+         \"metadata\": {{\"component\": {own}}},\n  \"components\": [{components}\n  ]\n}}\n"
     )
 }
 
