@@ -2,14 +2,13 @@
 //! A Debian package of a tree of files, made by `dpkg-deb`.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 
-use super::tree::{set_times, shipped};
+use super::tree::{install, set_times, shipped};
 use crate::{files, program};
 
 /// Who answers for the packages.
@@ -68,8 +67,7 @@ pub(super) fn make(
         files::write(meta.join("conffiles"), conffiles)?;
     }
     for script in scripts {
-        files::copy(&shipped(script), &meta.join(script))?;
-        fs::set_permissions(meta.join(script), fs::Permissions::from_mode(0o755))?;
+        install(&shipped(script), &meta.join(script), 0o755)?;
     }
     let control = format!(
         "Package: {name}\nSource: rewake\nVersion: {version}\nArchitecture: amd64\nMaintainer: {MAINTAINER}\n\

@@ -125,7 +125,7 @@ pub(super) fn shipped(name: &str) -> PathBuf {
 }
 
 /// Copies a file to its place.
-fn install(from: &Path, to: &Path, mode: u32) -> anyhow::Result<()> {
+pub(super) fn install(from: &Path, to: &Path, mode: u32) -> anyhow::Result<()> {
     files::create_folder(to.parent().context("a place without a folder")?)?;
     files::copy(from, to)?;
     fs::set_permissions(to, fs::Permissions::from_mode(mode)).with_context(|| to.display().to_string())
