@@ -35,10 +35,7 @@ fn write_all(directory: &Path) -> anyhow::Result<()> {
     visible.build();
     page(visible.clone(), directory)?;
     // Commands of a command are on its page.
-    visible
-        .get_subcommands()
-        .filter(|command| command.get_name() != "help")
-        .try_for_each(|command| page(command.clone(), directory))
+    visible.get_subcommands().try_for_each(|command| page(command.clone(), directory))
 }
 
 /// Returns the command line without what users do not type.

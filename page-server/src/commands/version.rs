@@ -18,7 +18,7 @@ struct Report {
     version: &'static str,
     /// The commit that a package was built from; none in a build of one's own.
     commit: Option<&'static str>,
-    features: &'static [&'static str],
+    features: Vec<&'static str>,
     /// Both sides must have the same one.
     protocols: Protocols,
     /// The versions of CRIU that the tests use.
@@ -48,15 +48,11 @@ pub fn run(options: &VersionArgs) -> anyhow::Result<u8> {
 }
 
 fn of_this_program() -> Report {
+    let features = [("stores", cfg!(feature = "stores")), ("tls", cfg!(feature = "tls"))];
     Report {
         version: env!("CARGO_PKG_VERSION"),
         commit: option_env!("REWAKE_COMMIT"),
-        features: match (cfg!(feature = "stores"), cfg!(feature = "tls")) {
-            (true, true) => &["stores", "tls"],
-            (true, false) => &["stores"],
-            (false, true) => &["tls"],
-            (false, false) => &[],
-        },
+        features: features.into_iter().filter_map(|(name, is_built)| is_built.then_some(name)).collect(),
         protocols: Protocols {
             control: rewake_plugin_protocol::control::VERSION,
             plugin: rewake_plugin_protocol::VERSION,
